@@ -1,0 +1,52 @@
+"""The contract of a training backend: rows in, one step of learning, state out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrain.inference_engine.base import InferenceEngine
+from retrain.types import Float32Array, MachineChoices, Row, StepResult
+
+
+@dataclass(frozen=True)
+class BackendCapabilities:
+    per_token_advantages: bool
+    """False: only one advantage a completion reaches the loss, so token-varying transforms are refused."""
+    synchronous_loss: bool
+    """False: the reported loss is a placeholder."""
+    exact_resume: bool
+    """N steps equal k steps + resume + N - k steps, byte for byte."""
+
+
+class Backend(ABC):
+    capabilities: BackendCapabilities
+    engine: InferenceEngine
+    """The sampler that serves this backend's adapter."""
+
+    @property
+    @abstractmethod
+    def choices(self) -> MachineChoices | None:
+        """What was chosen from the machine; None for a remote backend."""
+
+    @abstractmethod
+    def train(self, rows: Sequence[Row], step: int) -> StepResult:
+        """One step on the rows of one batch: `updates_per_batch` passes of `minibatches` optimizer updates.
+
+        A non-finite loss, gradient or log-prob never changes the weights: that update is skipped and counted.
+        """
+
+    @abstractmethod
+    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+        """The learner's log-probs at the training temperature of each row's action tokens, [T] each, without gradient."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the PEFT adapter (adapter_model.safetensors, adapter_config.json, README.md) and the backend's own state."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote: adapter, optimizer, schedule."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release the engine and the device; safe to call twice."""

@@ -1,0 +1,43 @@
+"""Every error that a user can meet, with the exit code that the command line gives for it.
+
+A message is one sentence: what is wrong, where (file, section, key, value), what is allowed, what to do next.
+"""
+
+from collections.abc import Sequence
+
+
+class RetrainError(Exception):
+    """The run failed (exit 1)."""
+
+    exit_code = 1
+
+
+class ConfigurationError(RetrainError, ValueError):
+    """Wrong usage or configuration: anything the user can mend in a file or flag before step 0 (exit 2).
+
+    `problems` holds one sentence each, so that all the mistakes of a file are told at once.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class EnvironmentFailure(RetrainError, RuntimeError):
+    """The machine lacks something: a device, an extra, disk, the network, a server (exit 3)."""
+
+    exit_code = 3
+
+
+class RunFailed(RetrainError, RuntimeError):
+    """The run started and cannot go on (exit 1): a failed parity gate, rewards that cannot be judged, non-finite updates."""
+
+
+class Interrupted(RetrainError):
+    """A signal asked the run to stop; its state was saved first. Exit 130 for SIGINT, 143 for SIGTERM."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,181 @@
+"""The nouns of one training step, from an example to a gradient.
+
+Shape letters: P prompt tokens, T action tokens (sampled, the sampled EOS included), G completions of a group.
+Token ids are the record and text is a view: nothing here is ever re-encoded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+class ChatMessage(TypedDict):
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """A problem and its reference answer, as a data source yields it."""
+
+    prompt: str | list[ChatMessage]
+    reference: str
+    task: str = "default"
+    info: dict[str, Any] | None = None
+    """Whatever else the source knows: subject, level, columns that retrain does not read."""
+    example_id: str = ""
+    """Stable over runs; a source that leaves it empty gets "<source>-<index>"."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example rendered with the chat template and encoded once."""
+
+    example: Example
+    text: str
+    token_ids: Int32Array
+    """[P]"""
+
+    @property
+    def prompt_id(self) -> str:
+        return self.example.example_id
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """The model sampled an end-of-sequence token, which is the last action."""
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled for one prompt. It holds no text: an engine knows token ids only."""
+
+    request: int
+    """Index of the request in the call to `sample`."""
+    sample: int
+    """The noise coordinate: 0..G-1, running on over redraws."""
+    token_ids: Int32Array
+    """[T], the sampled EOS included, nothing after it."""
+    logprobs: Float32Array
+    """[T] natural log-probabilities of the sampled distribution softmax(logits / temperature)."""
+    entropies: Float32Array | None
+    """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the engine has only log-probs."""
+    finish_reason: FinishReason
+
+
+class Outcome(StrEnum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    COULD_NOT_JUDGE = "could_not_judge"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A verdict on one completion. `reward` is None exactly when the outcome is COULD_NOT_JUDGE."""
+
+    outcome: Outcome
+    reward: float | None
+    reason: str = ""
+    """One sentence saying why a completion could not be judged; empty otherwise."""
+
+
+@dataclass
+class Group:
+    """The completions of one prompt with their texts and scores, all of one length G."""
+
+    prompt: Prompt
+    slot: int
+    """The prompt's place in the step: the noise coordinate that all conditions share."""
+    completions: list[Completion]
+    texts: list[str]
+    scores: list[Score] = field(default_factory=list)
+
+    def judged(self) -> "Group":
+        """The same group without the completions that could not be judged."""
+        keep = [i for i, score in enumerate(self.scores) if score.outcome is not Outcome.COULD_NOT_JUDGE]
+        return Group(
+            self.prompt, self.slot, [self.completions[i] for i in keep], [self.texts[i] for i in keep], [self.scores[i] for i in keep]
+        )
+
+    @property
+    def rewards(self) -> list[float]:
+        """[G] rewards of a judged group."""
+        return [score.reward for score in self.scores if score.reward is not None]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence as the learner sees it. T counts the tokens inside `spans`."""
+
+    token_ids: Int32Array
+    """[P + T] and, in several turns, whatever the environment said between the actions."""
+    spans: tuple[tuple[int, int], ...]
+    """Half-open ranges of action positions in `token_ids`, in order and disjoint; the first starts at 1 or later."""
+    logprobs: Float32Array
+    """[T] log-probs that the sampler recorded at temperature T."""
+    advantages: Float32Array
+    """[T]"""
+    group: int
+    """Rows of one number share their prompt."""
+    truncated: bool = False
+    """The completion ended by length, not by EOS."""
+
+    @property
+    def num_actions(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    def action_positions(self) -> Iterator[int]:
+        for start, stop in self.spans:
+            yield from range(start, stop)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one call to `Backend.train` did. Ratio statistics are taken before the first optimizer step."""
+
+    loss: float | None
+    """Mean over the updates of this step; None when no row was given."""
+    grad_norm: float | None
+    ratio_mean: float | None
+    """exp(learner - sampler log-prob) over action tokens."""
+    ratio_max: float | None
+    """The ratio farthest from 1 in log space."""
+    mismatch_k1: float | None
+    """mean(old - new)."""
+    mismatch_k3: float | None
+    """mean(exp(d) - 1 - d), d = new - old."""
+    ess: float | None
+    """Effective sample size of the ratios as a fraction of the tokens: (sum w)^2 / (n sum w^2)."""
+    updates: int
+    nonfinite_updates: int
+    """Updates that were skipped because a loss, gradient or log-prob was not finite."""
+    nonfinite_tensor: str = ""
+    """The name of the first such tensor."""
+    loss_is_placeholder: bool = False
+    """True where an asynchronous backend reports a number that is not this step's loss."""
+
+
+@dataclass(frozen=True)
+class MachineChoices:
+    """What was chosen from the machine at the first step. A resumed run uses the stored choices again, for byte-exactness."""
+
+    threads: int
+    """Intra-op threads of torch."""
+    decode_rows: int
+    """Rows that decode together at most."""
+    decode_tokens: int
+    """KV tokens over all rows that decode together at most."""
+    micro_batch_tokens: int
+    """Tokens of one forward-backward pass of the learner at most."""
+    gradient_checkpointing: bool
