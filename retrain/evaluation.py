@@ -1,0 +1,143 @@
+"""Held-out evaluation: pass@1 with an interval clustered by problem, and unbiased pass@k.
+
+The unit is the problem, not the sample: samples of one problem are correlated, so the interval uses the variance of the problems'
+means. Every evaluation of a run draws the same noise, so that before and after differ by the weights alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from retrain.rollout import Rollout, Sampler, SamplingPlan, Watcher
+from retrain.types import Group, Outcome, Prompt
+
+_Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased probability that one of k samples is right, given c right ones among n: 1 - C(n-c, k) / C(n, k).
+
+    Source: Chen et al. 2021, arXiv 2107.03374, equation 1, in its product form. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+
+
+def clustered_interval(means: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the mean of per-problem accuracies [n].
+
+    A Wilson score interval on the effective sample size p(1-p)/SE**2, SE from the spread of the problems' means: it stays inside
+    [0, 1] and does not collapse at 0 or 1. One sample a problem gives the ordinary Wilson interval.
+    Source: Dean and Pagano 2015, doi 10.1093/jssam/smv024.
+    """
+    n = len(means)
+    if n == 0:
+        return 0.0, 1.0
+    p = float(np.mean(means))
+    variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
+    size = min(p * (1 - p) / variance, _MAX_GAIN * n) if variance > 0 and 0 < p < 1 else float(n)
+    centre = (p + _Z**2 / (2 * size)) / (1 + _Z**2 / size)
+    half = _Z / (1 + _Z**2 / size) * sqrt(p * (1 - p) / size + _Z**2 / (4 * size**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+_MAX_GAIN = 1000.0
+"""Bound on the effective samples per problem: problems that all agree by chance must not give a zero-width interval."""
+
+
+@dataclass(frozen=True)
+class ProblemResult:
+    """What one held-out problem gave; one line of evaluation.jsonl."""
+
+    example_id: str
+    task: str
+    samples: int
+    """Judged samples."""
+    correct: int
+    could_not_judge: int
+    reward_mean: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    step: int
+    """Steps completed when it was made."""
+    problems: list[ProblemResult]
+    pass_at: dict[int, float]
+    """k -> unbiased pass@k over the problems with at least k judged samples."""
+    interval: tuple[float, float]
+    """95% interval of pass@1."""
+    seconds: float
+    tokens: int
+    truncated_rate: float
+    """Fraction of completions that ended by length."""
+
+    @property
+    def pass_at_1(self) -> float | None:
+        return self.pass_at.get(1)
+
+    def summary(self) -> dict[str, Any]:
+        """The form that summary.json and `retrain eval --json` hold."""
+        values: dict[str, Any] = {f"pass@{k}": value for k, value in sorted(self.pass_at.items())}
+        return values | {
+            "interval": list(self.interval),
+            "step": self.step,
+            "problems": len(self.problems),
+            "samples": sum(problem.samples for problem in self.problems),
+            "could_not_judge": sum(problem.could_not_judge for problem in self.problems),
+            "truncated_rate": self.truncated_rate,
+            "seconds": self.seconds,
+        }
+
+
+class Evaluator:
+    """Samples the held-out prompts and scores them with the run's reward."""
+
+    def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], plan: SamplingPlan, ks: Sequence[int]) -> None:
+        self.sampler = sampler
+        self.prompts = list(prompts)
+        self.plan = plan
+        self.ks = sorted({1, *ks})
+
+    def run(self, step: int, watcher: Watcher) -> Evaluation:
+        # Step 0 in the noise's coordinates, whatever the training step: common random numbers over the run.
+        rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
+        return summarise(rollout, step, self.ks)
+
+
+def summarise(rollout: Rollout, step: int, ks: Sequence[int]) -> Evaluation:
+    problems = [_problem(group) for group in rollout.groups]
+    judged = [problem for problem in problems if problem.samples]
+    completions = [completion for group in rollout.groups for completion in group.completions]
+    pass_at = {}
+    for k in ks:
+        values = [pass_at_k(problem.samples, problem.correct, k) for problem in judged if problem.samples >= k]
+        if values:
+            pass_at[k] = float(np.mean(values))
+    return Evaluation(
+        step=step,
+        problems=problems,
+        pass_at=pass_at,
+        interval=clustered_interval([problem.correct / problem.samples for problem in judged]),
+        seconds=rollout.sample_seconds + rollout.reward_seconds,
+        tokens=rollout.tokens,
+        truncated_rate=sum(completion.finish_reason == "length" for completion in completions) / max(1, len(completions)),
+    )
+
+
+def _problem(group: Group) -> ProblemResult:
+    rewards = group.judged().rewards
+    return ProblemResult(
+        example_id=group.prompt.prompt_id,
+        task=group.prompt.example.task,
+        samples=len(rewards),
+        correct=sum(score.outcome is Outcome.RIGHT for score in group.scores),
+        could_not_judge=len(group.scores) - len(rewards),
+        reward_mean=float(np.mean(rewards)) if rewards else None,
+    )
