@@ -29,11 +29,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
 
-def clustered_interval(means: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of per-problem accuracies [n].
+def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, float]:
+    """95% interval of the mean of per-problem accuracies [n] that rest on `samples` judged completions in all.
 
     A Wilson score interval on the effective sample size p(1-p)/SE**2, SE from the spread of the problems' means: it stays inside
-    [0, 1] and does not collapse at 0 or 1. One sample a problem gives the ordinary Wilson interval.
+    [0, 1] and does not collapse at 0 or 1. The size is n where that spread is zero, and never above `samples`.
     Source: Dean and Pagano 2015, doi 10.1093/jssam/smv024.
     """
     n = len(means)
@@ -41,14 +41,10 @@ def clustered_interval(means: Sequence[float]) -> tuple[float, float]:
         return 0.0, 1.0
     p = float(np.mean(means))
     variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
-    size = min(p * (1 - p) / variance, _MAX_GAIN * n) if variance > 0 and 0 < p < 1 else float(n)
+    size = min(p * (1 - p) / variance, float(samples)) if variance > 0 else float(n)
     centre = (p + _Z**2 / (2 * size)) / (1 + _Z**2 / size)
     half = _Z / (1 + _Z**2 / size) * sqrt(p * (1 - p) / size + _Z**2 / (4 * size**2))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-_MAX_GAIN = 1000.0
-"""Bound on the effective samples per problem: problems that all agree by chance must not give a zero-width interval."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,9 @@ def summarise(rollout: Rollout, step: int, ks: Sequence[int]) -> Evaluation:
         step=step,
         problems=problems,
         pass_at=pass_at,
-        interval=clustered_interval([problem.correct / problem.samples for problem in judged]),
+        interval=clustered_interval(
+            [problem.correct / problem.samples for problem in judged], sum(problem.samples for problem in judged)
+        ),
         seconds=rollout.sample_seconds + rollout.reward_seconds,
         tokens=rollout.tokens,
         truncated_rate=sum(completion.finish_reason == "length" for completion in completions) / max(1, len(completions)),
