@@ -4,18 +4,18 @@ It samples a few completions, lets the learner compute the same log-probs, and c
 survives a round trip, and that the gold answer scores 1 where the reward compares answers. A gate that fails stops the run.
 """
 
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from retrain.backends.base import Backend
-from retrain.backends.rows import completion_row
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.types import Completion, FinishReason, Float32Array, Int32Array, Outcome, Prompt
+from retrain.types import Completion, FinishReason, Float32Array, Int32Array, Outcome, Prompt, Row
 
 _PROMPTS = 4
 _SAMPLES = 2
@@ -94,7 +94,7 @@ def _sample(inputs: GateInputs, prompts: Sequence[Prompt]) -> list[Completion]:
 def _differences(inputs: GateInputs, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Float32Array:
     """|engine - learner| of every sampled token."""
     rows = [
-        completion_row(prompts[item.request], item, advantages=np.zeros(len(item.token_ids), np.float32), group=item.request)
+        Row.from_completion(prompts[item.request], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
         for item in completions
     ]
     learner = inputs.backend.logprobs(rows)
@@ -127,7 +127,7 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
     eos = np.array([inputs.eos_ids[0]], np.int32)
     nothing = np.zeros(1, np.float32)
     completion = Completion(0, 0, eos, nothing, None, FinishReason.STOP)
-    row = completion_row(prompt, completion, advantages=nothing, group=0)
+    row = Row.from_completion(prompt, completion, nothing, group=0)
     actions = [int(row.token_ids[position]) for position in row.action_positions()]
     (logprob,) = inputs.backend.logprobs([row])
     if actions != [int(eos[0])] or logprob.shape != (1,) or not np.isfinite(logprob).all():
@@ -139,11 +139,16 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
 def _check_template(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         back = inputs.decode(prompt.token_ids)
-        if back != prompt.text:
+        # A tokenizer may add BOS, normalise Unicode and move a leading space; anything else is a broken template.
+        if not _plain(back).endswith(_plain(prompt.text)):
             raise RunFailed(
                 f"Parity gate: prompt {prompt.prompt_id} does not survive the tokenizer: {prompt.text[:60]!r} came back as {back[:60]!r}; "
                 "check the tokenizer's files and [data] chat_template_args."
             )
+
+
+def _plain(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).split())
 
 
 def _check_gold(inputs: GateInputs, prompts: Sequence[Prompt]) -> str:

@@ -131,6 +131,19 @@ class Row:
     truncated: bool = False
     """The completion ended by length, not by EOS."""
 
+    @classmethod
+    def from_completion(cls, prompt: Prompt, completion: Completion, advantages: Float32Array, group: int) -> "Row":
+        """A single-turn row: every sampled token is an action, the sampled EOS included."""
+        start, count = len(prompt.token_ids), len(completion.token_ids)
+        return cls(
+            token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+            spans=((start, start + count),) if count else (),
+            logprobs=completion.logprobs,
+            advantages=np.asarray(advantages, np.float32),
+            group=group,
+            truncated=completion.finish_reason is FinishReason.LENGTH,
+        )
+
     @property
     def num_actions(self) -> int:
         return sum(stop - start for start, stop in self.spans)
