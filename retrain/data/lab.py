@@ -1,0 +1,164 @@
+r"""The lab's arithmetic: problems made from counter-based noise, so that a fresh machine needs no download.
+
+A problem is a chain of operations worked from left to right, "(61-35)*4+27=?", and its reference is the last value as text. Each
+difficulty has one family of problems, and the last one mixes them. The tiny model in `MODEL_PATH` was pre-trained on the training
+side of the same families only (scripts/make_lab_model.py), so the held-out problems are new to it and to every run.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from retrain.noise import uniform
+from retrain.types import Example
+
+Split = Literal["train", "heldout"]
+
+MODEL_PATH = Path(__file__).resolve().parent.parent / "assets" / "lab"
+"""The packaged model: what `model = "lab"` resolves to."""
+
+FAMILIES = ("sum3", "chain4", "product", "expression")
+"""In order of difficulty; difficulty 1 is the first, and one more than the last is all of them in equal parts."""
+MAX_DIFFICULTY = len(FAMILIES) + 1
+NUM_EXAMPLES: dict[Split, int] = {"train": 4096, "heldout": 512}
+
+_PROBLEM_SEED = 20_260_801  # fixed: the lab's problems are the same in every run, whatever its seed
+_PROBLEM_STREAM = 1_000  # apart from the streams of a run
+_DRAWS = 8  # uniforms that a problem may use; the largest family takes 7
+_BLOCK = 1_024  # candidates drawn at once
+_HELDOUT_SHARE = 8  # one problem in eight is held out
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A chain of operations, worked from left to right."""
+
+    family: str
+    first: int
+    steps: tuple[tuple[str, int], ...]
+    """Operation ("+", "-", "*") and right operand."""
+
+    @property
+    def expression(self) -> str:
+        """The usual notation: what stands before a product is put in parentheses where precedence asks for it."""
+        text, is_sum = str(self.first), False
+        for operation, operand in self.steps:
+            if operation == "*" and is_sum:
+                text = f"({text})"
+            text += f"{operation}{operand}"
+            is_sum = operation != "*"
+        return text
+
+    @property
+    def values(self) -> list[int]:
+        """[1 + steps] the first operand and the value after each step; none is negative."""
+        values = [self.first]
+        for operation, operand in self.steps:
+            values.append(apply(operation, values[-1], operand))
+        return values
+
+    @property
+    def question(self) -> str:
+        return f"{self.expression}=?"
+
+    @property
+    def answer(self) -> str:
+        return str(self.values[-1])
+
+    @property
+    def split(self) -> Split:
+        """Decided by the problem itself, so a problem cannot stand on both sides. The order of the terms of a sum does not
+        count: 61+58+35 and 35+61+58 are on the same side."""
+        digest = hashlib.sha256(self._canonical().encode()).digest()
+        return "heldout" if digest[0] % _HELDOUT_SHARE == 0 else "train"
+
+    def _canonical(self) -> str:
+        parts: list[str] = []
+        terms = [f"+{self.first}"]
+        for operation, operand in self.steps:
+            if operation == "*":
+                parts += [*sorted(terms), f"*{operand}"]
+                terms = []
+            else:
+                terms.append(f"{operation}{operand}")
+        return " ".join([*parts, *sorted(terms)])
+
+
+def apply(operation: str, left: int, right: int) -> int:
+    if operation == "*":
+        return left * right
+    return left + right if operation == "+" else left - right
+
+
+def build_problem(family: str, draws: Sequence[float]) -> Problem:
+    """The problem that these uniforms in (0, 1) make; a family takes seven of them at most, from the left."""
+    uniforms = iter(draws)
+
+    def two_digits() -> int:
+        return 10 + int(90 * next(uniforms))
+
+    def plus_or_minus(value: int) -> tuple[str, int]:
+        """A term that keeps the value from going below zero."""
+        operand, sign = two_digits(), next(uniforms)
+        return ("-" if sign < 0.5 and operand <= value else "+"), operand
+
+    def times_digit() -> tuple[str, int]:
+        return "*", 2 + int(8 * next(uniforms))
+
+    first = value = two_digits()
+    steps: list[tuple[str, int]] = []
+    for kind in _PATTERNS[family]:
+        step = ("+", two_digits()) if kind == "+" else times_digit() if kind == "*" else plus_or_minus(value)
+        value = apply(step[0], value, step[1])
+        steps.append(step)
+    return Problem(family, first, tuple(steps))
+
+
+_PATTERNS = {"sum3": "++", "chain4": "±±±", "product": "*±", "expression": "±*±"}
+
+
+def families(difficulty: int) -> tuple[str, ...]:
+    """Raises ValueError for a difficulty outside 1..MAX_DIFFICULTY."""
+    if not 1 <= difficulty <= MAX_DIFFICULTY:
+        raise ValueError(f"difficulty {difficulty} of the lab is not in 1..{MAX_DIFFICULTY}")
+    return FAMILIES if difficulty == MAX_DIFFICULTY else (FAMILIES[difficulty - 1],)
+
+
+def problems(split: Split, family: str) -> Iterator[Problem]:
+    """The family's problems of one split, each once, in an order that never changes. Take few of them against the family's 100,000: the
+    iterator never ends."""
+    seen: set[str] = set()
+    start = 0
+    while True:
+        index = np.arange(start, start + _BLOCK)[:, None]
+        draws = uniform(_PROBLEM_SEED, _PROBLEM_STREAM, FAMILIES.index(family), index, np.arange(_DRAWS)[None, :], 0)
+        start += _BLOCK
+        for row in draws.tolist():
+            problem = build_problem(family, row)
+            if problem.split == split and problem.expression not in seen:
+                seen.add(problem.expression)
+                yield problem
+
+
+@cache
+def _examples(split: Split, difficulty: int) -> tuple[Example, ...]:
+    sources = [problems(split, family) for family in families(difficulty)]
+    chosen = (next(sources[i % len(sources)]) for i in range(NUM_EXAMPLES[split]))
+    return tuple(_example(problem) for problem in chosen)
+
+
+def _example(problem: Problem) -> Example:
+    return Example(problem.question, problem.answer, task=f"lab/{problem.family}", example_id=f"lab-{problem.expression}")
+
+
+def examples(split: Split = "train", difficulty: int = 1) -> list[Example]:
+    """4,096 examples for training or 512 held out, the same in every process and for every seed.
+
+    Raises ValueError for a difficulty outside 1..MAX_DIFFICULTY.
+    """
+    return list(_examples(split, difficulty))
