@@ -1,0 +1,80 @@
+"""environment.json: what a number depends on beyond the configuration. It never holds a value of an environment variable."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def describe_environment(device: str) -> dict[str, Any]:
+    """Versions, machine, git revision of the current folder, and the command line. Secrets in the latter are the caller's to mask."""
+    return {
+        "retrain": metadata.version("retrain"),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "device": device,
+        "device_name": _device_name(device),
+        "git": git_revision(Path.cwd()),
+        "command": sys.argv,
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of what retrain declares, extras included."""
+    versions = {}
+    for requirement in metadata.requires("retrain") or []:
+        match = _DISTRIBUTION_NAME.match(requirement)
+        if match:
+            try:
+                versions[match.group()] = metadata.version(match.group())
+            except metadata.PackageNotFoundError:  # an extra that is not installed
+                continue
+    return dict(sorted(versions.items()))
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """{"revision", "changed"} of the repository around `folder`; None outside one or without git."""
+    try:
+        revision = _git(folder, "rev-parse", "HEAD")
+        changed = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"revision": revision, "changed": changed}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    return result.stdout.strip()
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def _device_name(device: str) -> str | None:
+    """The accelerator's name; asked of torch only if the run uses torch."""
+    torch = sys.modules.get("torch")
+    if torch is None or not device.startswith("cuda"):
+        return None
+    return str(torch.cuda.get_device_name(device))

@@ -1,0 +1,119 @@
+"""JSON lines that survive a crash: one write a line on an append descriptor, and a reader that accepts a torn last line.
+
+JSON has no NaN and no infinity; they become null, and the line's `nonfinite` names the fields. A lone surrogate, which a model can
+write and UTF-8 cannot hold, is escaped.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from retrain.checkpoint import replace_file
+from retrain.errors import EnvironmentFailure, RunFailed
+
+Json = dict[str, Any]
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """One line, newline included."""
+    nonfinite: list[str] = []
+    clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
+    if nonfinite:
+        clean["nonfinite"] = nonfinite
+    text = json.dumps(clean, ensure_ascii=False, allow_nan=False)
+    # backslashreplace writes a lone surrogate as \udxxx, which is JSON's own escape of it.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
+    match value:
+        case None | bool() | str():
+            return value
+        case Mapping():
+            return {str(key): _finite(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item, f"{name}[{index}]", nonfinite) for index, item in enumerate(value)]
+        case Integral():
+            return int(value)
+        case Real():  # numpy's scalars register as Real
+            if math.isfinite(value):
+                return float(value)
+            nonfinite.append(name)
+            return None
+    raise TypeError(f"{name} = {value!r} is not a JSON value")
+
+
+class JsonlWriter:
+    """Appends lines to one file. A torn tail that a crash left behind is cut first, so that no line is ever glued to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_tail(path)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        line = encode_line(record)
+        try:
+            written = os.write(self._descriptor, line)
+        except OSError as error:
+            raise EnvironmentFailure(f"{self.path} cannot be written: {error.strerror}; free space there, then --resume.") from error
+        if written != len(line):
+            raise EnvironmentFailure(f"{self.path} took {written} of {len(line)} bytes: the disk is full; free space, then --resume.")
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _cut_torn_tail(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def read_jsonl(path: Path) -> Iterator[Json]:
+    """The lines of a file; a last line without its newline was torn by a crash and is left out.
+
+    Raises RunFailed, naming file and line, for a damaged line anywhere else.
+    """
+    for number, line in enumerate(_whole_lines(path), start=1):
+        yield _parse(line, path, number)
+
+
+def truncate_to_step(path: Path, step: int) -> None:
+    """Keep the lines of the steps before `step`, atomically; those from it on are about to be made again."""
+    if not path.exists():
+        return
+    kept = [line for number, line in enumerate(_whole_lines(path), start=1) if _parse(line, path, number)["step"] < step]
+    replace_file(path, b"".join(kept).decode("utf-8"))
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _parse(line: bytes, path: Path, number: int) -> Json:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise RunFailed(f"{path}, line {number}, is not JSON ({error}): the file was changed or the disk is damaged.") from error
+    if not isinstance(record, dict):
+        raise RunFailed(f"{path}, line {number}, holds {type(record).__name__} where an object is expected.")
+    return record

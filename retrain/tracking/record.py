@@ -1,0 +1,255 @@
+"""The records of a run's files. Whoever reads a run (status, compare, report, load_runs) reads these and nothing else.
+
+Absent is None in memory and null in the file, never 0: a step without planning tokens has no planning entropy.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol, Self
+
+
+@dataclass(frozen=True)
+class _Record:
+    def to_json(self) -> dict[str, Any]:
+        """One line of the file, keys in the order of the fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Self:
+        """Reads a line of any version: keys that this one does not know are dropped, those it misses are absent."""
+        return cls(**{item.name: line[item.name] for item in fields(cls) if item.name in line})
+
+
+@dataclass(frozen=True)
+class StepRecord(_Record):
+    """One training step, one line of metrics.jsonl. Entropies and surprisals in nats, times in seconds."""
+
+    step: int
+    """Counts from 0."""
+    condition: str
+    """`{advantage}+{transform}`, or the algorithm mode."""
+    loss: float | None = None
+    """Mean over the step's updates of the loss at the sampled policy; None when no row was trained."""
+    reported_loss: float | None = None
+    """What the backend called its loss, for a backend whose number is no loss of this step."""
+    loss_is_placeholder: bool = False
+    """True where `reported_loss` is not this step's loss."""
+
+    mean_reward: float | None = None
+    """Over all judged completions of the step."""
+    correct_rate: float | None = None
+    """Fraction of all judged completions above the reward's correct threshold, skipped groups included."""
+    running_correct_rate: float | None = None
+    """The same over all steps so far; it lags and is no primary metric."""
+    sepa_lambda: float | None = None
+    sepa_gate_open: bool | None = None
+    sepa_gate_step: int | None = None
+    """The step whose correct rate opened the gate."""
+
+    num_datums: int | None = None
+    """Completions that were trained on."""
+    informative_fraction: float | None = None
+    """Fraction of the groups with at least two different rewards."""
+    max_token_hit_rate: float | None = None
+    """Fraction of the completions that ended by length."""
+    truncated_reward_mean: float | None = None
+    """Mean reward of those completions."""
+    batch_size: int | None = None
+    """Prompts used in this step."""
+    next_batch_size: int | None = None
+    group_size: int | None = None
+    completion_tokens_mean: float | None = None
+
+    ratio_mean: float | None = None
+    """exp(learner - sampler log-prob) before the first optimizer step."""
+    ratio_max: float | None = None
+    """The ratio farthest from 1 in log space."""
+    mismatch_k1: float | None = None
+    mismatch_k3: float | None = None
+    ess: float | None = None
+    """Effective sample size of the ratios as a fraction of the tokens."""
+    grad_norm: float | None = None
+    nonfinite_updates: int | None = None
+    """Updates that were skipped because something was not finite."""
+    max_abs_advantage: float | None = None
+
+    exec_entropy_mean: float | None = None
+    """Shannon entropy of the tokens outside planning phrases; null where the engine has none."""
+    exec_entropy_var: float | None = None
+    plan_entropy_mean: float | None = None
+    """Shannon entropy of the tokens inside planning phrases."""
+    plan_entropy_var: float | None = None
+    exec_surprisal_mean: float | None = None
+    """Minus the log-prob of the sampled token."""
+    exec_surprisal_var: float | None = None
+    plan_surprisal_mean: float | None = None
+    plan_surprisal_var: float | None = None
+    plan_token_fraction: float | None = None
+    """Planning tokens over action tokens; null where the condition does not look for them."""
+    uncertainty_kind: str | None = None
+    surprisal_kept_fraction: float | None = None
+    """Fraction of the tokens that the top-rho mask kept."""
+    surprisal_tau: float | None = None
+    """The mask's threshold."""
+
+    reward_could_not_judge: int | None = None
+    """Completions left out because their reward could not be judged."""
+    groups_skipped_all_correct: int | None = None
+    groups_skipped_all_wrong: int | None = None
+    groups_skipped_other: int | None = None
+    """Groups whose equal rewards are neither all right nor all wrong, or with fewer than two judged completions."""
+
+    bp_action: str | None = None
+    """What back pressure did: hold, increase, throttle."""
+    bp_regime: str | None = None
+    bp_optimal_concurrency: float | None = None
+    """p* of the fitted scaling law, in completions."""
+    bp_sigma: float | None = None
+    """Contention."""
+    bp_kappa: float | None = None
+    """Coherency."""
+    bp_r2: float | None = None
+    bp_utilization: float | None = None
+    """Smoothed throughput over the best that the law predicts."""
+
+    time_sample_s: float | None = None
+    time_reward_s: float | None = None
+    """Waiting for scores after the last completion."""
+    time_credit_s: float | None = None
+    time_learn_s: float | None = None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    """Prompt and completion tokens of everything sampled, over the step's time."""
+    peak_memory_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationRecord(_Record):
+    """One held-out problem of one evaluation, one line of evaluation.jsonl."""
+
+    step: int
+    """Steps completed when it was made."""
+    example_id: str
+    task: str
+    samples: int
+    """Judged samples."""
+    correct: int
+    could_not_judge: int
+    reward_mean: float | None
+
+
+@dataclass(frozen=True)
+class GenerationRecord(_Record):
+    """One completion as text, one line of emergence/generations.jsonl."""
+
+    step: int
+    prompt_id: str
+    sample: int
+    prompt: str
+    completion: str
+    reward: float | None
+    """None when it could not be judged."""
+    outcome: str
+    """right, wrong, could_not_judge."""
+    advantage: float | None
+    """Of the whole completion, before any token transform; None when it was not trained on."""
+    finish_reason: str
+    num_tokens: int
+
+
+EMERGENCE_FIELDS = (
+    "step", "condition", "correct_rate", "mean_reward", "completion_tokens_mean", "max_token_hit_rate", "plan_token_fraction",
+    "plan_entropy_mean", "plan_entropy_var", "exec_entropy_mean", "exec_entropy_var",
+    "plan_surprisal_mean", "plan_surprisal_var", "exec_surprisal_mean", "exec_surprisal_var", "sepa_lambda", "sepa_gate_open",
+)  # fmt: skip
+"""The part of a StepRecord in emergence/steps.jsonl: how reasoning changes, without the machinery."""
+
+
+class ProblemResult(Protocol):
+    """One held-out problem, as an evaluation yields it."""
+
+    @property
+    def example_id(self) -> str: ...
+    @property
+    def task(self) -> str: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def correct(self) -> int: ...
+    @property
+    def could_not_judge(self) -> int: ...
+    @property
+    def reward_mean(self) -> float | None: ...
+
+
+class EvaluationResult(Protocol):
+    """An evaluation as the sinks need it."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def problems(self) -> Sequence[ProblemResult]: ...
+    @property
+    def pass_at(self) -> Mapping[int, float]:
+        """k -> unbiased pass@k."""
+        ...
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% interval of pass@1."""
+        ...
+
+    @property
+    def seconds(self) -> float: ...
+    def summary(self) -> dict[str, Any]: ...
+
+
+def evaluation_records(evaluation: EvaluationResult) -> list[EvaluationRecord]:
+    return [
+        EvaluationRecord(
+            step=evaluation.step,
+            example_id=problem.example_id,
+            task=problem.task,
+            samples=problem.samples,
+            correct=problem.correct,
+            could_not_judge=problem.could_not_judge,
+            reward_mean=problem.reward_mean,
+        )
+        for problem in evaluation.problems
+    ]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished or interrupted run amounts to: summary.json and the last lines on the screen."""
+
+    status: str
+    """done, interrupted, failed."""
+    condition: str
+    seed: int
+    steps: int
+    """Steps completed, over all sessions of the run."""
+    seconds: float
+    tokens: int
+    """Prompt and completion tokens sampled for training."""
+    before: EvaluationResult | None
+    after: EvaluationResult | None
+    last: StepRecord | None
+    adapter: str
+    """The last adapter's folder, relative to the run's folder where it lies inside."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "condition": self.condition,
+            "seed": self.seed,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "evaluation": {
+                "before": self.before.summary() if self.before else None,
+                "after": self.after.summary() if self.after else None,
+            },
+            "last": self.last.to_json() if self.last else None,
+            "adapter": self.adapter,
+        }
