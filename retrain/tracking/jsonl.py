@@ -21,13 +21,16 @@ Json = dict[str, Any]
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
     """One line, newline included."""
-    nonfinite: list[str] = []
-    clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
-    if nonfinite:
-        clean["nonfinite"] = nonfinite
-    text = json.dumps(clean, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
     # backslashreplace writes a lone surrogate as \udxxx, which is JSON's own escape of it.
     return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def finite(record: Mapping[str, Any]) -> Json:
+    """The record with plain JSON numbers; what was not finite is null and listed in `nonfinite`."""
+    nonfinite: list[str] = []
+    clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
+    return clean | {"nonfinite": nonfinite} if nonfinite else clean
 
 
 def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:

@@ -1,0 +1,90 @@
+"""The sink that writes a run's folder."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrain.checkpoint import replace_file
+from retrain.tracking.environment import describe_environment
+from retrain.tracking.jsonl import Json, JsonlWriter, finite
+from retrain.tracking.record import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord, evaluation_records
+from retrain.tracking.redact import Redactor
+from retrain.tracking.run_folder import RunFolder
+from retrain.tracking.tokens import TokenTable, write_tokens
+from retrain.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+
+class RunFiles(Tracker):
+    def __init__(self, config: "TrainConfig", folder: RunFolder, redactor: Redactor) -> None:
+        self._config = config
+        self._folder = folder
+        self._redactor = redactor
+        self._writers: dict[Path, JsonlWriter] = {}
+
+    def start(self, device: str) -> None:
+        """config.toml as this session resolved it; environment.json of the first session, later ones listed under `resumed`."""
+        from retrain.config import dump_toml
+
+        self._folder.create()
+        replace_file(self._folder.config, self._redactor.text(dump_toml(self._config)))
+        environment = self._redactor.json(describe_environment(device))
+        if self._folder.environment.exists():
+            first = json.loads(self._folder.environment.read_text(encoding="utf-8"))
+            environment = first | {"resumed": [*first.get("resumed", []), environment]}
+        replace_file(self._folder.environment, _pretty(environment))
+
+    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
+        logging = self._config.logging
+        if logging.generations_every and step % logging.generations_every == 0:
+            for record in spread(records, logging.generations_per_step):
+                self._append(self._folder.generations, record.to_json())
+
+    def wants_tokens(self, step: int) -> bool:
+        every = self._config.logging.tokens_every
+        return every > 0 and step % every == 0
+
+    def tokens(self, step: int, table: TokenTable) -> None:
+        if self.wants_tokens(step):
+            write_tokens(self._folder.step_tokens(step), table, step)
+
+    def step(self, record: StepRecord) -> None:
+        values = record.to_json()
+        self._append(self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS})
+        self._append(self._folder.metrics, values)
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        for record in evaluation_records(result):
+            self._append(self._folder.evaluation, record.to_json())
+
+    def finish(self, summary: RunSummary) -> None:
+        replace_file(self._folder.summary, _pretty(self._redactor.json(summary.to_json())))
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _append(self, path: Path, record: Json) -> None:
+        if path not in self._writers:
+            self._writers[path] = JsonlWriter(path)
+        self._writers[path].write(self._redactor.json(record))
+
+
+def spread(records: Sequence[GenerationRecord], count: int) -> list[GenerationRecord]:
+    """`count` of a step's completions over as many prompts as there are: the first of every prompt, then the second of every one."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for record in records:
+        turns.append(seen[record.prompt_id])
+        seen[record.prompt_id] += 1
+    order = sorted(range(len(records)), key=lambda index: (turns[index], index))
+    return [records[index] for index in order[:count]]
+
+
+def _pretty(value: Json) -> str:
+    return json.dumps(finite(value), indent=2) + "\n"

@@ -1,0 +1,161 @@
+"""One event, many sinks. The trainer tells a `Tracker` what happens; every sink takes what it has a use for."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from retrain.errors import ConfigurationError
+from retrain.tracking.record import EvaluationResult, GenerationRecord, RunSummary, StepRecord
+from retrain.tracking.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+    from retrain.tracking.external import ExternalSettings
+    from retrain.tracking.tokens import TokenTable
+
+
+class Tracker:
+    """The events of a run, in the order of a run. Each does nothing here, so a sink overrides what it wants."""
+
+    def start(self, device: str) -> None:
+        """The run's folder is ours and step 0 is near. `device` is the one in use: cpu, mps, cuda:0."""
+
+    def message(self, line: str) -> None:
+        """A line for the person at the screen."""
+
+    def group(self, correct: int, judged: int, reference: str) -> None:
+        """One scored group of the current step."""
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        """How far a long step is; called as often as one likes."""
+
+    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
+        """The completions of one step, all of them: a sink keeps as many as it was told to."""
+
+    def wants_tokens(self, step: int) -> bool:
+        """Whether any sink keeps this step's token table, which is costly to build."""
+        return False
+
+    def tokens(self, step: int, table: "TokenTable") -> None: ...
+
+    def step(self, record: StepRecord) -> None:
+        """A step is over."""
+
+    def evaluation(self, result: EvaluationResult) -> None: ...
+
+    def finish(self, summary: RunSummary) -> None:
+        """The run is done, or stopped in good order."""
+
+    def close(self) -> None:
+        """Release files and connections; safe to call twice, and called after a failure too."""
+
+    def state(self) -> dict[str, str]:
+        """What a resumed run needs to go on in the same places; goes into the checkpoint."""
+        return {}
+
+
+class Trackers(Tracker):
+    """Hands every event to each of several sinks, in their order."""
+
+    def __init__(self, sinks: Sequence[Tracker]) -> None:
+        self.sinks = tuple(sinks)
+
+    def start(self, device: str) -> None:
+        for sink in self.sinks:
+            sink.start(device)
+
+    def message(self, line: str) -> None:
+        for sink in self.sinks:
+            sink.message(line)
+
+    def group(self, correct: int, judged: int, reference: str) -> None:
+        for sink in self.sinks:
+            sink.group(correct, judged, reference)
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        for sink in self.sinks:
+            sink.progress(label, done, total)
+
+    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
+        for sink in self.sinks:
+            sink.generations(step, records)
+
+    def wants_tokens(self, step: int) -> bool:
+        return any(sink.wants_tokens(step) for sink in self.sinks)
+
+    def tokens(self, step: int, table: "TokenTable") -> None:
+        for sink in self.sinks:
+            sink.tokens(step, table)
+
+    def step(self, record: StepRecord) -> None:
+        for sink in self.sinks:
+            sink.step(record)
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        for sink in self.sinks:
+            sink.evaluation(result)
+
+    def finish(self, summary: RunSummary) -> None:
+        for sink in self.sinks:
+            sink.finish(summary)
+
+    def close(self) -> None:
+        with ExitStack() as closing:  # every sink is closed, even if one of them fails to
+            for sink in self.sinks:
+                closing.callback(sink.close)
+
+    def state(self) -> dict[str, str]:
+        merged: dict[str, str] = {}
+        for sink in self.sinks:
+            merged |= sink.state()
+        return merged
+
+
+def build_tracker(
+    config: "TrainConfig",
+    folder: RunFolder,
+    *,
+    condition: str,
+    quiet: bool = False,
+    resumed: Mapping[str, str] | None = None,
+    first_step: int = 0,
+) -> Tracker:
+    """The sinks that the configuration asks for. `resumed` is the `state` of the run's earlier session, which ended before `first_step`.
+
+    Raises EnvironmentFailure, naming the extra, for a tracker whose package is not installed.
+    """
+    from retrain.tracking.console import Console
+    from retrain.tracking.files import RunFiles
+    from retrain.tracking.redact import Redactor
+
+    redactor = Redactor()
+    sinks: list[Tracker] = [Console(quiet=quiet, redactor=redactor), RunFiles(config, folder, redactor)]
+    if names := tracker_names(config):
+        from retrain.tracking.external import ExternalSettings
+
+        settings = ExternalSettings(config, folder, condition, redactor, resumed or {}, first_step)
+        sinks += [_external(name, settings) for name in names]
+    return Trackers(sinks)
+
+
+def tracker_names(config: "TrainConfig") -> list[str]:
+    """`[logging] trackers`; a wandb_project adds wandb."""
+    names = list(dict.fromkeys(config.logging.trackers))
+    return [*names, "wandb"] if config.logging.wandb_project and "wandb" not in names else names
+
+
+def _external(name: str, settings: "ExternalSettings") -> Tracker:
+    match name:
+        case "wandb":
+            from retrain.tracking.wandb import WandbTracker
+
+            return WandbTracker(settings)
+        case "trackio":
+            from retrain.tracking.trackio import TrackioTracker
+
+            return TrackioTracker(settings)
+        case "tensorboard":
+            from retrain.tracking.tensorboard import TensorboardTracker
+
+            return TensorboardTracker(settings)
+    raise ConfigurationError(f"[logging] trackers = {name!r} is not known; allowed are wandb, trackio, tensorboard.")
