@@ -1,0 +1,58 @@
+"""Which device and data type a run uses, and what it is told when they are not there."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from retrain.errors import ConfigurationError, EnvironmentFailure
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+
+class DeviceChoice(NamedTuple):
+    device: torch.device
+    note: str
+    """One line to print where the default device is absent; empty otherwise."""
+
+
+def choose_device(config: "TrainConfig") -> DeviceChoice:
+    """The device of `[backend] devices`. The unset default falls back to cpu; a named device that is absent is refused."""
+    names = config.backend.device_list
+    if len(names) > 1:
+        raise ConfigurationError(
+            f'[backend] devices = "{config.backend.devices}": split mode over two devices is not built yet; name one device, such as "gpu:0".'
+        )
+    device = torch.device(names[0])
+    if is_present(device):
+        return DeviceChoice(device, "")
+    if "devices" in config.backend.model_fields_set:
+        raise EnvironmentFailure(
+            f'[backend] devices = "{config.backend.devices}": this machine has no such device ({present_devices()}); name one of these, '
+            "or leave the key out to fall back to cpu."
+        )
+    return DeviceChoice(torch.device("cpu"), f'No device "{config.backend.devices}" here, and [backend] devices is not set: using cpu.')
+
+
+def is_present(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return (device.index or 0) < torch.cuda.device_count()
+    if device.type == "mps":
+        return torch.backends.mps.is_available()
+    return True
+
+
+def present_devices() -> str:
+    """The devices of this machine in the configuration's words."""
+    names = ["cpu"]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    names.extend(f"gpu:{index}" for index in range(torch.cuda.device_count()))
+    return "it has " + ", ".join(names)
+
+
+def choose_dtype(config: "TrainConfig", device: torch.device) -> torch.dtype:
+    """Of the frozen weights: auto is bf16 on CUDA and fp32 elsewhere. Adapter weights are fp32 always."""
+    if config.model.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.model.dtype == "bf16" else torch.float32

@@ -1,0 +1,57 @@
+"""LoRA dropout whose masks are a function of (seed, step, row, layer, position, feature).
+
+A mask depends on nothing else, so it is the same in whatever micro-batch a row lands, in a recomputed forward pass, and after a
+resume. Outside a training pass the module does nothing: the sampler, the parity gate and `logprobs` never see dropout.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from retrain.backends.local.philox import uniform_words
+from retrain.noise import Stream
+
+
+class DropoutKey:
+    """What the masks of the forward pass under way depend on; shared by all layers, inactive by default."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self.rows: Tensor | None = None
+        """[batch] row numbers of the micro-batch; None switches dropout off."""
+
+    @contextmanager
+    def active(self, step: int, rows: Sequence[int], device: torch.device) -> Iterator[None]:
+        """Dropout is on inside. The backward pass belongs inside too: gradient checkpointing runs the forward again."""
+        self.step, self.rows = step, torch.tensor(rows, dtype=torch.int64, device=device)
+        try:
+            yield
+        finally:
+            self.rows = None
+
+
+class KeyedDropout(nn.Module):
+    def __init__(self, rate: float, layer: int, key: DropoutKey) -> None:
+        super().__init__()
+        self.rate, self.layer, self.key = rate, layer, key
+        self.threshold = round(rate * 2**32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, positions, features]; batch row i is row `key.rows[i]`, its position 0 the row's first token."""
+        if self.key.rows is None:
+            return x
+        return x * (self.keep_mask(x.shape[1], x.shape[2]).to(x.dtype) / (1 - self.rate))
+
+    def keep_mask(self, positions: int, features: int) -> Tensor:
+        """[batch, positions, features] of bool."""
+        rows = self.key.rows
+        if rows is None:
+            raise ValueError("dropout masks exist only inside DropoutKey.active")
+        words = uniform_words(self.key.seed, Stream.DROPOUT, self.key.step, rows.unsqueeze(-1), self.layer, positions * features, rows.device)
+        return words.view(len(rows), positions, features) >= self.threshold
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}, layer={self.layer}"

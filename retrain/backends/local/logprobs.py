@@ -1,0 +1,143 @@
+"""Log-probs and entropies of action tokens from hidden states, without ever holding [tokens, vocabulary].
+
+The head runs over rows of hidden states in chunks that are sized in bytes. Its weight is frozen, so the only gradient is the
+one with respect to the hidden state, and for a scalar per row that gradient is one vector of size H: it is computed while the
+row's logits are there, and backward is a multiplication. No logits are kept and none are computed twice.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of one fp32 tensor [chunk rows, vocabulary]; a handful of them live at a time."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The frozen language-model head and what the model does to its logits."""
+
+    weight: Tensor
+    """[V, H]; the embedding matrix where the two are tied."""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    """Logits are multiplied by it (Cohere's logit_scale, one over Granite's logits_scaling)."""
+    softcap: float | None = None
+    """softcap * tanh(logits / softcap), after the scale (Gemma)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the model's dtype, as the model's own does."""
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class TokenScores(NamedTuple):
+    logprobs: Tensor
+    """[N] float32, natural log."""
+    entropies: Tensor | None
+    """[N] float32, nats; None where they were not asked for."""
+
+
+def chunk_rows(vocabulary: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Rows of hidden states whose fp32 logits fit in `chunk_bytes`; at least one."""
+    return max(1, chunk_bytes // (4 * vocabulary))
+
+
+def score_tokens(
+    head: Head, hidden: Tensor, targets: Tensor, temperature: float, *, entropy: bool = False, chunk_bytes: int = CHUNK_BYTES
+) -> TokenScores:
+    """Log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and the entropies if wanted.
+
+    Softmax runs in float32. Gradient flows to `hidden` only.
+    """
+    if temperature <= 0:
+        raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
+    logprobs, entropies = _ChunkedHead.apply(hidden, targets, head, temperature, entropy, chunk_rows(head.weight.shape[0], chunk_bytes))
+    return TokenScores(logprobs, entropies if entropy else None)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, head: Head, temperature: float, entropy: bool, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        count, wants_gradient = hidden.shape[0], ctx.needs_input_grad[0]
+        logprobs = hidden.new_empty(count, dtype=torch.float32)
+        entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
+        logprob_gradient = torch.empty_like(hidden) if wants_gradient else None
+        entropy_gradient = torch.empty_like(hidden) if wants_gradient and entropy else None
+        for start in range(0, count, rows):
+            part = slice(start, min(start + rows, count))
+            chunk = _Chunk(head, hidden[part], targets[part], temperature)
+            logprobs[part] = chunk.logprobs
+            if entropy:
+                entropies[part] = chunk.entropies()
+            if logprob_gradient is not None:
+                if entropy_gradient is not None:
+                    entropy_gradient[part] = chunk.entropy_gradient()
+                logprob_gradient[part] = chunk.logprob_gradient()
+        ctx.save_for_backward(logprob_gradient, entropy_gradient)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:  # type: ignore[override]
+        logprob_gradient, entropy_gradient = ctx.saved_tensors
+        gradient = logprob_factor.unsqueeze(-1) * logprob_gradient
+        if entropy_gradient is not None:
+            gradient = gradient + entropy_factor.unsqueeze(-1) * entropy_gradient
+        return gradient.to(logprob_gradient.dtype), None, None, None, None, None
+
+
+class _Chunk:
+    """Some rows of the head: logits z / T, their log-sum-exp, and gradients with respect to the hidden states.
+
+    With p = softmax(z / T): d logp / d z = (onehot - p) / T, and dH / d z = -p * (z / T - E_p[z / T]) / T.
+    """
+
+    def __init__(self, head: Head, hidden: Tensor, targets: Tensor, temperature: float) -> None:
+        self.head, self.targets, self.temperature = head, targets, temperature
+        self.capped = head.logits(hidden)
+        self.logits = self.capped if temperature == 1.0 else self.capped / temperature
+        self.normaliser = torch.logsumexp(self.logits, dim=-1)
+        self.logprobs = self.logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - self.normaliser
+        self._probabilities: Tensor | None = None
+
+    def probabilities(self) -> Tensor:
+        if self._probabilities is None:
+            self._probabilities = (self.logits - self.normaliser.unsqueeze(-1)).exp_()
+        return self._probabilities
+
+    def mean_logits(self) -> Tensor:
+        """[rows] E_p[z / T]; a logit of -inf has probability 0 and adds nothing."""
+        probabilities = self.probabilities()
+        return torch.where(probabilities > 0, probabilities * self.logits, 0.0).sum(-1)
+
+    def entropies(self) -> Tensor:
+        return self.normaliser - self.mean_logits()
+
+    def entropy_gradient(self) -> Tensor:
+        probabilities = self.probabilities()
+        gradient = -probabilities * (self.logits - self.mean_logits().unsqueeze(-1))
+        return self._to_hidden(torch.where(probabilities > 0, gradient, 0.0))
+
+    def logprob_gradient(self) -> Tensor:
+        """The last use of the chunk: its probabilities are overwritten."""
+        gradient = self.probabilities().neg_()
+        gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1.0
+        return self._to_hidden(gradient)
+
+    def _to_hidden(self, gradient: Tensor) -> Tensor:
+        """[rows, H] from the gradient with respect to logits / T, [rows, V]."""
+        factor = self.head.scale / self.temperature
+        if self.head.softcap is not None:
+            gradient = gradient * (1 - (self.capped / self.head.softcap).square())
+        return (gradient.to(self.head.weight.dtype) @ self.head.weight).mul_(factor)

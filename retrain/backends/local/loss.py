@@ -1,0 +1,267 @@
+"""Policy losses: pure functions over the action tokens of a batch.
+
+Tensors are flat, [N] over the action tokens of all sequences one after the other; `lengths` says how many belong to each.
+A loss is a weighted sum of per-token terms, and the weights carry the whole normalisation. They are computed once for an
+optimizer batch, before its first backward, so that micro-batches cannot change the gradient.
+
+Sources: importance sampling and CISPO as Tinker defines them, PPO (1707.06347), dual clip (1912.09729), DAPO's higher upper
+clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr. GRPO's constant denominator (2503.20783).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+Mode = Literal["importance_sampling", "ppo", "gspo", "cispo"]
+Correction = Literal["none", "tis", "icepop"]
+Aggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+DEFAULT_CLIPS: dict[Mode, tuple[float, float]] = {
+    "importance_sampling": (0.0, 0.0),
+    "ppo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (0.0, 4.0),
+}
+"""(clip_low, clip_high) of a mode where the configuration leaves them unset; importance sampling has no clip."""
+
+LOG_RATIO_CLAMP = 20.0
+"""exp(20) is 5e8: far outside any useful ratio and far inside float32, so a mismatch cannot overflow."""
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """[loss] with its defaults resolved, as the functions here read it."""
+
+    mode: Mode = "importance_sampling"
+    clip_low: float = 0.0
+    """1 - clip_low is the lower bound of the ratio in ppo and gspo; in cispo it is the bound itself."""
+    clip_high: float = 0.0
+    dual_clip: float = 0.0
+    """0 is off; above 1, a negative advantage loses at most dual_clip * |A| (ppo)."""
+    correction: Correction = "none"
+    correction_cap: float = 2.0
+    correction_low: float = 0.5
+    correction_high: float = 5.0
+    aggregation: Aggregation = "token_mean"
+    max_tokens: int = 0
+    """The constant aggregation divides by sequences * max_tokens."""
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coef: float = 0.0
+    log_ratio_clamp: float = LOG_RATIO_CLAMP
+
+    @classmethod
+    def from_config(cls, config: "TrainConfig", aggregation: Aggregation) -> "LossSettings":
+        loss = config.loss
+        low, high = DEFAULT_CLIPS[loss.mode]
+        return cls(
+            mode=loss.mode,
+            clip_low=low if loss.clip_low is None else loss.clip_low,
+            clip_high=high if loss.clip_high is None else loss.clip_high,
+            dual_clip=loss.dual_clip,
+            correction=loss.correction,
+            correction_cap=loss.correction_cap,
+            correction_low=loss.correction_low,
+            correction_high=loss.correction_high,
+            aggregation=aggregation,
+            max_tokens=config.training.max_tokens,
+            kl_coef=loss.kl_coef,
+            kl_estimator=loss.kl_estimator,
+            entropy_coef=loss.entropy_coef,
+            log_ratio_clamp=loss.log_ratio_clamp,
+        )
+
+
+@dataclass(frozen=True)
+class ActionTokens:
+    """The action tokens of some sequences, [N] each. Only `new` and `entropy` carry gradient."""
+
+    new: Tensor
+    """Log-probs of the policy that learns."""
+    old: Tensor
+    """Log-probs that the ratio is taken against: the sampler's, or the learner's own before the first update."""
+    sampler: Tensor
+    """Log-probs that the sampler recorded; differs from `old` only where old log-probs are recomputed."""
+    advantages: Tensor
+    weights: Tensor
+    """`token_weights` of the whole optimizer batch, restricted to these tokens."""
+    lengths: Sequence[int]
+    """Action tokens of each sequence; a sequence is never split."""
+    reference: Tensor | None = None
+    """Log-probs of the frozen base; needed where kl_coef is not 0."""
+    entropy: Tensor | None = None
+    """Needed where entropy_coef is not 0."""
+
+
+# --- normalisation -------------------------------------------------------------------------------------------------
+
+
+def sequence_weights(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0) -> list[float]:
+    """The weight of one action token of each sequence of the whole optimizer batch.
+
+    token_mean: 1 / all action tokens. sequence_mean: 1 / (sequences with tokens * own length). constant: 1 / (sequences *
+    max_tokens). sum: 1. An empty sequence has no token to weigh.
+    """
+    total, filled = sum(lengths), sum(length > 0 for length in lengths)
+    if aggregation == "token_mean":
+        return [1 / max(total, 1)] * len(lengths)
+    if aggregation == "sequence_mean":
+        return [1 / (filled * length) if length else 0.0 for length in lengths]
+    if aggregation == "constant":
+        if max_tokens < 1:
+            raise ValueError(f"aggregation constant divides by max_tokens, which must be at least 1, not {max_tokens}")
+        return [1 / (len(lengths) * max_tokens)] * len(lengths)
+    return [1.0] * len(lengths)
+
+
+def token_weights(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0) -> Tensor:
+    """[N] float64: `sequence_weights`, one a token."""
+    weights = torch.tensor(sequence_weights(lengths, aggregation, max_tokens), dtype=torch.float64)
+    return weights.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)) if lengths else weights
+
+
+# --- ratios and weights --------------------------------------------------------------------------------------------
+
+
+def ratio(new: Tensor, old: Tensor, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+    """[N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp there is no gradient."""
+    return (new - old).clamp(-log_ratio_clamp, log_ratio_clamp).exp()
+
+
+def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[sequences] mean over each sequence's tokens; 0 for an empty one."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
+    return torch.segment_reduce(values, "sum", lengths=counts, initial=0.0) / counts.clamp(min=1)  # type: ignore[no-any-return]
+
+
+def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+    """[sequences] s_i = exp(mean_t log ratio): the geometric mean of the token ratios (GSPO)."""
+    return sequence_means((new - old).clamp(-log_ratio_clamp, log_ratio_clamp), lengths).exp()
+
+
+def cispo_weight(new: Tensor, old: Tensor, low: float = 0.0, high: float = 4.0, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+    """[N] the ratio clipped to [low, high], detached: it weighs the log-prob's gradient and never cuts it off (CISPO)."""
+    return ratio(new, old, log_ratio_clamp).clamp(low, high).detach()
+
+
+def tis_weight(train: Tensor, sampler: Tensor, cap: float = 2.0, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+    """[N] truncated importance sampling: min(exp(train - sampler), cap), detached."""
+    return ratio(train, sampler, log_ratio_clamp).clamp(max=cap).detach()
+
+
+def icepop_weight(
+    train: Tensor, sampler: Tensor, low: float = 0.5, high: float = 5.0, log_ratio_clamp: float = LOG_RATIO_CLAMP
+) -> Tensor:
+    """[N] exp(train - sampler) where it lies in [low, high], else 0: a token that the two disagree on is left out. Detached."""
+    weight = ratio(train, sampler, log_ratio_clamp)
+    return torch.where((weight >= low) & (weight <= high), weight, 0.0).detach()
+
+
+def kl_term(new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+    """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1, k2, k3)."""
+    difference = (new - reference).clamp(-log_ratio_clamp, log_ratio_clamp)
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return torch.expm1(-difference) + difference
+
+
+# --- the policy terms ----------------------------------------------------------------------------------------------
+
+
+def clipped_terms(ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Tensor:
+    """[N] -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), bounded by -dual_clip * A where A < 0 and dual_clip is on."""
+    gain = torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip > 0:
+        gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
+    return -gain
+
+
+def gspo_terms(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+    """[N] the clip acts on the sequence's ratio, and every token of a sequence has the same gradient weight.
+
+    The forward value of each token's ratio is s_i, its gradient s_i * d log pi_t (GSPO-token), so that advantages may differ
+    by token; with equal advantages and the sequence mean this is GSPO's own gradient.
+    """
+    whole = gspo_ratio(tokens.new.detach(), tokens.old, tokens.lengths, settings.log_ratio_clamp)
+    counts = torch.tensor(tokens.lengths, dtype=torch.int64, device=whole.device)
+    ratios = whole.repeat_interleave(counts) * (tokens.new - tokens.new.detach()).exp()
+    return clipped_terms(ratios, tokens.advantages, settings.clip_low, settings.clip_high)
+
+
+def policy_terms(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+    """[N] per-token policy loss of the configured mode, before correction and normalisation."""
+    if settings.mode == "gspo":
+        return gspo_terms(tokens, settings)
+    if settings.mode == "cispo":
+        weight = cispo_weight(tokens.new, tokens.old, settings.clip_low, settings.clip_high, settings.log_ratio_clamp)
+        return -weight * tokens.advantages * tokens.new
+    ratios = ratio(tokens.new, tokens.old, settings.log_ratio_clamp)
+    if settings.mode == "ppo":
+        return clipped_terms(ratios, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
+    return -ratios * tokens.advantages
+
+
+def correction_weight(tokens: ActionTokens, settings: LossSettings) -> Tensor | None:
+    """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's; None where it is off."""
+    if settings.correction == "tis":
+        return tis_weight(tokens.old, tokens.sampler, settings.correction_cap, settings.log_ratio_clamp)
+    if settings.correction == "icepop":
+        return icepop_weight(tokens.old, tokens.sampler, settings.correction_low, settings.correction_high, settings.log_ratio_clamp)
+    return None
+
+
+def policy_loss(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+    """The scalar to minimise: sum of weights * (policy * correction + kl_coef * KL - entropy_coef * entropy)."""
+    terms = policy_terms(tokens, settings)
+    correction = correction_weight(tokens, settings)
+    if correction is not None:
+        terms = terms * correction
+    if settings.kl_coef:
+        if tokens.reference is None:
+            raise ValueError("kl_coef needs the reference log-probs")
+        terms = terms + settings.kl_coef * kl_term(tokens.new, tokens.reference, settings.kl_estimator, settings.log_ratio_clamp)
+    if settings.entropy_coef:
+        if tokens.entropy is None:
+            raise ValueError("entropy_coef needs the entropies")
+        terms = terms - settings.entropy_coef * tokens.entropy
+    return (terms * tokens.weights).sum()
+
+
+# --- whole-batch forms ---------------------------------------------------------------------------------------------
+
+
+def _whole_batch(new: Tensor, old: Tensor, advantages: Tensor, lengths: Sequence[int], settings: LossSettings) -> Tensor:
+    weights = token_weights(lengths, settings.aggregation, settings.max_tokens).to(new)
+    return policy_loss(ActionTokens(new, old, old, advantages, weights, lengths), settings)
+
+
+def importance_sampling_loss(
+    new: Tensor, old: Tensor, advantages: Tensor, lengths: Sequence[int], aggregation: Aggregation = "token_mean", max_tokens: int = 0
+) -> Tensor:
+    """Scalar -rho A, aggregated over a whole batch given as flat [N] tensors."""
+    return _whole_batch(new, old, advantages, lengths, LossSettings(aggregation=aggregation, max_tokens=max_tokens))
+
+
+def ppo_loss(
+    new: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    lengths: Sequence[int],
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+    aggregation: Aggregation = "token_mean",
+    max_tokens: int = 0,
+) -> Tensor:
+    """Scalar clipped surrogate, aggregated over a whole batch given as flat [N] tensors."""
+    settings = LossSettings(mode="ppo", clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, aggregation=aggregation)
+    return _whole_batch(new, old, advantages, lengths, replace(settings, max_tokens=max_tokens))

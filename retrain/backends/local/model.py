@@ -1,0 +1,148 @@
+"""Loading a causal language model: frozen weights from safetensors, its head, and nothing of its generation settings."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from retrain.backends.local.devices import choose_dtype
+from retrain.backends.local.logprobs import Head
+from retrain.errors import ConfigurationError, EnvironmentFailure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from retrain.config import TrainConfig
+
+_PROBE_TOKENS = 8
+_PROBE_TOLERANCE = 2e-2
+"""Relative to the largest logit: bf16 keeps 8 bits, and an unknown scale or cap is far outside."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A frozen model as the learner uses it: hidden states from `decoder`, logits from `head`."""
+
+    model: "PreTrainedModel"
+    decoder: nn.Module
+    """Token ids to last hidden states: the model without its head."""
+    head: Head
+    device: torch.device
+    dtype: torch.dtype
+
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """[batch, positions, H] of right-padded [batch, positions] ids.
+
+        No attention mask: attention is causal and padding stands on the right, so no token can see any.
+        """
+        return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+
+def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device) -> BaseModel:
+    """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
+    dtype = choose_dtype(config, device)
+    model = _from_pretrained(config, folder_or_id, device, dtype)
+    model.requires_grad_(False)
+    model.eval()
+    decoder = model.base_model
+    return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype)
+
+
+def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "use_safetensors": True,
+        "trust_remote_code": config.model.trust_remote_code,
+        "attn_implementation": attention_implementation(config.inference.attention_kernel, device),
+    }
+    if config.model.revision:
+        options["revision"] = config.model.revision
+    if config.model.load_in_4bit:
+        options |= {"quantization_config": _four_bits(device), "device_map": {"": device}}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise EnvironmentFailure(
+            f'[model] model = "{config.model.model}" cannot be loaded ({_first_line(error)}): it must be a folder with config.json and '
+            'safetensors weights of a causal language model, an id that the hub or its local cache can serve, or "lab", which needs neither.'
+        ) from error
+    return model if config.model.load_in_4bit else model.to(device)
+
+
+def _four_bits(device: torch.device) -> Any:
+    if device.type != "cuda" or find_spec("bitsandbytes") is None:
+        missing = "a CUDA device" if device.type != "cuda" else "bitsandbytes (pip install bitsandbytes)"
+        raise EnvironmentFailure(f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit = false.")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+    )
+
+
+def attention_implementation(kernel: str, device: torch.device) -> str:
+    """transformers' name of `[inference] attention_kernel` for this device and install."""
+    if kernel == "default":
+        return "sdpa"
+    if kernel == "flash":
+        if device.type == "cuda" and find_spec("flash_attn") is not None:
+            return "flash_attention_2"
+        raise _no_kernel(kernel, 'a CUDA device and the package flash-attn; torch\'s own attention, flash among it on CUDA, is "default"')
+    if kernel == "triton":
+        if device.type == "cuda" and find_spec("triton") is not None:
+            return "flex_attention"
+        raise _no_kernel(kernel, "a CUDA device and the package triton")
+    raise _no_kernel(kernel, "the MAX engine's kernels, which the pytorch engine does not have")
+
+
+def _no_kernel(kernel: str, need: str) -> EnvironmentFailure:
+    return EnvironmentFailure(f'[inference] attention_kernel = "{kernel}" needs {need}: set it to "default".')
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
+    """The head whose logits are the model's own, found by trying what its configuration mentions on a few tokens.
+
+    Families scale or cap their logits under various names; a form that no candidate reproduces is refused, since it would
+    silently train another distribution.
+    """
+    output = model.get_output_embeddings()
+    if output is None or not isinstance(getattr(output, "weight", None), Tensor):
+        raise ConfigurationError(f'[model] model = "{name}" has no linear language-model head, so it cannot be trained here.')
+    weight, bias = output.weight, getattr(output, "bias", None)
+    probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
+    with torch.no_grad():
+        expected = model(input_ids=probe, use_cache=False).logits[0].float()
+        hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
+        for scale in _logit_scales(model.config):
+            for softcap in _softcaps(model.config):
+                head = Head(weight, bias, scale, softcap)
+                if _matches(head.logits(hidden), expected):
+                    return head
+    raise ConfigurationError(
+        f'[model] model = "{name}" changes its logits in a way that the learner does not know, so log-probs would be wrong; '
+        "scaled and soft-capped heads are known: use another model, or report it."
+    )
+
+
+def _matches(logits: Tensor, expected: Tensor) -> bool:
+    return logits.shape == expected.shape and bool((logits - expected).abs().max() <= _PROBE_TOLERANCE * expected.abs().max())
+
+
+def _logit_scales(config: Any) -> list[float]:
+    """1, and each scale that the configuration mentions, as a factor and as a divisor (Granite divides, HyperCLOVA multiplies)."""
+    named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")]
+    values = [float(value) for value in named if value]
+    return [1.0, *values, *(1 / value for value in values)]
+
+
+def _softcaps(config: Any) -> list[float | None]:
+    named = [getattr(config, key, None) for key in ("final_logit_softcapping", "softcap")]
+    return [*(float(value) for value in named if value), None]
