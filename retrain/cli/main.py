@@ -1,0 +1,112 @@
+"""The command line: `retrain FILE` trains, `retrain COMMAND` does everything else.
+
+Nothing heavy is imported here: a command's module is imported when the command is called.
+"""
+
+import difflib
+import importlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from retrain.cli.usage import COMMANDS, usage
+from retrain.errors import ConfigurationError, RetrainError
+
+DEFAULT_FILE = "retrain.toml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. An exception that is a bug propagates: Python prints it and exits with 1."""
+    _tolerate_any_text()
+    sys.excepthook = _masked_traceback
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except RetrainError as error:
+        _say_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `retrain help config | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(arguments: list[str]) -> int:
+    first = arguments[0] if arguments else ""
+    if first in COMMANDS:
+        return _run_command(first, arguments[1:])
+    if first == "--version":
+        return _run_command("version", [])
+    if "--help" in arguments or "-h" in arguments:
+        sys.stdout.write(usage())
+        return 0
+    if not first or first.startswith("-"):
+        return _run_file(_default_file(), arguments)
+    if is_path(first):
+        return _run_file(Path(first), arguments[1:])
+    raise ConfigurationError(_unknown(first))
+
+
+def is_path(argument: str) -> bool:
+    """A first argument that is no command is a file if it looks like one or is one."""
+    return "/" in argument or os.sep in argument or argument.endswith(".toml") or Path(argument).exists()
+
+
+def _default_file() -> Path:
+    path = Path(DEFAULT_FILE)
+    if not path.exists():
+        raise ConfigurationError(f"There is no {DEFAULT_FILE} here; write one with `retrain init`, or name a file: `retrain FILE.toml`.")
+    return path
+
+
+def _unknown(argument: str) -> str:
+    near = difflib.get_close_matches(argument, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean `retrain {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}."
+    return f"{argument!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
+
+
+def _run_file(path: Path, arguments: list[str]) -> int:
+    from retrain.cli.run import run_file
+
+    return run_file(path, arguments)
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
+    import typer
+
+    module = importlib.import_module(f"retrain.cli.{name.replace('-', '_')}")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
+    try:
+        # Not `app()`: that would put typer's own hook in place of the one that masks secrets.
+        code = typer.main.get_command(app).main(args=arguments, prog_name=f"retrain {name}")
+    except SystemExit as stop:
+        code = stop.code
+    return code if isinstance(code, int) else 0
+
+
+def _say_error(error: RetrainError) -> None:
+    from retrain.tracking.redact import Redactor
+
+    mask = Redactor().text
+    problems = error.problems if isinstance(error, ConfigurationError) else (str(error),)
+    for problem in problems:
+        print(f"retrain: {mask(problem)}", file=sys.stderr)
+
+
+def _masked_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    from retrain.tracking.redact import Redactor
+
+    sys.stderr.write(Redactor().text("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write("This is a bug in retrain, not in your configuration.\n")
+
+
+def _tolerate_any_text() -> None:
+    """A stream whose encoding lacks a character shows its escape instead of ending the run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

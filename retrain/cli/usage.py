@@ -1,0 +1,46 @@
+"""What `retrain --help` prints. Plain text and no imports, so that it answers at once."""
+
+COMMANDS = {
+    "init": "write a configuration to start from",
+    "migrate-config": "rewrite removed keys of an older configuration",
+    "eval": "held-out pass@1 and pass@k of a run's checkpoint or of a base model",
+    "help": "this page; `retrain help config` lists every key with its flag",
+    "version": "print the version",
+}
+
+FLAGS = {
+    "--max-steps": "training steps",
+    "--seed": "seed of everything random; -1 draws one and stores it",
+    "--lr": "learning rate",
+    "--batch-size": "prompts a step",
+    "--group-size": "completions a prompt",
+    "--max-tokens": "new tokens a completion, at most",
+    "--advantage-mode": "episode advantage: maxrl, grpo, rloo, ...",
+    "--transform-mode": "token credit: none, gtpo, gtpo_hicra, gtpo_sepa, ...",
+    "--log-dir": "the run's folder",
+    "--resume": "go on in this run's folder",
+}
+"""The ten flags asked for most, of the many in `retrain help config`."""
+
+
+def usage() -> str:
+    return f"""\
+retrain: reinforcement learning with verifiable rewards, a LoRA adapter out.
+
+Usage:
+  retrain [FILE.toml] [--overwrite] [--quiet] [flags]   train; without a file, ./retrain.toml
+  retrain COMMAND ...                                   `retrain COMMAND --help` says more
+
+Commands:
+{_table(COMMANDS)}
+
+Flags (every key of the configuration has one):
+{_table(FLAGS)}
+{_table({"--overwrite": "empty the run's folder first, if retrain made it", "--quiet": "print nothing on standard output"})}
+
+Exit codes: 0 done, 1 the run failed, 2 wrong usage or configuration, 3 the machine lacks something, 130 and 143 interrupted.
+"""
+
+
+def _table(rows: dict[str, str]) -> str:
+    return "\n".join(f"  {name:<18} {text}" for name, text in rows.items())

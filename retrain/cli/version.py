@@ -1,0 +1,8 @@
+"""`retrain version`"""
+
+from retrain import __version__
+
+
+def command() -> None:
+    """Print the version."""
+    print(f"retrain {__version__}")
