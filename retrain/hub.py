@@ -1,0 +1,54 @@
+"""Whether the Hugging Face hub can be reached, asked once a process and answered within seconds.
+
+Left alone, the hub's clients retry for a minute without a network. After a negative answer they are switched to their own
+offline mode, so that everything later in the process uses the local cache or fails at once.
+"""
+
+import os
+import sys
+import threading
+from functools import lru_cache
+
+PATIENCE_S = 5.0
+"""A resolver without a network can block for far longer than any HTTP timeout, so the question is asked in a thread."""
+
+
+def reachable() -> bool:
+    """True if the hub answers anything at all; otherwise the process goes offline for good."""
+    return not why_unreachable()
+
+
+@lru_cache(maxsize=1)
+def why_unreachable() -> str:
+    """What was tried, as a clause of an error message; empty if the hub answers."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    answers: list[bool] = []
+    thread = threading.Thread(target=_ask, args=(constants.ENDPOINT, answers), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    if any(answers):
+        return ""
+    _go_offline()
+    return f"the hub ({constants.ENDPOINT}) could not be reached within {PATIENCE_S:g} s"
+
+
+def _ask(endpoint: str, answers: list[bool]) -> None:
+    import httpx
+
+    try:
+        httpx.head(endpoint, timeout=PATIENCE_S)  # any status counts: the question is the network, not the page
+        answers.append(True)
+    except (httpx.HTTPError, OSError):
+        answers.append(False)
+
+
+def _go_offline() -> None:
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries not yet imported, and for child processes
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # it copied the constant when it was imported
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True

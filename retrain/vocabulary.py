@@ -1,0 +1,199 @@
+"""From token ids to text, without the tokenizer's own decoder: what each token contributes to a completion.
+
+A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token wrote which characters:
+planning detection needs it) and its text, at millions of tokens a second. Special tokens contribute nothing.
+
+The bytes come from the decoder that tokenizer.json declares: ByteLevel (GPT-2, Llama 3, Qwen, SmolLM), Metaspace or
+Replace + ByteFallback (sentencepiece: Llama 2, Gemma, Mistral), Fuse (characters), or none (words joined with spaces).
+Other decoders, and tokenizers without a tokenizer.json, are asked token by token what they add to a text.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class VocabularyTable:
+    """What every token id contributes to a text.
+
+    `pieces` splits a completion over its tokens: a code point that is split over tokens belongs to the token that completes it,
+    and the earlier ones get "". Bytes that are not UTF-8 become U+FFFD, the ones left open at the end in the last token's piece.
+    Concatenated, the pieces are `text`. That is the tokenizer's own `decode(ids, skip_special_tokens=True)` with two exceptions,
+    both in sentencepiece-like vocabularies: the space before a completion's first word is kept, and a run of broken byte tokens
+    keeps its valid part.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", size: int = 0) -> None:
+        """`size` is the model's vocab_size: rows beyond the tokenizer's own entries can be sampled, and are empty."""
+        tokens: dict[int, str] = {index: token for token, index in tokenizer.get_vocab().items()}
+        special = _special_ids(tokenizer)
+        self._size = max(size, len(tokenizer), max(tokens, default=-1) + 1)
+        to_bytes, self._spaced = _token_reader(tokenizer)
+        self._bytes = [b""] * (self._size + 1)  # the last entry answers for ids outside the table
+        for index, token in tokens.items():
+            if index not in special:
+                self._bytes[index] = to_bytes(index, token)
+        self._whole = [_decode_whole(entry) for entry in self._bytes]
+        """The text of a token that is valid UTF-8 by itself, else None."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token contributes; empty for special tokens and for ids that no token has."""
+        return self._bytes[token_id] if 0 <= token_id < self._size else b""
+
+    def text(self, token_ids: TokenIds) -> str:
+        """The text of a completion; broken UTF-8 becomes U+FFFD."""
+        text = b"".join([self._bytes[index] for index in self._known(token_ids)]).decode("utf-8", errors="replace")
+        return text[1:] if self._spaced else text
+
+    def pieces(self, token_ids: TokenIds) -> list[str]:
+        """One string a token; their concatenation is `text(token_ids)`."""
+        known = self._known(token_ids)
+        whole = [self._whole[index] for index in known]
+        pieces = [piece for piece in whole if piece is not None]
+        if len(pieces) < len(whole):
+            pieces = _join_code_points(whole, [self._bytes[index] for index in known])
+        if self._spaced:
+            _drop_first_space(pieces)
+        return pieces
+
+    def _known(self, token_ids: TokenIds) -> list[int]:
+        ids = np.asarray(token_ids, dtype=np.int64)
+        known: list[int] = np.where((ids >= 0) & (ids < self._size), ids, self._size).tolist()
+        return known
+
+
+def _join_code_points(whole: Sequence[str | None], token_bytes: Sequence[bytes]) -> list[str]:
+    """Incremental UTF-8 over tokens; `whole` holds the text of the tokens that need none."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces: list[str] = []
+    open_at = -1  # the last token that left a code point open, -1 when none is
+    for position, (piece, raw) in enumerate(zip(whole, token_bytes, strict=True)):
+        if piece is not None and (open_at < 0 or not raw):
+            pieces.append(piece)
+            continue
+        pieces.append(decoder.decode(raw))
+        open_at = position if decoder.getstate()[0] else -1
+    if open_at >= 0:
+        pieces[open_at] += decoder.decode(b"", final=True)
+    return pieces
+
+
+def _decode_whole(raw: bytes) -> str | None:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _drop_first_space(pieces: list[str]) -> None:
+    for position, piece in enumerate(pieces):
+        if piece:
+            pieces[position] = piece[1:]
+            return
+
+
+def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+# ---- from a token's string to its bytes --------------------------------------------------------------------------------------------
+
+TokenReader = Callable[[int, str], bytes]
+
+
+def _token_reader(tokenizer: "PreTrainedTokenizerBase") -> tuple[TokenReader, bool]:
+    """How to read one token, and whether tokens are words with a space in front of each."""
+    if not tokenizer.is_fast:
+        return _probe(tokenizer), False
+    decoder = tokenizer.backend_tokenizer.decoder
+    if decoder is None:  # tokenizers joins the words with spaces
+        return lambda _, token: f" {token}".encode(), True
+    steps = _steps(json.loads(decoder.__getstate__()))
+    return (_probe(tokenizer) if steps is None else _apply(steps)), False
+
+
+def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None:
+    """What a tokenizer.json decoder does to a single token, in order; None for one that is not known here."""
+    match decoder:
+        case {"type": "Sequence", "decoders": list(decoders)}:
+            parts = [_steps(part) for part in decoders]
+            return None if None in parts else [step for part in parts if part for step in part]
+        case {"type": "ByteLevel"}:
+            return [_byte_level]
+        case {"type": "ByteFallback"}:
+            return [_byte_fallback]
+        case {"type": "Metaspace", "replacement": str(mark)}:
+            return [lambda token: token.replace(mark, " ")]
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return [lambda token: token.replace(old, new)]
+        case {"type": "BPEDecoder", "suffix": str(suffix)}:
+            return [lambda token: token.replace(suffix, " ")]
+        case {"type": "Fuse" | "Strip"}:
+            return []  # Strip removes the space that opens a text, but a completion goes on after its prompt
+    return None
+
+
+def _apply(steps: Sequence[Callable[[str], str | bytes]]) -> TokenReader:
+    def read(_: int, token: str) -> bytes:
+        for step in steps:
+            after = step(token)
+            if isinstance(after, bytes):
+                return after
+            token = after
+        return token.encode("utf-8")
+
+    return read
+
+
+def _byte_fallback(token: str) -> str | bytes:
+    found = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(found[1], 16)]) if found else token
+
+
+def _byte_level(token: str) -> str | bytes:
+    """An added token with a character outside the alphabet, such as a space, stands for itself."""
+    alphabet = _byte_alphabet()
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:
+        return token
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest is shifted past U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _probe(tokenizer: "PreTrainedTokenizerBase") -> TokenReader:
+    """Ask the tokenizer what a token adds to a text that has begun."""
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    start = tokenizer("a", add_special_tokens=False)["input_ids"]
+    text = decode(start)
+
+    def read(index: int, _: str) -> bytes:
+        return decode([*start, index]).removeprefix(text).encode("utf-8")
+
+    return read
