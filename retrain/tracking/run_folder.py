@@ -16,75 +16,75 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class RunFolder:
-    root: Path
+    path: Path
 
     @property
     def marker(self) -> Path:
-        return self.root / MARKER
+        return self.path / MARKER
 
     @property
     def lock(self) -> Path:
-        return self.root / ".lock"
+        return self.path / ".lock"
 
     @property
     def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
+        return self.path / "metrics.jsonl"
 
     @property
     def evaluation(self) -> Path:
-        return self.root / "evaluation.jsonl"
+        return self.path / "evaluation.jsonl"
 
     @property
     def emergence_steps(self) -> Path:
-        return self.root / "emergence" / "steps.jsonl"
+        return self.path / "emergence" / "steps.jsonl"
 
     @property
     def generations(self) -> Path:
-        return self.root / "emergence" / "generations.jsonl"
+        return self.path / "emergence" / "generations.jsonl"
 
     @property
     def tokens(self) -> Path:
-        return self.root / "tokens"
+        return self.path / "tokens"
 
     def step_tokens(self, step: int) -> Path:
         return self.tokens / f"step_{step}.safetensors"
 
     @property
     def config(self) -> Path:
-        return self.root / "config.toml"
+        return self.path / "config.toml"
 
     @property
     def environment(self) -> Path:
-        return self.root / "environment.json"
+        return self.path / "environment.json"
 
     @property
     def summary(self) -> Path:
-        return self.root / "summary.json"
+        return self.path / "summary.json"
 
     @property
     def trainer_state(self) -> Path:
-        return self.root / "trainer_state.json"
+        return self.path / "trainer_state.json"
 
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints go unless `[backend] adapter_path` says otherwise."""
-        return self.root / "checkpoints"
+        return self.path / "checkpoints"
 
     @property
     def curve(self) -> Path:
         """The learning curve, a picture."""
-        return self.root / "curve.svg"
+        return self.path / "curve.svg"
 
     def holds_run(self) -> bool:
         return self.marker.is_file() and self.metrics.exists()
 
     def create(self) -> None:
         """Make the folder ours. Raises ConfigurationError where a file stands in the way, EnvironmentFailure where it cannot be made."""
-        create_marked(self.root, "run")
+        create_marked(self.path, "run")
 
     def empty(self) -> None:
         """Delete everything inside, for --overwrite. Raises ConfigurationError for a folder that retrain did not make."""
-        empty_marked(self.root)
+        empty_marked(self.path)
 
     def cut_to_step(self, step: int) -> None:
         """Forget the steps from `step` on in every file, before a resumed run makes them again."""

@@ -26,7 +26,7 @@ class WandbTracker(Tracker):
                 name=settings.run_name,
                 group=logging.wandb_group or None,
                 tags=[tag.strip() for tag in logging.wandb_tags.split(",") if tag.strip()] or None,
-                dir=str(settings.folder.root),
+                dir=str(settings.folder.path),
                 config=settings.masked_config(),
                 id=run_id,
                 resume="allow" if run_id else None,
