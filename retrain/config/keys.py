@@ -1,0 +1,272 @@
+"""Every key of the schema as data: its type in words, its default, its flag and its environment variable."""
+
+import types
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import tomlkit
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from retrain.config.aliases import ALIASES
+from retrain.config.names import BUILTIN_NAMES
+from retrain.config.schema import Condition, Section, TrainConfig
+from retrain.config.values import MAX_SEED, OpenName
+
+BARE_SECTIONS = ("model", "algorithm", "training", "optimizer", "backend", "logging")
+"""Sections whose keys are flags by their bare name; every other section's flags carry its name in front."""
+
+NAMED_FLAGS = {"resume.from": "--resume"}
+
+SHORT_TABLE_FLAGS = {
+    "algorithm.params": "--algorithm-param",
+    "algorithm.advantage_params": "--advantage-param",
+    "algorithm.transform_params": "--transform-param",
+    "algorithm.uncertainty_params": "--uncertainty-param",
+}
+"""Second names for tables that are filled by repetition, one key=value each time."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of one section."""
+
+    section: str
+    name: str
+    field: FieldInfo
+    default: Any
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def doc(self) -> str:
+        return self.field.description or ""
+
+    @property
+    def flag(self) -> str:
+        if self.path in NAMED_FLAGS:
+            return NAMED_FLAGS[self.path]
+        return flag_of(self.section, self.name)
+
+    @property
+    def variable(self) -> str:
+        return f"RETRAIN_{self.section}_{self.name}".upper()
+
+    @property
+    def allowed(self) -> str:
+        """What the key takes, in words."""
+        return describe_field(self.field)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The names that a mistyped value is compared with."""
+        return _choices(self.field.annotation, self.field.metadata)
+
+    @property
+    def meaningful_unset(self) -> bool:
+        extra = self.field.json_schema_extra
+        return isinstance(extra, dict) and bool(extra.get("meaningful_unset"))
+
+    @property
+    def type_name(self) -> str:
+        """The type as the documentation's tables show it."""
+        return _type_name(self.field.annotation)
+
+    @property
+    def kinds(self) -> frozenset[type]:
+        """The plain Python types that a value can have: bool, int, float, str, list, dict."""
+        return frozenset(_plain_types(self.field.annotation))
+
+    @property
+    def item_kinds(self) -> frozenset[type]:
+        """The plain types of a list's items."""
+        return frozenset(
+            kind for part in _flatten(self.field.annotation) if get_origin(part) is list for kind in _plain_types(get_args(part)[0])
+        )
+
+
+def flag_of(section: str, name: str) -> str:
+    """The flag by the rule: the bare key for the everyday sections, else the section in front."""
+    return "--" + (name if section in BARE_SECTIONS else f"{section}_{name}").replace("_", "-")
+
+
+@cache
+def section_models() -> dict[str, type[Section]]:
+    """Section names to their classes, in the order of the schema."""
+    models: dict[str, type[Section]] = {}
+    for name, field in TrainConfig.model_fields.items():
+        models[name] = next(part for part in _flatten(field.annotation) if isinstance(part, type) and issubclass(part, Section))
+    return models
+
+
+@cache
+def all_keys() -> tuple[Key, ...]:
+    return tuple(
+        Key(section, field.alias or name, field, field.get_default(call_default_factory=True))
+        for section, model in section_models().items()
+        for name, field in model.model_fields.items()
+    )
+
+
+@cache
+def keys_by_path() -> dict[str, Key]:
+    return {key.path: key for key in all_keys()}
+
+
+@cache
+def flags() -> dict[str, str]:
+    """Every flag to its "section.key"; aliases of keys and second names of tables included, dotted forms left out."""
+    table: dict[str, str] = {}
+    for key in all_keys():
+        _add(table, key.flag, key.path)
+    for path, flag in SHORT_TABLE_FLAGS.items():
+        _add(table, flag, path)
+    for alias in ALIASES:
+        _add(table, flag_of(*alias.split(".")), alias)
+    return table
+
+
+def _add(table: dict[str, str], flag: str, path: str) -> None:
+    if flag in table:
+        raise ValueError(f"the flag {flag} would mean both {table[flag]} and {path}")
+    table[flag] = path
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it; what TOML has no form for, as Python does."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{tomlkit.key(str(k)).as_string()} = {toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, str):
+        return tomlkit.string(value, multiline="\n" in value).as_string() if _escapable(value) else tomlkit.item(value).as_string()
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)
+
+
+def _escapable(value: str) -> bool:
+    return "\n" not in value
+
+
+def describe_field(field: FieldInfo) -> str:
+    """What a field takes, in words: "an integer of at least 1", '"mean" or "min"'."""
+    return _describe(field.annotation, list(field.metadata))
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    """The members of a union, with Annotated wrappers taken off."""
+    if get_origin(annotation) is Annotated:
+        return _flatten(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [part for member in get_args(annotation) for part in _flatten(member)]
+    return [annotation]
+
+
+def _plain_types(annotation: Any) -> list[type]:
+    plain: list[type] = []
+    for part in _flatten(annotation):
+        if get_origin(part) is Literal:
+            plain.extend(type(value) for value in get_args(part))
+        elif part is not type(None):
+            plain.append(get_origin(part) or part)
+    return plain
+
+
+def _type_name(annotation: Any) -> str:
+    names: list[str] = []
+    for part in _flatten(annotation):
+        if get_origin(part) is list:
+            names.append(f"list[{_type_name(get_args(part)[0])}]")
+        elif get_origin(part) is dict or (isinstance(part, type) and issubclass(part, BaseModel)):
+            names.append("table")
+        elif part is not type(None):
+            names.extend(kind.__name__ for kind in _plain_types(part))
+    return " or ".join(dict.fromkeys(names))
+
+
+def _choices(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
+    found: list[str] = []
+    for item in metadata:
+        if isinstance(item, OpenName):
+            found.extend(BUILTIN_NAMES[item.kind])
+    if get_origin(annotation) is Annotated:
+        inner, *extra = get_args(annotation)
+        return (*found, *_choices(inner, extra))
+    if get_origin(annotation) is Literal:
+        return (*found, *(str(value) for value in get_args(annotation) if value))
+    for part in get_args(annotation):
+        if not isinstance(part, (str, int)):
+            found.extend(_choices(part, []))
+    return tuple(dict.fromkeys(found))
+
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
+
+
+def _describe(annotation: Any, metadata: list[Any]) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *extra = get_args(annotation)
+        return _describe(inner, [*extra, *metadata])
+    for item in metadata:
+        if isinstance(item, OpenName):
+            return _describe_open(item)
+        if getattr(item, "func", None) is not None and item.func.__name__ in _SPECIAL:
+            return _SPECIAL[item.func.__name__]
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        return ", or ".join(_describe(member, metadata) for member in members)
+    if get_origin(annotation) is Literal:
+        return _or([f'"{value}"' for value in get_args(annotation)])
+    if get_origin(annotation) is list:
+        inner = _describe(get_args(annotation)[0], [])
+        least = any(isinstance(item, annotated_types.MinLen) for item in _constraints(metadata))
+        return f"a list{' of at least one' if least else ''}, each {inner}"
+    if isinstance(annotation, type) and issubclass(annotation, Condition):
+        return "a table with advantage_mode and transform_mode, or algorithm_mode"
+    return _WORDS[get_origin(annotation) or annotation] + _range(metadata)
+
+
+_SPECIAL = {
+    "check_devices": "cpu, mps, gpu:N or cuda:N, or two of them with a comma",
+    "check_svd_device": "cpu, mps, cuda, gpu:N or cuda:N",
+    "check_grams": "a list of strings, a JSON array of strings, or a comma-separated string",
+    "table_from_json": "a table, or a string with a JSON object",
+}
+
+
+def _describe_open(item: OpenName) -> str:
+    names = ", ".join(BUILTIN_NAMES[item.kind])
+    empty = "empty, " if item.may_be_empty else ""
+    if item.kind == "data":
+        return f"{empty}{names}, hub:NAME[:config][:split], a path, or a dotted plugin path"
+    return f"{empty}{names}, or a dotted plugin path such as my_module.my_{item.kind}"
+
+
+def _constraints(metadata: list[Any]) -> list[Any]:
+    """pydantic keeps constraints plain on a field and inside a FieldInfo on an item of a list."""
+    return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
+
+
+def _range(metadata: list[Any]) -> str:
+    words: list[str] = []
+    for item in _constraints(metadata):
+        if isinstance(item, annotated_types.Ge):
+            words.append(f"of at least {item.ge}")
+        elif isinstance(item, annotated_types.Gt):
+            words.append(f"above {item.gt}")
+        elif isinstance(item, annotated_types.Le):
+            words.append(f"at most {'2**32 - 1' if item.le == MAX_SEED else item.le}")
+        elif isinstance(item, annotated_types.Lt):
+            words.append(f"below {item.lt}")
+        elif isinstance(item, annotated_types.MinLen):
+            words.append("that is not empty")
+    return " " + " and ".join(words) if words else ""
+
+
+def _or(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

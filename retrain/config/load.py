@@ -1,0 +1,179 @@
+"""From a file, variables and flags to a TrainConfig, or to every problem at once.
+
+Precedence: defaults < file < RETRAIN_<SECTION>_<KEY> < flags. No plugin is imported and nothing is looked at but the file.
+"""
+
+import os
+import secrets
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from retrain.config.merging import deep_merge
+from retrain.config.origin import Origin
+from retrain.config.overrides import Override, Overrides, parse_overrides, variable_overrides
+from retrain.config.schema import TrainConfig
+from retrain.config.sentences import Place, field_sentences, violations_of, wrong_paths
+from retrain.errors import ConfigurationError
+
+DEFAULT_FILE = "retrain.toml"
+Sections = dict[str, Any]
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Overrides | Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> TrainConfig:
+    """The configuration of a file (./retrain.toml by default), with variables and flags on top.
+
+    `overrides` are parsed flags, or the flags themselves (["--lr", "1e-4"]); `environ` defaults to the process's.
+    Raises ConfigurationError with one sentence for each problem of the file, the variables and the flags together.
+    """
+    file = Path(path) if path is not None else Path(DEFAULT_FILE)
+    data = read_toml(file, named=path is not None)
+    flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
+    given = [*variable_overrides(os.environ if environ is None else environ), *flags.given]
+    return _build(data, given, file)
+
+
+def config_from_mapping(data: Mapping[str, Any], overrides: Overrides | Sequence[str] = ()) -> TrainConfig:
+    """The same for sections that are already in memory; no file and no variable is read."""
+    flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
+    return _build(dict(data), list(flags.given), None)
+
+
+def load_text(text: str, path: Path | None = None) -> TrainConfig:
+    """The configuration that a TOML text describes; `path` is named in errors. No variable is read."""
+    return _build(_parse_toml(text, str(path or "the configuration")), [], path)
+
+
+def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python") -> TrainConfig:
+    """A configuration with some "section.key" values changed, validated again; what was unset stays unset."""
+    data = given_values(config)
+    given = [Override(path, value, origin) for path, value in values.items()]
+    merged = _merge(data, given)
+    return _validate(merged, Origin(config.source_path, {**config._origin.given, **{override.path: origin for override in given}}))
+
+
+def with_drawn_seed(config: TrainConfig) -> TrainConfig:
+    """The same configuration; seed = -1 has become a seed that was drawn once and is ordinary from then on."""
+    if config.training.seed != -1:
+        return config
+    return replaced(config, {"training.seed": secrets.randbelow(2**32)}, origin="drawn")
+
+
+def given_values(config: TrainConfig) -> Sections:
+    """What was given, as TOML would hold it: defaults left out, `from` under its TOML name."""
+    values: Sections = config.model_dump(exclude_unset=True, by_alias=True)
+    return {name: section for name, section in values.items() if section is not None}
+
+
+def read_toml(file: Path, named: bool = True) -> Sections:
+    """The sections of a file; every failure to read it is one sentence."""
+    if not file.exists():
+        advice = "check the path" if named else "make one with `retrain init`, or name a file"
+        raise ConfigurationError(f"{file} does not exist; {advice}.")
+    try:
+        return _parse_toml(file.read_text(encoding="utf-8-sig"), str(file))
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from error
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def _parse_toml(text: str, name: str) -> Sections:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{name} is not valid TOML: {_lower_first(str(error))}.") from error
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _flags_only(argv: Sequence[str]) -> Overrides:
+    parsed = parse_overrides(list(argv))
+    if parsed.rest:
+        raise ConfigurationError(f'"{parsed.rest[0]}" is not a flag; flags start with --, such as --lr 1e-4.')
+    return parsed
+
+
+def _build(data: Sections, given: list[Override], file: Path | None) -> TrainConfig:
+    if isinstance(data.get("campaign"), dict):
+        given = [_for_campaign(override) for override in given]
+    else:
+        given = _without_campaign(given)
+    places = {f"{section}.{name}": "file" for section, keys in data.items() if isinstance(keys, dict) for name in keys}
+    places |= {override.path: override.origin for override in given}
+    return _validate(_merge(data, given), Origin(file, places))
+
+
+def _for_campaign(override: Override) -> Override:
+    """On a campaign's file, --max-steps and --seed mean the campaign's."""
+    if override.path == "training.max_steps":
+        return Override("campaign.max_steps", override.value, override.origin)
+    if override.path == "training.seed":
+        return Override("campaign.seeds", [override.value], override.origin)
+    return override
+
+
+def _without_campaign(given: list[Override]) -> list[Override]:
+    """A flag for [campaign] needs a file with one; a variable may be set for campaigns to come."""
+    for override in given:
+        if override.path.startswith("campaign.") and override.origin.startswith("flag "):
+            raise ConfigurationError(
+                f"{override.origin} belongs to a campaign, and the file has no [campaign] section; add one or drop the flag."
+            )
+    return [override for override in given if not override.path.startswith("campaign.")]
+
+
+def _merge(data: Sections, given: Sequence[Override]) -> Sections:
+    merged: Sections = {name: dict(section) if isinstance(section, dict) else section for name, section in data.items()}
+    for override in given:
+        section, _, name = override.path.partition(".")
+        keys = merged.setdefault(section, {})
+        if not isinstance(keys, dict):
+            continue  # the file has a value where a section belongs; validation says so
+        below = keys.get(name)
+        if override.adds and isinstance(below, dict):
+            keys[name] = deep_merge(below, override.value)
+        else:
+            keys[name] = override.value
+    return merged
+
+
+def _validate(data: Sections, origin: Origin) -> TrainConfig:
+    place = Place(origin)
+    try:
+        config = TrainConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigurationError(_all_problems(error, data, place)) from error
+    config._origin = origin
+    return config
+
+
+def _all_problems(error: ValidationError, data: Sections, place: Place) -> list[str]:
+    """Wrong values first; then, with those left out, the rules between the keys that remain."""
+    sentences = field_sentences(error, data, place)
+    violations = violations_of(error)
+    wrong = wrong_paths(error)
+    if wrong:
+        try:
+            TrainConfig.model_validate(_without(data, wrong))
+        except ValidationError as second:
+            violations = [*violations, *violations_of(second)]
+    touched = {path if "." in path else f"{path}." for path in wrong}
+    rules = [v for v in violations if not any(key in touched or f"{key.partition('.')[0]}." in touched for key in v.keys)]
+    return list(dict.fromkeys([*sentences, *(place.sentence(violation) for violation in rules)]))
+
+
+def _without(data: Sections, paths: set[str]) -> Sections:
+    kept: Sections = {}
+    for section, keys in data.items():
+        if section in paths:
+            continue
+        kept[section] = {n: v for n, v in keys.items() if f"{section}.{n}" not in paths} if isinstance(keys, dict) else keys
+    return kept

@@ -1,0 +1,14 @@
+"""Where a configuration came from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The file of a configuration, and the place of each value that a file, a variable or a flag gave."""
+
+    path: Path | None = None
+    given: Mapping[str, str] = field(default_factory=dict)
+    """ "section.key" to "file", "environment NAME" or "flag --name"; keys left to their default are absent."""

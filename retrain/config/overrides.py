@@ -1,0 +1,298 @@
+"""Flags and variables that set keys, from the schema: `--lr 1e-4`, `--sepa-steps=10`, `--sepa.steps 10`, RETRAIN_TRAINING_LR.
+
+A text becomes a value by the type of its key. A text that cannot is handed on as it is, and the schema refuses it in the
+sentence that a file's value would get. The schema is imported inside the functions, so that `retrain --help` does not pay
+for it.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from retrain.config.merging import deep_merge
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.config.keys import Key
+
+VARIABLE_PREFIX = "RETRAIN_"
+OTHER_VARIABLES: frozenset[str] = frozenset()
+"""Variables with our prefix that set no key and are read elsewhere."""
+
+_INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
+_TOML_STRUCTURE = ("[", "{", '"', "'")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One value from a flag or a variable."""
+
+    path: str
+    """ "section.key"."""
+    value: Any
+    origin: str
+    """ "flag --lr" or "environment RETRAIN_TRAINING_LR"."""
+    adds: bool = False
+    """A table that adds to what stands below it instead of replacing it."""
+
+
+@dataclass(frozen=True)
+class Overrides:
+    given: tuple[Override, ...] = ()
+    rest: tuple[str, ...] = ()
+    """Arguments that are no flags of the configuration, in their order: files, commands, the caller's own flags."""
+
+
+@dataclass(frozen=True)
+class FlagRow:
+    """One line of the flag table."""
+
+    flag: str
+    path: str
+    type_name: str
+    doc: str
+
+
+def flag_table() -> tuple[FlagRow, ...]:
+    """Every flag of the schema. A test fixes the whole table, so that a new key never changes an old flag."""
+    from retrain.config.keys import flags
+
+    return tuple(FlagRow(flag, path, _key_of(path).type_name, _key_of(path).doc) for flag, path in flags().items())
+
+
+def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = None) -> Overrides:
+    """Split arguments into values for keys and the rest.
+
+    `own_flags` are the caller's flags, which go to the rest: name to whether a value follows. An unknown flag is a
+    ConfigurationError that names the nearest; all of them are told at once.
+    """
+    return _Parser(list(argv), own_flags or {}).parse()
+
+
+def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
+    """The values of RETRAIN_<SECTION>_<KEY>; a variable that looks like one and is none is refused."""
+    from retrain.config.keys import all_keys, section_models
+    from retrain.config.names import nearest
+
+    variables = {key.variable: key for key in all_keys()}
+    found: list[Override] = []
+    problems: list[str] = []
+    for name, text in environ.items():
+        if key := variables.get(name):
+            found.append(Override(key.path, convert(key, text), f"environment {name}"))
+        elif name.startswith(VARIABLE_PREFIX) and name not in OTHER_VARIABLES:
+            section = name.removeprefix(VARIABLE_PREFIX).partition("_")[0].lower()
+            near = nearest(section, tuple(section_models()))
+            if near:
+                problems.append(_unknown_variable(name, tuple(variables)))
+    if problems:
+        raise ConfigurationError(problems)
+    return found
+
+
+def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, variables, n=1)
+    hint = f"did you mean {near[0]}?" if near else "variables are RETRAIN_<SECTION>_<KEY>."
+    return f"environment {name} sets no key; {hint}"
+
+
+def convert(key: "Key", text: str) -> Any:
+    """The value that `text` stands for, by the key's type; the text itself when it stands for none."""
+    kinds = key.kinds
+    if dict in kinds:
+        return _whole_table(text)
+    if list in kinds:
+        return _list(key, text)
+    return _scalar(kinds, text)
+
+
+def _scalar(kinds: frozenset[type], text: str) -> Any:
+    if bool in kinds and text in ("true", "false"):
+        return text == "true"
+    if int in kinds and _INTEGER.fullmatch(text):
+        return int(text)
+    if float in kinds:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _list(key: "Key", text: str) -> Any:
+    """A TOML list, or parts between commas; a key that also takes a string keeps one without commas."""
+    if text.lstrip().startswith("["):
+        parsed = _toml(f"value = {text}")
+        return parsed["value"] if parsed is not None else text
+    if str in key.kinds and ("," not in text or key.path == "planning.strategic_grams"):
+        return text
+    return [_scalar(key.item_kinds, part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _whole_table(text: str) -> Any:
+    """A TOML inline table; a JSON object stays text, which environment.args reads by itself."""
+    parsed = _toml(f"value = {text}")
+    return parsed["value"] if parsed is not None else text
+
+
+def _toml(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def table_entry(text: str, flag: str) -> dict[str, Any]:
+    """`key=value` as a table: TOML's types, and a bare word is a string. Dots in the key nest."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigurationError(f"flag {flag} takes key=value, such as {flag} cap=0.1, and got {text!r}.")
+    parsed = _toml(f"{name} = {value}")
+    if parsed is not None and not _holds_dates(parsed):
+        return parsed
+    if value.lstrip().startswith(_TOML_STRUCTURE) and parsed is None:
+        raise ConfigurationError(f"flag {flag} {text!r}: the value is not valid TOML; quote it if it is a string.")
+    literal = _toml(f"{name} = ''")
+    if literal is None:
+        raise ConfigurationError(f"flag {flag} {text!r}: {name.strip()!r} is not a key; use letters, digits, _ and -.")
+    return _with_leaf(literal, value)
+
+
+def _with_leaf(table: dict[str, Any], leaf: str) -> dict[str, Any]:
+    return {name: _with_leaf(value, leaf) if isinstance(value, dict) else leaf for name, value in table.items()}
+
+
+def _holds_dates(value: Any) -> bool:
+    """A word like 2026-01-01 is TOML's date; as a parameter it is taken for a string."""
+    if isinstance(value, dict):
+        return any(map(_holds_dates, value.values()))
+    return not isinstance(value, (str, int, float, bool, list))
+
+
+def _key_of(path: str) -> "Key":
+    from retrain.config.aliases import ALIASES
+    from retrain.config.keys import keys_by_path
+
+    return keys_by_path()[ALIASES.get(path, path)]
+
+
+class _Parser:
+    """Walks over the arguments once."""
+
+    def __init__(self, argv: list[str], own_flags: Mapping[str, bool]) -> None:
+        from retrain.config.keys import flags
+
+        self._argv = argv
+        self._own = own_flags
+        self._flags = flags()
+        self._values: dict[str, Override] = {}
+        self._rest: list[str] = []
+        self._problems: list[str] = []
+
+    def parse(self) -> Overrides:
+        while self._argv:
+            argument = self._argv.pop(0)
+            if argument == "--":
+                self._rest.extend(self._argv)
+                break
+            name, equals, text = argument.partition("=")
+            if name in self._own:
+                self._pass_on(argument, takes_value=self._own[name] and not equals)
+            elif not argument.startswith("--"):
+                self._rest.append(argument)
+            else:
+                self._read(name, text if equals else None)
+        if self._problems:
+            raise ConfigurationError(self._problems)
+        return Overrides(tuple(self._values.values()), tuple(self._rest))
+
+    def _pass_on(self, argument: str, takes_value: bool) -> None:
+        self._rest.append(argument)
+        if takes_value and self._argv:
+            self._rest.append(self._argv.pop(0))
+
+    def _read(self, flag: str, text: str | None) -> None:
+        path, inside, negated = self._find(flag)
+        if path is None:
+            self._problems.append(self._unknown(flag))
+            return
+        key = _key_of(path)
+        if negated:
+            self._refuse_text(flag, text)
+            self._set(path, False, flag)
+            return
+        if text is None:
+            text = self._following(key, flag)
+        if text is None:
+            return
+        try:
+            self._store(key, path, inside, text, flag)
+        except ConfigurationError as error:
+            self._problems.extend(error.problems)
+
+    def _refuse_text(self, flag: str, text: str | None) -> None:
+        if text is not None:
+            self._problems.append(f"flag {flag} takes no value, and got {text!r}; write --{flag.removeprefix('--no-')}={text}.")
+
+    def _store(self, key: "Key", path: str, inside: str, text: str, flag: str) -> None:
+        if inside:
+            self._set(path, table_entry(f"{inside}={text}", flag), flag, adds=True)
+        elif dict in key.kinds and not text.lstrip().startswith("{"):
+            self._set(path, table_entry(text, flag), flag, adds=True)
+        else:
+            self._set(path, convert(key, text), flag)
+
+    def _find(self, flag: str) -> tuple[str | None, str, bool]:
+        """The key of a flag, the place inside of its table, and whether it is a --no- form."""
+        if flag in self._flags:
+            return self._flags[flag], "", False
+        positive = "--" + flag.removeprefix("--no-")
+        if flag.startswith("--no-"):
+            path, inside, _ = self._find(positive) if positive != flag else (None, "", False)
+            if path and not inside and bool in _key_of(path).kinds:
+                return path, "", True
+            return None, "", False
+        return (*self._dotted(flag.removeprefix("--")), False)
+
+    def _dotted(self, name: str) -> tuple[str | None, str]:
+        from retrain.config.aliases import ALIASES
+        from retrain.config.keys import keys_by_path
+
+        section, _, rest = name.partition(".")
+        leaf, _, inside = rest.partition(".")
+        path = f"{section}.{leaf.replace('-', '_')}"
+        known = path in keys_by_path() or path in ALIASES
+        if not known or (inside and dict not in _key_of(path).kinds):
+            return None, ""
+        return path, inside
+
+    def _following(self, key: "Key", flag: str) -> str | None:
+        """The next argument as this flag's value. A switch needs none, and takes true, false or its own words only."""
+        following = self._argv[0] if self._argv else None
+        if bool in key.kinds:
+            if following in ("true", "false", *key.choices):
+                return self._argv.pop(0)
+            return "true"
+        if following is None or following.startswith("--"):
+            self._problems.append(f"flag {flag} needs a value: {key.allowed}.")
+            return None
+        return self._argv.pop(0)
+
+    def _set(self, path: str, value: Any, flag: str, adds: bool = False) -> None:
+        before = self._values.get(path)
+        if adds and before is not None and isinstance(before.value, dict):
+            value, adds = deep_merge(before.value, value), before.adds
+        self._values[path] = Override(path, value, f"flag {flag}", adds)
+
+    def _unknown(self, flag: str) -> str:
+        from difflib import get_close_matches
+
+        from retrain.config.keys import keys_by_path
+
+        dotted = [f"--{path}" for path in keys_by_path()] if "." in flag else []
+        near = get_close_matches(flag, [*self._flags, *self._own, *dotted], n=1)
+        return f"{flag} is not a flag; {f'did you mean {near[0]}?' if near else '`retrain help config` lists them all.'}"

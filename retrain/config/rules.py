@@ -1,0 +1,350 @@
+"""Rules between keys: combinations that would change the meaning of a run, each refused in one sentence.
+
+A rule reads a configuration whose values are all allowed one by one, and yields what is wrong. `load_config` applies all
+of them, so they need neither the model nor the machine; what needs those is refused by the part that knows.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from retrain.config.names import BUILTIN_NAMES, GROUP_RELATIVE_ADVANTAGES, RECIPES, SEPA_TRANSFORMS, UNCERTAINTY_ALIASES
+from retrain.config.violations import Violation
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Condition, TrainConfig
+
+Rule = Callable[["TrainConfig"], Iterator[Violation]]
+_RULES: list[Rule] = []
+
+
+def _rule(function: Rule) -> Rule:
+    _RULES.append(function)
+    return function
+
+
+def broken_rules(config: "TrainConfig") -> list[Violation]:
+    """Every violation once, in the order of the rules."""
+    return list(dict.fromkeys(violation for rule in _RULES for violation in rule(config)))
+
+
+def modes_of(condition: "Condition") -> tuple[str, str]:
+    """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
+    if condition.algorithm_mode:
+        return RECIPES.get(condition.algorithm_mode, ("", ""))
+    return condition.advantage_mode, condition.transform_mode
+
+
+@_rule
+def _sepa_needs_a_ramp(config: "TrainConfig") -> Iterator[Violation]:
+    if config.sepa.schedule == "linear" and config.sepa.steps == 0:
+        for condition in config.conditions:
+            _, transform = modes_of(condition)
+            if transform in SEPA_TRANSFORMS:
+                yield Violation(
+                    ("sepa.steps", "sepa.schedule", "algorithm.transform_mode", "algorithm.algorithm_mode"),
+                    f'[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever, so transform "{transform}" would do nothing new; '
+                    'give steps of 1 or more, or schedule = "auto"',
+                )
+
+
+@_rule
+def _entropy_mask_needs_rho(config: "TrainConfig") -> Iterator[Violation]:
+    if config.algorithm.surprisal_mask_rho == 0 and any(modes_of(condition)[1] == "entropy_mask" for condition in config.conditions):
+        yield Violation(
+            ("algorithm.surprisal_mask_rho", "algorithm.transform_mode"),
+            '[algorithm] transform_mode = "entropy_mask" needs surprisal_mask_rho above 0 and at most 1, since at 0 it would be plain gtpo',
+        )
+
+
+@_rule
+def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
+    override = config.algorithm.transform_params.get("uncertainty_kind")
+    override = UNCERTAINTY_ALIASES.get(override, override) if isinstance(override, str) else None
+    if (override or config.algorithm.uncertainty_kind) != "shannon_entropy":
+        return
+    source = "algorithm.transform_params" if override else "algorithm.uncertainty_kind"
+    if config.backend.backend != "local":
+        yield Violation(
+            (source, "backend.backend"),
+            f'[algorithm] uncertainty_kind = "shannon_entropy" needs [backend] backend = "local", and it is "{config.backend.backend}", '
+            "which returns log-probs only; use surprisal or predictive_variance",
+        )
+    elif config.inference.engine != "pytorch":
+        yield Violation(
+            (source, "inference.engine"),
+            f'[algorithm] uncertainty_kind = "shannon_entropy" needs [inference] engine = "pytorch", and it is "{config.inference.engine}", '
+            "which returns log-probs only; use surprisal or predictive_variance",
+        )
+
+
+@_rule
+def _group_relative_advantages_need_two(config: "TrainConfig") -> Iterator[Violation]:
+    if config.training.group_size > 1:
+        return
+    for condition in config.conditions:
+        advantage, _ = modes_of(condition)
+        if advantage in GROUP_RELATIVE_ADVANTAGES:
+            yield Violation(
+                ("training.group_size", "algorithm.advantage_mode"),
+                f'[training] group_size = 1 gives every completion an advantage of 0 with "{advantage}", which compares within a group; '
+                "give 2 or more",
+            )
+            return
+
+
+@_rule
+def _top_p_is_not_trainable(config: "TrainConfig") -> Iterator[Violation]:
+    if config.training.top_p < 1:
+        yield Violation(
+            ("training.top_p",),
+            f"[training] top_p = {config.training.top_p} would sample from another distribution than the one that is trained; leave it at 1.0",
+        )
+
+
+@_rule
+def _one_checkpoint_is_not_enough(config: "TrainConfig") -> Iterator[Violation]:
+    if config.training.keep_checkpoints == 1:
+        yield Violation(
+            ("training.keep_checkpoints",),
+            "[training] keep_checkpoints = 1 would leave nothing to fall back on when the newest is damaged; give 0 (all) or 2 or more",
+        )
+
+
+@_rule
+def _minibatches_need_completions(config: "TrainConfig") -> Iterator[Violation]:
+    completions = config.training.batch_size * config.training.group_size
+    if config.training.minibatches > completions:
+        yield Violation(
+            ("training.minibatches", "training.batch_size", "training.group_size"),
+            f"[training] minibatches = {config.training.minibatches} is more than the {completions} completions of a step "
+            f"(batch_size x group_size); give at most {completions}",
+        )
+
+
+@_rule
+def _corrections_need_recomputed_logprobs(config: "TrainConfig") -> Iterator[Violation]:
+    if config.loss.correction != "none" and config.loss.old_logprobs != "recomputed":
+        yield Violation(
+            ("loss.correction", "loss.old_logprobs"),
+            f'[loss] correction = "{config.loss.correction}" needs old_logprobs = "recomputed", since it weighs the learner\'s log-probs '
+            "against the sampler's",
+        )
+
+
+@_rule
+def _bounds_are_in_order(config: "TrainConfig") -> Iterator[Violation]:
+    loss, pressure = config.loss, config.backpressure
+    if loss.correction_low > loss.correction_high:
+        yield Violation(
+            ("loss.correction_low", "loss.correction_high"),
+            f"[loss] correction_low = {loss.correction_low} is above correction_high = {loss.correction_high}, so every token would be dropped",
+        )
+    if 0 < loss.dual_clip <= 1:
+        yield Violation(
+            ("loss.dual_clip",),
+            f"[loss] dual_clip = {loss.dual_clip} would clip tokens on policy; give 0 (off) or a number above 1, such as 3",
+        )
+    if loss.mode == "cispo" and loss.clip_low is not None and loss.clip_high is not None and loss.clip_low > loss.clip_high:
+        yield Violation(
+            ("loss.clip_low", "loss.clip_high", "loss.mode"),
+            f'[loss] clip_low = {loss.clip_low} is above clip_high = {loss.clip_high}, and with mode = "cispo" they bound the ratio itself',
+        )
+    if pressure.min_batch_size > pressure.max_batch_size:
+        yield Violation(
+            ("backpressure.min_batch_size", "backpressure.max_batch_size"),
+            f"[backpressure] min_batch_size = {pressure.min_batch_size} is above max_batch_size = {pressure.max_batch_size}",
+        )
+
+
+@_rule
+def _clip_below_one(config: "TrainConfig") -> Iterator[Violation]:
+    loss = config.loss
+    if loss.mode in ("ppo", "gspo") and loss.clip_low is not None and loss.clip_low >= 1:
+        yield Violation(
+            ("loss.clip_low", "loss.mode"),
+            f'[loss] clip_low = {loss.clip_low} would clip the ratio at 1 - clip_low <= 0 with mode = "{loss.mode}"; give a number below 1',
+        )
+
+
+@_rule
+def _pass_at_k_needs_samples(config: "TrainConfig") -> Iterator[Violation]:
+    evaluation = config.evaluation
+    if max(evaluation.k) > evaluation.samples:
+        yield Violation(
+            ("evaluation.k", "evaluation.samples"),
+            f"[evaluation] k = {evaluation.k} asks for pass@{max(evaluation.k)} of samples = {evaluation.samples}; "
+            f"give samples of {max(evaluation.k)} or more",
+        )
+
+
+@_rule
+def _greedy_samples_are_equal(config: "TrainConfig") -> Iterator[Violation]:
+    evaluation = config.evaluation
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        yield Violation(
+            ("evaluation.samples", "evaluation.temperature"),
+            f"[evaluation] samples = {evaluation.samples} would be {evaluation.samples} equal completions at temperature = 0; "
+            "give samples = 1 or a temperature above 0",
+        )
+
+
+@_rule
+def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
+    reward = config.reward
+    if config.environment.provider:
+        return
+    if "judge" in reward.types and not reward.judge_model:
+        yield Violation(
+            ("reward.judge_model", "reward.type"), '[reward] type = "judge" needs judge_model, the model that judges, such as "gpt-4o-mini"'
+        )
+    if "custom" in reward.types and not reward.custom_module:
+        yield Violation(
+            ("reward.custom_module", "reward.type"),
+            '[reward] type = "custom" needs custom_module, the Python module that holds the function',
+        )
+    if reward.weights and len(reward.weights) != len(reward.types):
+        yield Violation(
+            ("reward.weights", "reward.type"),
+            f"[reward] weights has {len(reward.weights)} numbers and type has {len(reward.types)} rewards; give one weight for each",
+        )
+    if repeated := [name for name in BUILTIN_NAMES["reward"] if reward.types.count(name) > 1]:
+        yield Violation(("reward.type",), f'[reward] type names "{repeated[0]}" twice; give it once, with its weight')
+
+
+@_rule
+def _files_have_a_path(config: "TrainConfig") -> Iterator[Violation]:
+    if config.environment.provider:
+        return
+    if config.data.source in ("jsonl", "parquet") and not config.data.path:
+        yield Violation(
+            ("data.path", "data.source"),
+            f'[data] source = "{config.data.source}" needs path, the file or folder to read; or give the path as source',
+        )
+
+
+@_rule
+def _template_has_a_place(config: "TrainConfig") -> Iterator[Violation]:
+    template = config.data.prompt_template
+    if template is not None and "{prompt}" not in template:
+        yield Violation(
+            ("data.prompt_template",),
+            "[data] prompt_template has no {prompt} in it, so every prompt would be the same; put it where the problem goes",
+        )
+
+
+@_rule
+def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
+    environment = config.environment
+    if environment.provider and not environment.id:
+        yield Violation(
+            ("environment.id", "environment.provider"),
+            f'[environment] provider = "{environment.provider}" needs id, the environment to load, such as "primeintellect/gsm8k"',
+        )
+    if environment.id and not environment.provider:
+        yield Violation(
+            ("environment.provider", "environment.id"),
+            f'[environment] id = "{environment.id}" needs provider = "verifiers", else the run would train on [data] instead',
+        )
+    if environment.max_turns == 0:
+        yield Violation(
+            ("environment.max_turns",),
+            "[environment] max_turns = 0 would end every episode before it starts; give -1 (no limit) or 1 or more",
+        )
+
+
+@_rule
+def _campaign_base_has_no_algorithm(config: "TrainConfig") -> Iterator[Violation]:
+    if config.campaign is not None and config.algorithm.algorithm_mode:
+        yield Violation(
+            ("algorithm.algorithm_mode", "campaign"),
+            f'[algorithm] algorithm_mode = "{config.algorithm.algorithm_mode}" in a campaign\'s base would override every condition; '
+            "put it into a [[campaign.conditions]] in place of the two modes",
+        )
+
+
+@_rule
+def _conditions_are_complete(config: "TrainConfig") -> Iterator[Violation]:
+    for number, condition in enumerate(config.campaign.conditions if config.campaign else (), start=1):
+        modes = {"advantage_mode": condition.advantage_mode, "transform_mode": condition.transform_mode}
+        missing = [name for name, value in modes.items() if not value]
+        if condition.algorithm_mode and len(missing) < 2:
+            yield Violation(
+                ("campaign.conditions",),
+                f'[[campaign.conditions]] number {number} gives algorithm_mode = "{condition.algorithm_mode}" and a mode that it replaces; keep one',
+            )
+        elif not condition.algorithm_mode and missing:
+            yield Violation(
+                ("campaign.conditions",),
+                f"[[campaign.conditions]] number {number} lacks {' and '.join(missing)}; give advantage_mode and transform_mode, or algorithm_mode",
+            )
+
+
+@_rule
+def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
+    if config.campaign is None:
+        return
+    seen: dict[str, int] = {}
+    for number, condition in enumerate(config.conditions, start=1):
+        folder = re.sub(r"[^A-Za-z0-9+._-]", "_", condition.label)
+        if folder in seen:
+            yield Violation(
+                ("campaign.conditions",),
+                f'[[campaign.conditions]] numbers {seen[folder]} and {number} are both called "{condition.label}", so their runs would share folders; '
+                "change or drop one",
+            )
+        seen.setdefault(folder, number)
+
+
+@_rule
+def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
+    seeds = config.campaign.seeds if config.campaign else []
+    if repeated := [seed for index, seed in enumerate(seeds) if seed in seeds[:index]]:
+        yield Violation(
+            ("campaign.seeds",), f"[campaign] seeds names {repeated[0]} twice; a repeated seed is the same run, not another sample"
+        )
+
+
+@_rule
+def _dr_grpo_aggregates_by_a_constant(config: "TrainConfig") -> Iterator[Violation]:
+    if config.algorithm.algorithm_mode == "dr_grpo" and config.loss.aggregation != "constant":
+        yield Violation(
+            ("loss.aggregation", "algorithm.algorithm_mode"),
+            f'[loss] aggregation = "{config.loss.aggregation}" contradicts algorithm_mode = "dr_grpo", which is GRPO\'s advantage with '
+            'aggregation = "constant"; leave it out',
+        )
+
+
+@_rule
+def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
+    """The options of prime_rl are checked whatever the backend, so that a file can be switched over."""
+    if config.backend.backend not in BUILTIN_NAMES["backend"] or not config.backend.options:
+        return
+    try:
+        options = config.backend.prime_rl
+    except ValidationError as error:
+        yield from _option_violations(error)
+        return
+    if not options.strict_advantages:
+        yield Violation(
+            ("backend.options",),
+            "[backend.options] strict_advantages = false is refused, since it would average per-token advantages in silence; leave it true",
+        )
+
+
+def _option_violations(error: ValidationError) -> Iterator[Violation]:
+    from retrain.config.keys import describe_field, toml_value
+    from retrain.config.schema import PrimeRLOptions
+
+    for problem in error.errors(include_url=False):
+        name, value = str(problem["loc"][0]), problem["input"]
+        if problem["type"] == "extra_forbidden":
+            near = get_close_matches(name, PrimeRLOptions.model_fields, n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else f"; known are {', '.join(PrimeRLOptions.model_fields)}"
+            yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+        else:
+            allowed = describe_field(PrimeRLOptions.model_fields[name])
+            yield Violation(("backend.options",), f"[backend.options] {name} = {toml_value(value)} is refused; allowed: {allowed}")

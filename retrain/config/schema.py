@@ -1,0 +1,532 @@
+"""The only list of keys: sections, types, defaults, ranges and one sentence each.
+
+Flags, the manual, the documentation's tables, the JSON Schema, the annotated retrain.toml and every error are made from
+these classes. A key's documentation says what it does; its type and range say what is allowed, so the sentence does not.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+from retrain.config.aliases import canonical_keys
+from retrain.config.names import condition_label
+from retrain.config.origin import Origin
+from retrain.config.rules import broken_rules
+from retrain.config.values import (
+    MAX_SEED,
+    OpenName,
+    check_devices,
+    check_grams,
+    check_svd_device,
+    parse_devices,
+    parse_grams,
+    table_from_json,
+)
+from retrain.config.violations import RuleViolations
+
+
+def key(default: Any, doc: str, *, meaningful_unset: bool = False, **constraints: Any) -> Any:
+    """A key with its default and its documentation.
+
+    `meaningful_unset`: leaving the key out does something that no value can say, so a written configuration leaves it out
+    too. `constraints` are pydantic's ge, gt, le, lt, min_length, alias.
+    """
+    return Field(default, description=doc, json_schema_extra={"meaningful_unset": meaningful_unset}, **constraints)
+
+
+Strings = list[str]
+Table = dict[str, Any]
+Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+
+
+class Section(BaseModel):
+    """Strict, frozen, and closed: an unknown key is an error, "5" is not 5, and nan and inf are not numbers."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Backend(Section):
+    """Where the model is trained."""
+
+    backend: Annotated[str, OpenName("backend")] = key(
+        "local", "Training backend: local (PyTorch and PEFT), tinker (remote), prime_rl (external trainer and inference), or a plugin."
+    )
+    devices: Annotated[str, AfterValidator(check_devices)] = key(
+        "gpu:0",
+        "Comma-separated devices; two mean split mode, inference on the first and training on the last; unset falls back to cpu.",
+        meaningful_unset=True,
+    )
+    adapter_path: str = key(
+        "",
+        "Folder under which checkpoints go, in a subfolder named like the run; unset means <log_dir>/checkpoints.",
+        meaningful_unset=True,
+    )
+    options: Table = key({}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire.")
+    max_concurrent: int = key(4, "Simultaneous Tinker calls over all workers of a campaign.", ge=1)
+    throttle_dir: str = key("", "Folder of the locks that Tinker workers share; campaigns set it.")
+
+    @property
+    def device_list(self) -> tuple[str, ...]:
+        """torch's names of the devices."""
+        return parse_devices(self.devices)
+
+    @property
+    def prime_rl(self) -> "PrimeRLOptions":
+        """The options as the prime_rl backend reads them, with defaults filled in."""
+        return PrimeRLOptions.model_validate(self.options)
+
+
+class PrimeRLOptions(Section):
+    """What `[backend.options]` may hold with backend = "prime_rl"."""
+
+    transport: Literal["filesystem", "zmq"] = key("filesystem", "How batches reach the trainer.")
+    zmq_host: str = key("localhost", "Host of the ZMQ transport.", min_length=1)
+    zmq_port: int = key(5555, "Port of the ZMQ transport.", ge=1, le=65535)
+    zmq_hwm: int = key(10, "Messages that ZMQ holds before it drops or blocks.", ge=1)
+    strict_advantages: bool = key(True, "Must stay true: per-token advantages are never averaged in silence.")
+    sync_wait_s: float = key(30, "Seconds to wait for broadcast weights at most.", gt=0)
+    sync_poll_s: float = key(0.2, "Seconds between two looks for broadcast weights.", gt=0)
+    wire: Literal["v0.8", "main"] = key("v0.8", "Version of PRIME-RL's wire format.")
+
+
+class Model(Section):
+    """The base model."""
+
+    model: str = key("Qwen/Qwen3-4B-Instruct-2507", 'Model id on the Hugging Face hub, a local folder, or "lab".', min_length=1)
+    base_url: str = key("", "Tinker service URL (tinker backend only).")
+    lora_rank: int = key(32, "LoRA rank; alpha is twice the rank unless [lora] alpha is set.", ge=1)
+    revision: str = key("", "Branch, tag or commit of the model on the hub; empty means the default branch.")
+    dtype: Literal["auto", "bf16", "fp32"] = key("auto", "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere.")
+    trust_remote_code: bool = key(False, "Run Python code that comes with the model.")
+    load_in_4bit: bool = key(False, "Hold the frozen weights in 4 bits (CUDA, needs bitsandbytes).")
+
+
+class Algorithm(Section):
+    """How rewards become token advantages."""
+
+    algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key(
+        "", "A whole algorithm, built in or a plugin; when set it replaces advantage_mode and transform_mode."
+    )
+    advantage_mode: Annotated[str, OpenName("advantage")] = key(
+        "maxrl", "Advantage of a completion within its group, built in or a plugin."
+    )
+    transform_mode: Annotated[str, OpenName("transform")] = key(
+        "gtpo_sepa", "How a completion's advantage is spread over its tokens, built in or a plugin."
+    )
+    uncertainty_kind: Annotated[str, OpenName("uncertainty")] = key(
+        "surprisal", "Per-token uncertainty that GTPO weights by; shannon_entropy needs engine pytorch and backend local."
+    )
+    surprisal_mask_rho: float = key(
+        0.0, "Train only this fraction of tokens, those of highest uncertainty (arXiv 2506.01939); 0 is off.", ge=0, le=1
+    )
+    surprisal_mask_scope: Literal["batch", "group", "completion"] = key("batch", "Set of tokens over which the mask's threshold is taken.")
+    surprisal_mask_denominator: Literal["all", "kept"] = key("all", "Whether masked tokens still count in the loss's token mean.")
+    params: Table = key({}, "Parameters of an algorithm_mode plugin.")
+    advantage_params: Table = key({}, "Parameters of the advantage.")
+    transform_params: Table = key({}, "Parameters of the transform; uncertainty_kind in it wins over the key of that name.")
+    uncertainty_params: Table = key({}, "Parameters of an uncertainty plugin.")
+
+
+class Plugins(Section):
+    """How plugins are found."""
+
+    search_paths: Strings = key(["plugins"], "Module prefixes that are searched before normal imports.")
+    strict: bool = key(True, "Stop when a plugin fails its shape probe; false prints a warning.")
+
+
+class Training(Section):
+    """The loop."""
+
+    seed: int = key(-1, "Seed of everything random; -1 draws one, prints and stores it.", ge=-1, le=MAX_SEED)
+    max_steps: int = key(500, "Training steps in all.", ge=1)
+    batch_size: int = key(8, "Prompts a step.", ge=1)
+    group_size: int = key(16, "Completions sampled per prompt.", ge=1)
+    max_tokens: int = key(10240, "New tokens per completion at most.", ge=1)
+    temperature: float = key(0.7, "Sampling temperature; the policy that is trained is the one at this temperature.", gt=0)
+    top_p: float = key(
+        1.0, "Nucleus of the sampled distribution; below 1 is refused, since it is not the distribution that is trained.", gt=0, le=1
+    )
+    lr: float = key(4e-5, "Learning rate.", ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "Learning rate after warm-up: constant, or falling to 0 at max_steps."
+    )
+    lr_warmup_steps: int = key(0, "Steps over which the learning rate rises from 0.", ge=0)
+    weight_decay: float = key(0.0, "AdamW weight decay.", ge=0)
+    updates_per_batch: int = key(1, "Passes over each batch.", ge=1)
+    minibatches: int = key(1, "Optimizer updates that one pass is cut into.", ge=1)
+    micro_batch_tokens: int = key(0, "Tokens of one forward and backward pass at most; 0 chooses from the machine.", ge=0)
+    gradient_checkpointing: Literal["auto"] | bool = key(
+        "auto", "Recompute activations in the backward pass; auto chooses from the machine."
+    )
+    dynamic_sampling: int = key(0, "Redraws at most of a group whose rewards are all equal, with the same prompt.", ge=0)
+    max_examples: int = key(0, "Examples used of the data source; 0 uses all.", ge=0)
+    save_every: int = key(20, "Steps between checkpoints.", ge=1)
+    keep_checkpoints: int = key(0, "Newest checkpoints that are kept; 0 keeps all, and at least two are needed to survive a crash.", ge=0)
+    max_hours: float = key(0.0, "Stop and save after so many hours; 0 is no limit.", ge=0)
+
+
+class Optimizer(Section):
+    """AdamW."""
+
+    beta1: float = key(0.9, "AdamW beta1.", ge=0, lt=1)
+    beta2: float = key(0.95, "AdamW beta2.", ge=0, lt=1)
+    eps: float = key(1e-8, "AdamW epsilon.", gt=0)
+
+
+class Lora(Section):
+    """The adapter."""
+
+    alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0)
+    dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1)
+    target_modules: Strings = key([], "Names of the adapted layers; empty means all linear layers of the blocks.")
+    init_from: str = key("", "PEFT folder whose weights the adapter starts from.")
+    use_rslora: bool = key(False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.")
+
+
+class Loss(Section):
+    """The policy loss (formulas: the manual's page on losses)."""
+
+    mode: Literal["importance_sampling", "ppo", "gspo", "cispo"] = key("importance_sampling", "Per-token objective.")
+    clip_low: float | None = key(
+        None, "Lower clip distance (ppo, gspo) or bound (cispo) of the ratio; unset is 0.2, 3e-4, 0 by mode.", ge=0, meaningful_unset=True
+    )
+    clip_high: float | None = key(
+        None, "Upper clip distance (ppo, gspo) or bound (cispo) of the ratio; unset is 0.2, 4e-4, 4 by mode.", ge=0, meaningful_unset=True
+    )
+    dual_clip: float = key(0.0, "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.", ge=0)
+    correction: Literal["none", "tis", "icepop"] = key("none", 'Correction for sampler against learner; needs old_logprobs = "recomputed".')
+    correction_cap: float = key(2.0, "Largest correction weight of tis.", gt=0)
+    correction_low: float = key(0.5, "Correction weights below this drop the token (icepop).", ge=0)
+    correction_high: float = key(5.0, "Correction weights above this drop the token (icepop).", gt=0)
+    aggregation: Literal["token_mean", "sequence_mean", "constant", "sum"] = key("token_mean", "How token losses become the batch's loss.")
+    kl_coef: float = key(0.0, "Weight of the KL divergence to the frozen base model; 0 skips its forward pass.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = key("k3", "Estimator of that KL divergence.")
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
+    max_grad_norm: float = key(0.0, "Clip the gradient's norm to this; 0 is off.", ge=0)
+    log_ratio_clamp: float = key(20.0, "Clamp log ratios to this before exp.", gt=0)
+    old_logprobs: Literal["sampler", "recomputed"] = key(
+        "sampler", "Log-probs the ratio is taken against: as sampled, or recomputed by the learner."
+    )
+    mask_truncated: bool = key(False, "Leave completions that ended by length out of the loss.")
+
+
+class Evaluation(Section):
+    """Accuracy on held-out problems."""
+
+    every: int = key(0, "Evaluate after every so many steps; 0 is off.", ge=0)
+    at_start: bool = key(False, "Evaluate before the first step.")
+    at_end: bool = key(False, "Evaluate after the last step.")
+    source: Annotated[str, OpenName("data", may_be_empty=True)] = key("", "Data source; empty means the training source's held-out split.")
+    max_examples: int = key(200, "Problems evaluated at most; 0 uses all.", ge=0)
+    samples: int = key(1, "Completions sampled per problem.", ge=1)
+    temperature: float | None = key(None, "Sampling temperature, 0 for greedy; unset means training's.", ge=0, meaningful_unset=True)
+    k: list[Positive] = key([1], "Values of k for which pass@k is reported.", min_length=1)
+
+    @property
+    def asked_for(self) -> bool:
+        return self.every > 0 or self.at_start or self.at_end
+
+
+class Gtpo(Section):
+    """Entropy-weighted credit."""
+
+    beta: float = key(0.1, "Strength of the weighting; 0 disables it, above 1 clips weights at 0.", ge=0)
+    norm: Literal["completion", "group"] = key("completion", "Tokens over which the mean uncertainty is taken.")
+    negative: Literal["same", "inverse"] = key(
+        "same", "Weighting of completions with negative advantage: the same, or by inverse uncertainty."
+    )
+
+
+class Hicra(Section):
+    """Planning-token amplification."""
+
+    alpha: float = key(0.2, "Amplification of planning tokens; 0 disables it.", ge=0, le=1)
+
+
+class Sepa(Section):
+    """Selective entropy pooling and its schedule."""
+
+    steps: int = key(500, "Duration of the linear ramp from 0 to 1.", ge=0)
+    schedule: Literal["linear", "auto"] = key("linear", "linear ramps; auto follows the decay of the uncertainty's variance.")
+    delay_steps: int = key(50, "Steps before the ramp begins.", ge=0)
+    correct_rate_gate: float = key(0.1, "Correct rate of a step that opens the gate for good; 0 opens it from the start.", ge=0, le=1)
+    ema_decay: float = key(0.99, "Decay of the variance's moving average (auto).", ge=0, lt=1)
+    var_threshold: float = key(0.2, "Fraction of the first variance at which pooling is complete (auto).", gt=0)
+    warmup: int = key(50, "Steps before the first variance is fixed (auto).", ge=1)
+
+
+class Planning(Section):
+    """Which tokens are planning."""
+
+    detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
+    model: str = key("all-MiniLM-L6-v2", "Sentence-transformer model of the semantic detector.", min_length=1)
+    threshold: float = key(0.02, "Margin by which a window must be nearer to planning than to execution (semantic).", ge=-2, le=2)
+    min_similarity: float = key(0.25, "Least similarity to planning (semantic).", ge=-1, le=1)
+    strategic_grams: Annotated[str | Strings, AfterValidator(check_grams)] = key(
+        "", "Planning phrases as a list, a JSON array or comma-separated; empty means the built-in ones."
+    )
+
+    @property
+    def grams(self) -> list[str]:
+        """The phrases that were configured; empty means the built-in ones."""
+        return parse_grams(self.strategic_grams)
+
+
+class Inference(Section):
+    """What samples the completions."""
+
+    engine: Annotated[str, OpenName("engine")] = key("pytorch", "Inference engine, built in or a plugin.")
+    url: str = key("", "Server URL of the engines other than pytorch.")
+    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
+    dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
+    kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
+    prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")
+
+
+class Data(Section):
+    """The problems."""
+
+    source: Annotated[str, OpenName("data")] = key(
+        "math", "Data source: built in, hub:NAME[:config][:split], a .jsonl or .parquet file or folder, or a plugin."
+    )
+    path: str = key("", "File or folder for jsonl, parquet, or a local copy of math or gsm8k.")
+    prompt_column: str = key("prompt", "Column that holds the problem.", min_length=1)
+    answer_column: str = key("answer", "Column that holds the reference answer.", min_length=1)
+    system_prompt: str = key("", "System message before every prompt; empty is none.")
+    prompt_template: str | None = key(
+        None, "Text around a problem, with {prompt} in it; unset asks math and gsm8k for steps and a box.", meaningful_unset=True
+    )
+    chat_template_args: Table = key({}, "Arguments of the tokenizer's chat template, such as enable_thinking = false.")
+    difficulty: int = key(1, "Difficulty of the lab's arithmetic.", ge=1)
+    params: Table = key({}, "Parameters of a data plugin.")
+
+
+class Environment(Section):
+    """Problems with a rubric, possibly over several turns."""
+
+    provider: Literal["", "verifiers"] = key("", "Environment provider; empty is none.")
+    id: str = key("", "Environment id, such as primeintellect/gsm8k.")
+    args: Annotated[Table, BeforeValidator(table_from_json)] = key({}, "Arguments of the environment, as a table or a JSON string.")
+    max_turns: int = key(-1, "Turns at most in multi-turn environments; -1 leaves it to the environment.", ge=-1)
+    auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
+
+
+RewardType = Annotated[str, OpenName("reward")]
+
+
+class Reward(Section):
+    """How a completion is judged."""
+
+    type: RewardType | Annotated[list[RewardType], Field(min_length=1)] = key(
+        "match", "Reward, or a list of rewards whose weighted sum counts."
+    )
+    weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
+    judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.")
+    custom_module: str = key("", "Python module of the custom reward.")
+    custom_function: str = key("score", "Function in that module.", min_length=1)
+    random_p: float = key(0.5, "Probability of 1 in the random reward.", ge=0, le=1)
+    params: Table = key({}, "Parameters of a custom or plugin reward.")
+    after_think: bool = key(True, "Count a box only after the last </think>, where there is one.")
+    normalize: Literal["none", "hendrycks"] = key("none", "Normalisation of both sides before match compares them.")
+    correct_threshold: float = key(0.5, "A reward above this is correct.")
+    max_failure_rate: float = key(
+        0.05, "Stop when more than this fraction could not be judged over the last 20 steps; 1 is off.", ge=0, le=1
+    )
+    deadline_s: float = key(5.0, "Seconds after which a verification is killed.", gt=0)
+    workers: int = key(0, "Worker processes that verify; 0 chooses from the machine.", ge=0)
+
+    @property
+    def types(self) -> list[str]:
+        return [self.type] if isinstance(self.type, str) else list(self.type)
+
+    @property
+    def type_weights(self) -> list[float]:
+        return list(self.weights) or [1.0] * len(self.types)
+
+
+class Backpressure(Section):
+    """Batch size that follows measured throughput."""
+
+    enabled: bool = key(False, "Adapt the batch size.")
+    warmup_steps: int = key(10, "Steps to collect before the throughput model is fitted.", ge=1)
+    ema_decay: float = key(0.9, "Decay of the throughput's moving average.", ge=0, lt=1)
+    throttle_margin: float = key(0.85, "Fraction of the optimal concurrency that is aimed at.", gt=0, le=1)
+    increase_margin: float = key(0.5, "Fraction of that aim below which the batch grows.", ge=0, le=1)
+    min_batch_size: int = key(1, "Smallest batch size.", ge=1)
+    max_batch_size: int = key(64, "Largest batch size.", ge=1)
+    peak_gflops: float = key(0.0, "Peak GFLOP/s of the hardware for roofline hints; 0 skips them.", ge=0)
+    peak_bw_gb_s: float = key(0.0, "Peak memory bandwidth in GB/s for roofline hints; 0 skips them.", ge=0)
+    cooldown: int = key(5, "Steps between two changes at least.", ge=0)
+    min_r2: float = key(0.5, "Least R squared at which a fit is believed.", ge=0, le=1)
+    weights: Literal["relative", "none"] = key("relative", "Weights of the fit.")
+
+
+class Squeeze(Section):
+    """Rank analysis and compression of an adapter."""
+
+    min_variance_retention: float = key(0.95, "Variance that the recommended rank must keep.", gt=0, le=1)
+    adapter_path: str = key("", "Adapter to analyse; a file with this key and no [campaign] is a squeeze job.")
+    source_rank: int = key(0, "Expected rank of the adapter; 0 reads it from the weights.", ge=0)
+    target_ranks: list[Positive] = key([], "Ranks to evaluate; empty means powers of two.")
+    output_path: str = key("", "Folder for the compressed adapter; empty does not compress.")
+    compress_to: int = key(0, "Rank of the compressed adapter; 0 takes the recommended one.", ge=0)
+    device: Annotated[str, AfterValidator(check_svd_device)] = key("cpu", "Torch device of the SVD.")
+    rule: Literal["mean", "min"] = key("mean", "Whether the mean or the worst layer must keep the variance.")
+    per_layer: bool = key(False, "Choose a rank for each layer.")
+    evaluate: bool = key(False, "Evaluate the compressed adapter.")
+
+
+class Resume(Section):
+    """Going on with a run."""
+
+    from_: str = key("", "Folder of the run to go on with (it holds trainer_state.json).", alias="from")
+
+
+class Logging(Section):
+    """What a run writes."""
+
+    log_dir: str = key("logs/train", "The run's folder.", min_length=1)
+    wandb_project: str = key("", "Weights & Biases project; setting it switches wandb on.")
+    wandb_run_name: str = key("", "Name of the wandb run; empty means the condition's label.")
+    wandb_entity: str = key("", "wandb entity or team.")
+    wandb_group: str = key("", "wandb group.")
+    wandb_tags: str = key("", "Comma-separated wandb tags.")
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = key([], "Trackers beside the run's own files.")
+    generations_every: int = key(1, "Steps between two records of generations; 0 is off.", ge=0)
+    generations_per_step: int = key(8, "Generations recorded in such a step.", ge=0)
+    tokens_every: int = key(0, "Steps between two per-token files for inspect; 0 is off.", ge=0)
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag.strip() for tag in self.wandb_tags.split(",") if tag.strip()]
+
+
+class Condition(Section):
+    """One arm of a campaign: both modes, or an algorithm in their place."""
+
+    advantage_mode: Annotated[str, OpenName("advantage", may_be_empty=True)] = key("", "Advantage of this condition.")
+    transform_mode: Annotated[str, OpenName("transform", may_be_empty=True)] = key("", "Transform of this condition.")
+    algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key("", "A whole algorithm in place of the two modes.")
+
+    @property
+    def label(self) -> str:
+        return condition_label(self.advantage_mode, self.transform_mode, self.algorithm_mode)
+
+
+DEFAULT_CONDITIONS = tuple(
+    Condition(advantage_mode=advantage, transform_mode=transform)
+    for advantage, transform in (("grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"), ("maxrl", "gtpo_hicra"), ("maxrl", "gtpo_sepa"))
+)
+"""The progressive ablation from plain GRPO to MaxRL with GTPO and SEPA."""
+
+
+class Campaign(Section):
+    """Conditions times seeds."""
+
+    seeds: Annotated[list[Seed], Field(min_length=1)] = key([42, 101, 202, 303, 404, 505, 606, 707], "Seeds that each condition runs with.")
+    max_steps: int | None = key(None, "Steps of each run; unset means [training] max_steps (500).", ge=1, meaningful_unset=True)
+    parallel: bool = key(False, "Run conditions at the same time.")
+    max_workers: int = key(0, "Runs at the same time at most; 0 starts all, on CUDA as many as the devices hold.", ge=0)
+    stagger_seconds: float = key(0.0, "Seconds between two starts.", ge=0)
+    conditions: list[Condition] = key([], "The conditions; empty means the five of the standard ablation.")
+    launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
+    ray_address: str = key("", "Address of a Ray cluster; empty starts a local one.")
+    max_retries: int = key(2, "Times a failed run is started again.", ge=0)
+    devices_per_run: int = key(1, "Devices of one run.", ge=1)
+    workers_per_device: int = key(1, "Runs that share one device.", ge=1)
+    price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)
+
+
+class TrainConfig(Section):
+    """A whole configuration. Sections are attributes; every key keeps its TOML name (`from` is `from_`)."""
+
+    backend: Backend = Field(default_factory=Backend)
+    model: Model = Field(default_factory=Model)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    plugins: Plugins = Field(default_factory=Plugins)
+    training: Training = Field(default_factory=Training)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    lora: Lora = Field(default_factory=Lora)
+    loss: Loss = Field(default_factory=Loss)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    gtpo: Gtpo = Field(default_factory=Gtpo)
+    hicra: Hicra = Field(default_factory=Hicra)
+    sepa: Sepa = Field(default_factory=Sepa)
+    planning: Planning = Field(default_factory=Planning)
+    inference: Inference = Field(default_factory=Inference)
+    data: Data = Field(default_factory=Data)
+    environment: Environment = Field(default_factory=Environment)
+    reward: Reward = Field(default_factory=Reward)
+    backpressure: Backpressure = Field(default_factory=Backpressure)
+    squeeze: Squeeze = Field(default_factory=Squeeze)
+    resume: Resume = Field(default_factory=Resume)
+    logging: Logging = Field(default_factory=Logging)
+    campaign: Campaign | None = Field(default=None)
+
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _canonical(cls, data: Any) -> Any:
+        return canonical_keys(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainConfig":
+        violations = broken_rules(self)
+        if violations:
+            raise RuleViolations(violations)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Equal values: where they came from does not count."""
+        return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]  # tables and lists are not hashable
+
+    @property
+    def source_path(self) -> Path | None:
+        """The file it was loaded from; None when built in Python."""
+        return self._origin.path
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Where each value comes from: "section.key" to "default", "file", "environment NAME" or "flag --name"."""
+        from retrain.config.keys import all_keys
+
+        given = self._origin.given
+        return {path: given.get(path, "file" if self.is_set(path) else "default") for path in (k.path for k in all_keys())}
+
+    def is_set(self, path: str) -> bool:
+        """Whether a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
+        section, _, name = path.partition(".")
+        if section not in self.model_fields_set or not name:
+            return section in self.model_fields_set
+        value = getattr(self, section)
+        return value is not None and ("from_" if name == "from" else name) in value.model_fields_set
+
+    def value(self, path: str) -> Any:
+        """The value of "section.key"; None for a key of an absent [campaign]."""
+        section, _, name = path.partition(".")
+        return getattr(getattr(self, section), "from_" if name == "from" else name, None)
+
+    @property
+    def kind(self) -> Literal["run", "campaign", "squeeze"]:
+        if self.campaign is not None:
+            return "campaign"
+        return "squeeze" if self.squeeze.adapter_path else "run"
+
+    @property
+    def condition_label(self) -> str:
+        """The condition of a single run, as metrics and folders name it."""
+        return condition_label(self.algorithm.advantage_mode, self.algorithm.transform_mode, self.algorithm.algorithm_mode)
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The arms of a campaign; of a single run, its own algorithm alone."""
+        if self.campaign is not None:
+            return tuple(self.campaign.conditions) or DEFAULT_CONDITIONS
+        if self.algorithm.algorithm_mode:
+            return (Condition(algorithm_mode=self.algorithm.algorithm_mode),)
+        return (Condition(advantage_mode=self.algorithm.advantage_mode, transform_mode=self.algorithm.transform_mode),)

@@ -1,0 +1,175 @@
+"""From pydantic's list of errors to one sentence each: place, section, key, value, what is allowed, the nearest name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from retrain.config.aliases import ALIASES
+from retrain.config.keys import Key, all_keys, keys_by_path, section_models, toml_value
+from retrain.config.names import nearest
+from retrain.config.origin import Origin
+from retrain.config.violations import RuleViolations, Violation
+
+LEGACY_PREFIX = "prime_rl_"
+LONGEST_VALUE = 80
+"""Characters of a value that a sentence shows."""
+
+_WHAT_IT_IS = {
+    bool: "is a boolean",
+    int: "is an integer",
+    float: "is a number with a fraction",
+    str: "is a string",
+    list: "is a list",
+    dict: "is a table",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Says where a key was given."""
+
+    origin: Origin
+
+    def of(self, *paths: str) -> str:
+        """The place of the first key that a flag or a variable gave, else the file."""
+        above = [self.origin.given[path] for path in paths if self.origin.given.get(path, "file") != "file"]
+        return above[0] if above else self.file
+
+    @property
+    def file(self) -> str:
+        return str(self.origin.path) if self.origin.path is not None else "configuration"
+
+    def sentence(self, violation: Violation) -> str:
+        return f"{self.of(*violation.keys)}: {_finish(violation.message)}"
+
+
+def _finish(text: str) -> str:
+    return text if text.endswith(("?", ".")) else text + "."
+
+
+def violations_of(error: ValidationError) -> list[Violation]:
+    """The broken rules inside a ValidationError."""
+    found: list[Violation] = []
+    for detail in error.errors(include_url=False):
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, RuleViolations):
+            found.extend(cause.violations)
+    return found
+
+
+def _field_errors(error: ValidationError) -> list[ErrorDetails]:
+    return [detail for detail in error.errors(include_url=False) if detail["loc"]]
+
+
+def wrong_paths(error: ValidationError) -> set[str]:
+    """ "section" or "section.key" of every value that is wrong by itself."""
+    return {".".join(map(str, detail["loc"][:2])) for detail in _field_errors(error)}
+
+
+def field_sentences(error: ValidationError, data: Mapping[str, Any], place: Place) -> list[str]:
+    """One sentence for each wrong value; the members of a union count as one."""
+    grouped: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for detail in _field_errors(error):
+        grouped.setdefault(_group(detail["loc"]), []).append(detail)
+    return [_sentence(loc, details, data, place) for loc, details in grouped.items()]
+
+
+def _group(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    return loc[:4] if loc[:2] == ("campaign", "conditions") else loc[:2]
+
+
+def _sentence(loc: tuple[int | str, ...], details: list[ErrorDetails], data: Mapping[str, Any], place: Place) -> str:
+    unknown = details[0]["type"] == "extra_forbidden"
+    if len(loc) == 1:
+        text = _unknown_section(str(loc[0]), data) if unknown else f"[{loc[0]}] is a section, and here it is {_shown(data[str(loc[0])])}"
+        return f"{place.file}: {_finish(text)}"
+    path = f"{loc[0]}.{loc[1]}"
+    where = place.of(path, *(alias for alias, canonical in ALIASES.items() if canonical == path))
+    if len(loc) == 4:
+        return f"{where}: {_finish(_condition_problem(loc, details))}"
+    if unknown:
+        return f"{where}: {_finish(_unknown_key(str(loc[0]), str(loc[1]), place))}"
+    return f"{where}: {_finish(_wrong_value(keys_by_path()[path], _value(data, path), details))}"
+
+
+def _value(data: Mapping[str, Any], path: str) -> Any:
+    """The value that was given, under the key's own name or an alias."""
+    for candidate in (path, *(alias for alias, canonical in ALIASES.items() if canonical == path)):
+        section, _, name = candidate.partition(".")
+        if name in data.get(section, {}):
+            return data[section][name]
+    return None
+
+
+def _unknown_section(name: str, data: Mapping[str, Any]) -> str:
+    if not isinstance(data[name], dict):
+        homes = [key.section for key in all_keys() if key.name == name]
+        where = f"it belongs under [{homes[0]}]" if homes else "every key belongs under a [section]"
+        return f"{name} = {_shown(data[name])} stands outside of a section; {where}"
+    near = nearest(name, tuple(section_models()))
+    return f"[{name}] is not a section; {f'did you mean [{near}]?' if near else 'sections are ' + ', '.join(section_models())}"
+
+
+def _unknown_key(section: str, name: str, place: Place) -> str:
+    if section == "backend" and name.startswith(LEGACY_PREFIX):
+        return (
+            f"[backend] {name} was moved to [backend.options] {name.removeprefix(LEGACY_PREFIX)}; "
+            f"run `retrain migrate-config {place.file} --write` to rewrite the file"
+        )
+    own = [key.name for key in all_keys() if key.section == section]
+    others = [key.section for key in all_keys() if key.name == name]
+    near = nearest(name, own)
+    if near:
+        return f"[{section}] {name} is not a key; did you mean {near}?"
+    if others:
+        return f"[{section}] {name} is not a key; {name} belongs under [{others[0]}]"
+    elsewhere = nearest(name, [key.name for key in all_keys()])
+    if elsewhere:
+        home = next(key.section for key in all_keys() if key.name == elsewhere)
+        return f"[{section}] {name} is not a key; did you mean [{home}] {elsewhere}?"
+    return f"[{section}] {name} is not a key; keys of [{section}] are {', '.join(own)}"
+
+
+def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) -> str:
+    number, name = int(loc[2]) + 1, loc[3]
+    if details[0]["type"] == "extra_forbidden":
+        return (
+            f"[[campaign.conditions]] number {number}: {name} is not a key of a condition; a condition has advantage_mode and "
+            "transform_mode, or algorithm_mode, and everything else is shared"
+        )
+    hint = str(details[0].get("ctx", {}).get("hint") or "")
+    suffix = f'; did you mean "{hint}"?' if hint else "; give a built-in name or a dotted plugin path"
+    return f"[[campaign.conditions]] number {number}: {name} = {_shown(details[0]['input'])} is not known{suffix}"
+
+
+def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
+    refusal = next((detail["ctx"] for detail in details if detail["type"] == "refused"), None)
+    hint = str(refusal["hint"]) if refusal else ""
+    if not hint and isinstance(value, str):
+        hint = nearest(value, key.choices) or ""
+    wrong = str(refusal["problem"]) if refusal else _what_is_wrong(key, value, details[0])
+    suffix = f'; did you mean "{hint}"?' if hint and hint != value else ""
+    return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
+
+
+def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
+    kind = detail["type"]
+    if kind == "finite_number":
+        return "holds a number that is not finite" if isinstance(value, list) else "is not a finite number"
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        return "holds a number out of range" if isinstance(value, list) else "is out of range"
+    if kind in ("too_short", "string_too_short"):
+        return "is empty"
+    if type(value) not in key.kinds and not (type(value) is int and float in key.kinds):
+        return _WHAT_IT_IS.get(type(value), f"is a {type(value).__name__}")
+    if isinstance(value, list):
+        return "holds something else"
+    return "is not one of its values"
+
+
+def _shown(value: Any) -> str:
+    text = toml_value(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."

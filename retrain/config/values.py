@@ -1,0 +1,116 @@
+"""Values with a grammar of their own: devices, strategic grams, names that a plugin may add to."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from retrain.config.names import UNCERTAINTY_ALIASES, is_known, names_of, nearest
+
+MAX_SEED = 2**32 - 1
+_DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
+_SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
+
+
+def refuse(problem: str, hint: str = "") -> PydanticCustomError:
+    """A refusal that the loader turns into a sentence: what is wrong with the value, and what else could be meant."""
+    return PydanticCustomError("refused", "{problem}", {"problem": problem, "hint": hint})
+
+
+@dataclass(frozen=True)
+class OpenName:
+    """Marks a string key that takes a built-in name or a plugin."""
+
+    kind: str
+    may_be_empty: bool = False
+
+    def check(self, value: str) -> str:
+        if not value and self.may_be_empty:
+            return value
+        if self.kind == "uncertainty":
+            value = UNCERTAINTY_ALIASES.get(value, value)
+        if not is_known(self.kind, value):
+            raise refuse("is not known", nearest(value, names_of(self.kind)) or "")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+def normalise_device(name: str) -> str:
+    """torch's name of a device: gpu:N is cuda:N."""
+    return name.replace("gpu:", "cuda:")
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """The torch names in a comma-separated list such as "gpu:0,gpu:1"; one device, or two for split mode."""
+    devices = tuple(part.strip() for part in text.split(","))
+    for device in devices:
+        if not _DEVICE.fullmatch(device):
+            raise refuse("is not a device" if len(devices) == 1 else f'names "{device}", which is not a device')
+    if len(set(map(normalise_device, devices))) < len(devices):
+        raise refuse("names a device twice")
+    if len(devices) > 2:
+        raise refuse(f"names {len(devices)} devices")
+    return tuple(map(normalise_device, devices))
+
+
+def check_devices(text: str) -> str:
+    parse_devices(text)
+    return text
+
+
+def check_svd_device(text: str) -> str:
+    if not _SVD_DEVICE.fullmatch(text):
+        raise refuse("is not a device")
+    return text
+
+
+def parse_grams(value: str | list[str]) -> list[str]:
+    """Strategic grams from a JSON array, a comma-separated string or a list: stripped, without empty ones or repetitions.
+
+    An empty list means the default grams. A gram without a word character could never match and is refused.
+    """
+    parts = value if isinstance(value, list) else _split_grams(value)
+    grams: dict[str, str] = {}
+    for part in (part.strip() for part in parts):
+        if part and not re.search(r"\w", part):
+            raise refuse(f'holds "{part}", a gram without a word')
+        if part:
+            grams.setdefault(part.lower(), part)
+    return list(grams.values())
+
+
+def _split_grams(text: str) -> list[str]:
+    if not text.lstrip().startswith("["):
+        return text.split(",")
+    try:
+        parts = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise refuse(f"starts like a JSON array and is none ({error.msg} at character {error.pos})") from error
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise refuse("is a JSON array whose items are not all strings")
+    return parts
+
+
+def check_grams(value: str | list[str]) -> str | list[str]:
+    parse_grams(value)
+    return value
+
+
+def table_from_json(value: Any) -> Any:
+    """A table given as a JSON string, as a table; anything else goes through to the type check."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return {}
+    try:
+        table = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise refuse(f"is not JSON ({error.msg} at character {error.pos})") from error
+    if not isinstance(table, dict):
+        raise refuse("is JSON, but not an object")
+    return table
