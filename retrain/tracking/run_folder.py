@@ -70,34 +70,35 @@ class RunFolder:
         """Where checkpoints go unless `[backend] adapter_path` says otherwise."""
         return self.path / "checkpoints"
 
-    @property
-    def curve(self) -> Path:
-        """The learning curve, a picture."""
-        return self.path / "curve.svg"
-
     def holds_run(self) -> bool:
         return self.marker.is_file() and self.metrics.exists()
 
     def create(self) -> None:
         """Make the folder ours. Raises ConfigurationError where a file stands in the way, EnvironmentFailure where it cannot be made."""
-        create_marked(self.path, "run")
+        mark(self.root, "run")
 
     def empty(self) -> None:
-        """Delete everything inside, for --overwrite. Raises ConfigurationError for a folder that retrain did not make."""
-        empty_marked(self.path)
+        """Delete what a run wrote, and nothing else: another file that lies in the folder stays."""
+        for path in (self.emergence_steps.parent, self.tokens, self.checkpoints):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+        for path in (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary):
+            path.unlink(missing_ok=True)
 
     def cut_to_step(self, step: int) -> None:
         """Forget the steps from `step` on in every file, before a resumed run makes them again."""
-        for path in (self.metrics, self.evaluation, self.emergence_steps, self.generations):
+        for path in (self.metrics, self.emergence_steps, self.generations):
             truncate_to_step(path, step)
+        truncate_to_step(self.evaluation, step + 1)  # it counts completed steps, so the one at `step` was made of this checkpoint
         for path in self.tokens.glob("step_*.safetensors"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) >= step:
                 path.unlink()
+        self.summary.unlink(missing_ok=True)
 
 
-def create_marked(folder: Path, kind: str) -> None:
-    """Create `folder` with our marker in it; an existing marker stays."""
+def mark(folder: Path, kind: str) -> None:
+    """Create `folder` with our marker in it; an existing marker stays, and with it the folder's id."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         marker = folder / MARKER
@@ -107,23 +108,3 @@ def create_marked(folder: Path, kind: str) -> None:
         raise ConfigurationError(f"{folder} cannot be a folder: a file of that name is in the way; choose another path.") from error
     except OSError as error:
         raise EnvironmentFailure(f"{folder} cannot be written: {error.strerror}; choose another path or change its permissions.") from error
-
-
-def empty_marked(folder: Path) -> None:
-    """Delete the content of a folder that carries our marker; a folder that is missing or empty is left as it is."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    marker = folder / MARKER
-    if not marker.is_file():
-        raise ConfigurationError(
-            f"{folder} holds files and was not made by retrain (no {MARKER}), so --overwrite does not empty it; "
-            "choose another [logging] log_dir or delete it yourself."
-        )
-    for path in folder.iterdir():
-        if path == marker:  # last, so that a deletion cut short can be repeated
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    marker.unlink()

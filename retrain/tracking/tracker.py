@@ -140,7 +140,7 @@ def build_tracker(
 
 def tracker_names(config: "TrainConfig") -> list[str]:
     """`[logging] trackers`; a wandb_project adds wandb."""
-    names = list(dict.fromkeys(config.logging.trackers))
+    names: list[str] = list(dict.fromkeys(config.logging.trackers))
     return [*names, "wandb"] if config.logging.wandb_project and "wandb" not in names else names
 
 

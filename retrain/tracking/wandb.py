@@ -25,7 +25,7 @@ class WandbTracker(Tracker):
                 entity=logging.wandb_entity or None,
                 name=settings.run_name,
                 group=logging.wandb_group or None,
-                tags=[tag.strip() for tag in logging.wandb_tags.split(",") if tag.strip()] or None,
+                tags=logging.tags or None,
                 dir=str(settings.folder.path),
                 config=settings.masked_config(),
                 id=run_id,

@@ -1,0 +1,44 @@
+# Every target does its own set-up: it needs only make and Python 3.11 or later. `make` alone says what there is.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# 3.11 first: constraints.txt pins the versions that the tests run on for it.
+PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14 python; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint types docs-check check clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(STAMP) ## install into .venv, again only when pyproject.toml or constraints.txt changed
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "retrain needs Python 3.11 or later; name it with make PYTHON=/path/to/python3.11" >&2; exit 3; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,report]"
+	@touch $@
+
+run: $(STAMP) ## train the lab model on arithmetic and show what it learned (minutes on 2 cores)
+	$(BIN)/retrain examples/lab.toml --overwrite
+	@$(BIN)/python scripts/plot_runs.py logs/lab --output logs/lab/curve.svg
+
+test: $(STAMP) ## all tests with coverage and the ten slowest
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --durations=10
+
+lint: $(STAMP) ## ruff
+	$(BIN)/ruff check .
+
+types: $(STAMP) ## mypy --strict over the package
+	$(BIN)/mypy
+
+docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
+	$(BIN)/python scripts/docs_check.py
+
+check: lint types docs-check test ## everything that .ci/run does
+
+clean: ## caches and the environment; never a run
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
