@@ -16,8 +16,6 @@ from types import TracebackType
 from retrain.cli.usage import COMMANDS, usage
 from retrain.errors import ConfigurationError, RetrainError
 
-DEFAULT_FILE = "retrain.toml"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An exception that is a bug propagates: Python prints it and exits with 1."""
@@ -44,10 +42,8 @@ def _dispatch(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(usage())
         return 0
-    if not first or first.startswith("-"):
-        return _run_file(_default_file(), arguments)
-    if is_path(first):
-        return _run_file(Path(first), arguments[1:])
+    if not first or first.startswith("-") or is_path(first):
+        return _run_file(arguments)
     raise ConfigurationError(_unknown(first))
 
 
@@ -56,23 +52,16 @@ def is_path(argument: str) -> bool:
     return "/" in argument or os.sep in argument or argument.endswith(".toml") or Path(argument).exists()
 
 
-def _default_file() -> Path:
-    path = Path(DEFAULT_FILE)
-    if not path.exists():
-        raise ConfigurationError(f"There is no {DEFAULT_FILE} here; write one with `retrain init`, or name a file: `retrain FILE.toml`.")
-    return path
-
-
 def _unknown(argument: str) -> str:
     near = difflib.get_close_matches(argument, COMMANDS, n=1, cutoff=0.5)
     hint = f"did you mean `retrain {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}."
     return f"{argument!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
 
 
-def _run_file(path: Path, arguments: list[str]) -> int:
+def _run_file(arguments: list[str]) -> int:
     from retrain.cli.run import run_file
 
-    return run_file(path, arguments)
+    return run_file(arguments)
 
 
 def _run_command(name: str, arguments: list[str]) -> int:

@@ -1,0 +1,36 @@
+"""`retrain eval RUN|CONFIG`: held-out pass@1 and pass@k of a run's checkpoint, or of the model that a configuration names."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retrain.cli.dotenv import load_dotenv
+from retrain.errors import ConfigurationError
+
+SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+"""The configuration's flags are for its own parser."""
+
+
+def command(
+    context: typer.Context,
+    target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model.")],
+    checkpoint: Annotated[int | None, typer.Option(help="Steps completed of the checkpoint; the newest unless given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Held-out pass@1 and pass@k. Any flag of the configuration may follow, such as --evaluation-max-examples 50."""
+    from retrain.config.overrides import parse_overrides
+
+    overrides = parse_overrides(context.args)
+    if overrides.rest:
+        raise ConfigurationError(f"retrain eval takes one run or configuration; {overrides.rest[0]!r} is one too many.")
+    if not target.exists():
+        raise ConfigurationError(f"{target} does not exist; name a run's folder or a configuration.")
+    load_dotenv()
+    from retrain.evaluation import evaluate_run
+    from retrain.tracking.console import evaluation_line
+    from retrain.tracking.jsonl import finite
+
+    result = evaluate_run(target, checkpoint=checkpoint, overrides=overrides)
+    print(json.dumps(finite(result.summary())) if as_json else evaluation_line(result))

@@ -1,0 +1,125 @@
+"""`retrain migrate-config`: rewrite keys that were removed, with comments and order kept.
+
+Without a flag it only shows the difference; load_config stays strict until the file is rewritten.
+"""
+
+import difflib
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retrain.checkpoint import replace_file
+from retrain.errors import ConfigurationError, EnvironmentFailure
+
+
+def command(
+    path: Annotated[Path | None, typer.Argument(help="The configuration; left out with --stdin.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit 1 if the file needs migration; write nothing.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Rewrite the file in place.")] = False,
+    backup: Annotated[bool, typer.Option("--backup", help="With --write: keep the old file as FILE.bak.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the result to this file instead.")] = None,
+    stdin: Annotated[bool, typer.Option("--stdin", help="Read the configuration from standard input.")] = False,
+    stdout: Annotated[bool, typer.Option("--stdout", help="Print the whole result instead of the difference.")] = False,
+) -> None:
+    """Rewrite removed keys of an older configuration; without a flag, show the difference."""
+    _check_usage(path, check=check, write=write, backup=backup, output=output, stdin=stdin, stdout=stdout)
+    name = "standard input" if path is None else str(path)
+    old = sys.stdin.read() if path is None else _read(path)
+    from retrain.config.migrate import migrate_text
+
+    new = migrate_text(old, name)
+    if check:
+        _check(old, new, name)
+    elif stdout:
+        sys.stdout.write(new)
+    elif output is not None:
+        _write_new(output, new)
+    elif write and path is not None:
+        _rewrite(path, old, new, backup=backup)
+    else:
+        _preview(old, new, name)
+
+
+def _check_usage(path: Path | None, *, check: bool, write: bool, backup: bool, output: Path | None, stdin: bool, stdout: bool) -> None:
+    if (path is None) != stdin:
+        raise ConfigurationError("migrate-config reads one configuration: name a file, or give --stdin and no file.")
+    chosen = [
+        flag for flag, given in (("--check", check), ("--write", write), ("--output", output is not None), ("--stdout", stdout)) if given
+    ]
+    if len(chosen) > 1:
+        raise ConfigurationError(f"{' and '.join(chosen)} exclude each other: give one of them, or none to see the difference.")
+    if write and stdin:
+        raise ConfigurationError("--write rewrites a file and --stdin has none; use --stdout or --output.")
+    if backup and not write:
+        raise ConfigurationError("--backup keeps the old file of --write; give both.")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")  # bytes, so that the file's line ends stay as they are
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{path} does not exist.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); a TOML file is.") from error
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _check(old: str, new: str, name: str) -> None:
+    if old == new:
+        print(f"{name} needs no migration.")
+        return
+    print(f"{name} needs migration; `retrain migrate-config` with --write or --output does it.")
+    raise typer.Exit(1)
+
+
+def _preview(old: str, new: str, name: str) -> None:
+    if old == new:
+        print(f"{name} needs no migration.")
+        return
+    lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), name, f"{name} (migrated)")
+    sys.stdout.writelines(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def _write_new(output: Path, text: str) -> None:
+    """Never over another file; the same command twice is safe because the same content is no change."""
+    try:
+        with output.open("xb") as file:
+            file.write(text.encode("utf-8"))
+    except FileExistsError as error:
+        if output.is_file() and _read(output) == text:
+            print(f"{output} holds the result already.")
+            return
+        raise ConfigurationError(f"--output {output} exists with other content and is not overwritten; name another file.") from error
+    except OSError as error:
+        raise EnvironmentFailure(f"--output {output} cannot be written: {error.strerror}.") from error
+    print(f"Wrote {output}.")
+
+
+def _rewrite(path: Path, old: str, new: str, *, backup: bool) -> None:
+    if old == new:
+        print(f"{path} needs no migration.")
+        return
+    target = path.resolve()  # a link to a configuration stays a link
+    try:
+        if backup:
+            copy = _free_name(path)
+            shutil.copy2(path, copy)
+            print(f"Kept the old file as {copy}.")
+        mode = target.stat().st_mode
+        replace_file(target, new)
+        target.chmod(mode)
+    except OSError as error:
+        raise EnvironmentFailure(f"{path} cannot be rewritten: {error.strerror}.") from error
+    print(f"Rewrote {path}.")
+
+
+def _free_name(path: Path) -> Path:
+    """FILE.bak, or FILE.bak2 and so on: an older backup is never lost."""
+    candidate, number = path.with_name(f"{path.name}.bak"), 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}.bak{number}"), number + 1
+    return candidate

@@ -1,0 +1,70 @@
+"""`retrain [FILE.toml] [--overwrite] [--quiet] [flags]`: train what a configuration says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrain.cli.dotenv import load_dotenv
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+    from retrain.config.overrides import Overrides
+
+_SWITCHES = {"--overwrite": False, "--quiet": False}
+"""Our own flags beside those of the schema; neither takes a value."""
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    path: Path | None
+    """None means ./retrain.toml."""
+    overwrite: bool
+    quiet: bool
+    overrides: "Overrides"
+
+
+def run_file(arguments: Sequence[str]) -> int:
+    parsed = parse_arguments(arguments)
+    if load_dotenv() and not parsed.quiet:
+        print("Loaded .env", flush=True)
+    from retrain.config import load_config
+
+    config = load_config(parsed.path, parsed.overrides)
+    _refuse_unbuilt(config)
+    from retrain.trainer import train
+
+    train(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str]) -> RunArguments:
+    """Raises ConfigurationError for unknown flags, all at once, and for a second file."""
+    from retrain.config.overrides import parse_overrides
+
+    overrides = parse_overrides(arguments, _SWITCHES)
+    switches = [argument for argument in overrides.rest if argument.startswith("--")]
+    files = [argument for argument in overrides.rest if not argument.startswith("--")]
+    for switch in switches:
+        if switch not in _SWITCHES:
+            raise ConfigurationError(f"{switch.partition('=')[0]} takes no value; leave {switch.partition('=')[2]!r} out.")
+    if len(files) > 1:
+        raise ConfigurationError(f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its flag before it.")
+    return RunArguments(
+        path=Path(files[0]) if files else None, overwrite="--overwrite" in switches, quiet="--quiet" in switches, overrides=overrides
+    )
+
+
+def _refuse_unbuilt(config: "TrainConfig") -> None:
+    """What a file can ask for and this version cannot do is refused before anything is loaded."""
+    if config.campaign is not None:
+        raise ConfigurationError(
+            f"{config.source_path}: [campaign] asks for a campaign, which this version does not run yet; "
+            "remove the section to run its base configuration once."
+        )
+    if config.squeeze.adapter_path:
+        raise ConfigurationError(
+            f'{config.source_path}: [squeeze] adapter_path = "{config.squeeze.adapter_path}" asks for a squeeze job, which this version '
+            "does not run yet; remove the key to train."
+        )

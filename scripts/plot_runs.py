@@ -1,0 +1,84 @@
+"""Learning curves of one or more runs in one picture: training correct rate, and held-out pass@1 with its interval.
+
+    python scripts/plot_runs.py RUN... --output curve.svg
+
+Reads metrics.jsonl and evaluation.jsonl of each run's folder; steps are aligned by their number. Needs the extra `report`.
+"""
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from retrain.evaluation import clustered_interval
+from retrain.tracking.jsonl import read_jsonl
+from retrain.tracking.run_folder import RunFolder
+
+_COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c98a1b", "#555555")
+_WINDOW = 5
+"""Steps of the running mean: one step's correct rate over some hundred completions jumps by several points."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--output", type=Path, required=True, help="the picture: .svg or .png")
+    parser.add_argument("--title", default="")
+    arguments = parser.parse_args()
+    draw(arguments.runs, arguments.output, arguments.title)
+    print(f"Picture: {arguments.output}")
+    for run in arguments.runs:
+        print(f"Files:   {run}/ ({', '.join(sorted(path.name for path in run.iterdir() if not path.name.startswith('.')))})")
+
+
+def draw(runs: list[Path], output: Path, title: str = "") -> None:
+    plt.rcParams["svg.hashsalt"] = "retrain"  # the same runs give the same bytes
+    figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
+    for index, run in enumerate(runs):
+        _draw_run(axes, RunFolder(run), _COLOURS[index % len(_COLOURS)], several=len(runs) > 1)
+    axes.set(xlabel="step", ylabel="correct", ylim=(0, 1), title=title or None)
+    axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _draw_run(axes: Any, folder: RunFolder, colour: str, *, several: bool) -> None:
+    lines = [line for line in read_jsonl(folder.metrics) if line["correct_rate"] is not None]
+    steps, rates = [line["step"] + 1 for line in lines], [line["correct_rate"] for line in lines]
+    label = lines[0]["condition"] if lines else folder.path.name
+    axes.plot(steps, rates, color=colour, alpha=0.25, linewidth=1)
+    axes.plot(steps, _running_mean(rates), color=colour, linewidth=2, label=label if several else f"{label}, training")
+    points = held_out(folder)
+    if points:
+        at = sorted(points)
+        means = [points[step][0] for step in at]
+        below = [points[step][0] - points[step][1] for step in at]
+        above = [points[step][2] - points[step][0] for step in at]
+        style = {"fmt": "o", "color": "black" if not several else colour, "capsize": 3, "markersize": 5}
+        axes.errorbar(at, means, yerr=[below, above], label=None if several else "held-out pass@1, 95% interval", **style)
+
+
+def held_out(folder: RunFolder) -> dict[int, tuple[float, float, float]]:
+    """Steps completed -> pass@1 and its interval over the problems."""
+    means: dict[int, list[float]] = defaultdict(list)
+    if folder.evaluation.exists():
+        for line in read_jsonl(folder.evaluation):
+            if line["samples"]:
+                means[line["step"]].append(line["correct"] / line["samples"])
+    return {step: (sum(values) / len(values), *clustered_interval(values)) for step, values in means.items()}
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    return [sum(window) / len(window) for window in (values[max(0, index - _WINDOW + 1) : index + 1] for index in range(len(values)))]
+
+
+if __name__ == "__main__":
+    main()
