@@ -31,7 +31,6 @@ class TrainerState:
 
     seed: int
     config_hash: str
-    run_id: str
     step: int = 0
     """Steps completed."""
     cursor: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.rollout import Rollout, Sampler, SamplingPlan, Watcher
+from retrain.rollout import Sampler, SamplingPlan, Watcher
 from retrain.types import Group, Outcome, Prompt
 
 _Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
@@ -62,21 +62,30 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class Evaluation:
+    """One evaluation; everything that is reported is a function of its problems, so evaluation.jsonl holds it whole."""
+
     step: int
     """Steps completed when it was made."""
-    problems: list[ProblemResult]
-    pass_at: dict[int, float]
-    """k -> unbiased pass@k over the problems with at least k judged samples."""
-    interval: tuple[float, float]
-    """95% interval of pass@1."""
-    seconds: float
-    tokens: int
-    truncated_rate: float
-    """Fraction of completions that ended by length."""
+    problems: Sequence[ProblemResult]
+    ks: Sequence[int] = (1,)
+    seconds: float = 0.0
+    tokens: int = 0
 
     @property
-    def pass_at_1(self) -> float | None:
-        return self.pass_at.get(1)
+    def _judged(self) -> list[ProblemResult]:
+        return [problem for problem in self.problems if problem.samples]
+
+    @property
+    def pass_at(self) -> dict[int, float]:
+        """k -> unbiased pass@k, the mean over the problems with at least k judged samples; a k that no problem reaches is absent."""
+        values = {k: [pass_at_k(item.samples, item.correct, k) for item in self._judged if item.samples >= k] for k in self.ks}
+        return {k: float(np.mean(rates)) for k, rates in values.items() if rates}
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% interval of pass@1."""
+        means = [problem.correct / problem.samples for problem in self._judged]
+        return clustered_interval(means, sum(problem.samples for problem in self._judged))
 
     def summary(self) -> dict[str, Any]:
         """The form that summary.json and `retrain eval --json` hold."""
@@ -87,8 +96,6 @@ class Evaluation:
             "problems": len(self.problems),
             "samples": sum(problem.samples for problem in self.problems),
             "could_not_judge": sum(problem.could_not_judge for problem in self.problems),
-            "truncated_rate": self.truncated_rate,
-            "seconds": self.seconds,
         }
 
 
@@ -104,29 +111,13 @@ class Evaluator:
     def run(self, step: int, watcher: Watcher) -> Evaluation:
         # Step 0 in the noise's coordinates, whatever the training step: common random numbers over the run.
         rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
-        return summarise(rollout, step, self.ks)
-
-
-def summarise(rollout: Rollout, step: int, ks: Sequence[int]) -> Evaluation:
-    problems = [_problem(group) for group in rollout.groups]
-    judged = [problem for problem in problems if problem.samples]
-    completions = [completion for group in rollout.groups for completion in group.completions]
-    pass_at = {}
-    for k in ks:
-        values = [pass_at_k(problem.samples, problem.correct, k) for problem in judged if problem.samples >= k]
-        if values:
-            pass_at[k] = float(np.mean(values))
-    return Evaluation(
-        step=step,
-        problems=problems,
-        pass_at=pass_at,
-        interval=clustered_interval(
-            [problem.correct / problem.samples for problem in judged], sum(problem.samples for problem in judged)
-        ),
-        seconds=rollout.sample_seconds + rollout.reward_seconds,
-        tokens=rollout.tokens,
-        truncated_rate=sum(completion.finish_reason == "length" for completion in completions) / max(1, len(completions)),
-    )
+        return Evaluation(
+            step=step,
+            problems=[_problem(group) for group in rollout.groups],
+            ks=self.ks,
+            seconds=rollout.sample_seconds + rollout.reward_seconds,
+            tokens=rollout.tokens,
+        )
 
 
 def _problem(group: Group) -> ProblemResult:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from retrain.data import Prompt
 from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
-from retrain.rewards import ScoreRequest, Scorer
+from retrain.rewards import Scorer, ScoreRequest
 from retrain.types import Completion, Group, Int32Array, Score
 
 

@@ -70,20 +70,31 @@ class RunFolder:
         """Where checkpoints go unless `[backend] adapter_path` says otherwise."""
         return self.path / "checkpoints"
 
+    @property
+    def curve(self) -> Path:
+        """The learning curve, a picture."""
+        return self.path / "curve.svg"
+
+    def written(self) -> tuple[Path, ...]:
+        """Every file and folder that a run writes here, its marker and lock aside."""
+        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints)
+        files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
+        return (*folders, *files, self.checkpoint_pointer)
+
     def holds_run(self) -> bool:
         return self.marker.is_file() and self.metrics.exists()
 
     def create(self) -> None:
         """Make the folder ours. Raises ConfigurationError where a file stands in the way, EnvironmentFailure where it cannot be made."""
-        mark(self.root, "run")
+        mark(self.path, "run")
 
     def empty(self) -> None:
         """Delete what a run wrote, and nothing else: another file that lies in the folder stays."""
-        for path in (self.emergence_steps.parent, self.tokens, self.checkpoints):
+        for path in self.written():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-        for path in (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary):
-            path.unlink(missing_ok=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def cut_to_step(self, step: int) -> None:
         """Forget the steps from `step` on in every file, before a resumed run makes them again."""
@@ -94,16 +105,15 @@ class RunFolder:
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) >= step:
                 path.unlink()
-        self.summary.unlink(missing_ok=True)
 
 
-def mark(folder: Path, kind: str) -> None:
-    """Create `folder` with our marker in it; an existing marker stays, and with it the folder's id."""
+def mark(folder: Path, kind: str, **content: str) -> None:
+    """Create `folder` with our marker in it; an existing marker stays."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         marker = folder / MARKER
         if not marker.exists():
-            replace_file(marker, json.dumps({"kind": kind, "format": _FORMAT}) + "\n")
+            replace_file(marker, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n")
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigurationError(f"{folder} cannot be a folder: a file of that name is in the way; choose another path.") from error
     except OSError as error:

@@ -1,0 +1,52 @@
+"""Signals of a run: Ctrl-C or SIGTERM once stops at the next safe point with the state saved, twice at once; SIGUSR1 saves and goes on."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from retrain.errors import Interrupted
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Turns signals into flags that the loop looks at. Outside the main thread it changes nothing and never fires."""
+
+    def __init__(self) -> None:
+        self._stop: int | None = None
+        self._save = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in _STOPPING:
+                self._previous[number] = signal.signal(number, self._on_stop)
+            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
+        self._previous.clear()
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is not None:
+            raise Interrupted("Stopped at once; the last checkpoint stays.", number)
+        self._stop = number
+
+    def _on_save(self, number: int, frame: FrameType | None) -> None:
+        self._save = True
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop is not None
+
+    def check(self) -> None:
+        """Raise Interrupted if a stop was asked for."""
+        if self._stop is not None:
+            raise Interrupted(f"Interrupted by {signal.Signals(self._stop).name}.", self._stop)
+
+    def take_save_request(self) -> bool:
+        """True once after each SIGUSR1."""
+        asked, self._save = self._save, False
+        return asked

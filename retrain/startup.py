@@ -1,0 +1,124 @@
+"""The parts of a run, loaded in the order that the screen shows, and the gate that they must pass."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import monotonic
+
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.backends import build_backend
+from retrain.backends.base import Backend
+from retrain.config import TrainConfig
+from retrain.data import PromptSet, encode_prompts, load_examples
+from retrain.evaluation import Evaluator
+from retrain.noise import Stream
+from retrain.parity import GateInputs, GateResult, parity_gate
+from retrain.rewards import Scorer, build_scorer
+from retrain.rollout import Sampler, SamplingPlan
+from retrain.tokenization import TextModel, load_text_model
+from retrain.types import MachineChoices, Prompt
+
+Say = Callable[[str], None]
+
+_EVALUATION_ORDER_SEED = 0
+"""Every run of a data set is evaluated on the same problems, whatever its own seed."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a step calls."""
+
+    text: TextModel
+    prompts: PromptSet
+    backend: Backend
+    scorer: Scorer
+    sampler: Sampler
+    credit: CreditPipeline
+    evaluator: Evaluator | None
+
+    def close(self) -> None:
+        self.scorer.close()
+        self.backend.close()
+
+
+def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say) -> Parts:
+    """Tokenizer, data, model, rewards, credit; cheap parts first, so that a mistake shows before a model is loaded."""
+    text = load_text(config, say)
+    credit = CreditPipeline(config, text.vocabulary.pieces)
+    prompts = load_prompts(config, text, say)
+    held_out = load_held_out(config, text, say) if config.evaluation.asked_for else None
+    with ExitStack() as undo:
+        scorer = build_scorer(config)  # its workers start while the model loads
+        undo.callback(scorer.close)
+        backend = build_backend(config, text.eos_ids, choices, say)
+        undo.pop_all()
+    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic)
+    evaluator = Evaluator(sampler, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
+    return Parts(text, prompts, backend, scorer, sampler, credit, evaluator)
+
+
+def load_text(config: TrainConfig, say: Say) -> TextModel:
+    say(f"Loading tokenizer for {config.model.model} ...")
+    text = load_text_model(config.model)
+    say("Loading vocabulary table...")
+    say(f"Vocabulary table: {len(text.vocabulary)} entries")
+    return text
+
+
+def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
+    say("Loading dataset...")
+    examples = load_examples(config, "train")
+    say(f"Loaded {len(examples.examples)} examples")
+    prompts = encode_prompts(config, text, examples)
+    say(f"Pre-encoded {len(prompts)} prompts")
+    for note in prompts.notes:
+        say(note)
+    return prompts
+
+
+def load_held_out(config: TrainConfig, text: TextModel, say: Say) -> list[Prompt]:
+    """The first `[evaluation] max_examples` problems in a fixed order that mixes subjects."""
+    prompts = encode_prompts(config, text, load_examples(config, "heldout"))
+    count = min(config.evaluation.max_examples or len(prompts), len(prompts))
+    say(f"Held-out evaluation on {count} of {len(prompts)} problems")
+    return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+
+
+def training_plan(config: TrainConfig) -> SamplingPlan:
+    training = config.training
+    return SamplingPlan(
+        group_size=training.group_size,
+        max_tokens=training.max_tokens,
+        temperature=training.temperature,
+        seed=training.seed,
+        stream=Stream.SAMPLING,
+        redraws=training.dynamic_sampling,
+    )
+
+
+def evaluation_plan(config: TrainConfig) -> SamplingPlan:
+    evaluation, training = config.evaluation, config.training
+    return SamplingPlan(
+        group_size=evaluation.samples,
+        max_tokens=training.max_tokens,
+        temperature=training.temperature if evaluation.temperature is None else evaluation.temperature,
+        seed=training.seed,
+        stream=Stream.EVALUATION,
+    )
+
+
+def run_parity_gate(config: TrainConfig, parts: Parts, half_precision: bool) -> GateResult:
+    """On the first prompts of the data order, so that a resumed run is judged on the same ones."""
+    inputs = GateInputs(
+        backend=parts.backend,
+        scorer=parts.scorer,
+        decode=lambda ids: str(parts.text.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        eos_ids=parts.text.eos_ids,
+        temperature=config.training.temperature,
+        max_tokens=config.training.max_tokens,
+        seed=config.training.seed,
+        half_precision=half_precision,
+        in_process=config.inference.engine == "pytorch",
+    )
+    count = min(config.training.batch_size, len(parts.prompts))
+    return parity_gate(inputs, parts.prompts.batch(0, count, config.training.seed))
