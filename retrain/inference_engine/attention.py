@@ -1,0 +1,117 @@
+"""The engine's own attention behind transformers' attention interface, so that model definitions run unpatched.
+
+While the engine decodes, the model's configuration names the kernel registered here. transformers then builds no mask, and
+every attention layer hands its queries, keys and values to `attend`, with the batch that the engine passed to the forward.
+The batch knows which tokens a query may see. Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from retrain.errors import ConfigurationError
+
+KERNEL = "retrain"
+"""The name under which transformers knows the engine's attention."""
+
+_SOFTCAP_QUERIES = 512
+"""Queries scored together where soft-capping forbids a fused kernel, so that memory stays linear in the prompt."""
+
+
+class AttentionBatch(Protocol):
+    """What `attend` needs to know of the tokens in flight; passed to the model's forward as `attention_batch`."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """Queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq, T, D]."""
+        ...
+
+
+def register() -> None:
+    """Make the kernel known to transformers; doing it twice is harmless."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(KERNEL, attend)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_batch: AttentionBatch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; returns [B, T, Hq, D]."""
+    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    if attention_batch is None or unknown:
+        what = f"the attention argument {unknown[0]}" if unknown else "an attention layer that drops keyword arguments"
+        raise ConfigurationError(
+            f'[inference] engine = "pytorch" cannot decode {type(module).__name__}, which uses {what}; '
+            'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
+        )
+    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, sliding_window, softcap)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+    """One query per row, [R, Hq, 1, D], over [R, Hk, L, D]. `bias` [R, 1, 1, L] is 0 where a row may look and -inf elsewhere.
+
+    The queries of a key-value head are laid side by side, so no key is repeated.
+    """
+    rows, heads, _, dim = query.shape
+    grouped = query.view(rows, key.shape[1], heads // key.shape[1], dim)
+    if softcap is None:
+        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scaling)
+    else:
+        output = _softcapped(grouped, key, value, bias, scaling, softcap)
+    return output.reshape(rows, heads, 1, value.shape[-1])
+
+
+def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    """Causal attention of one prompt with itself: [1, Hq, P, D] over [1, Hk, P, D], the last `window` tokens if given."""
+    length = query.shape[2]
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    windowed = window is not None and length > window
+    if softcap is None and not windowed:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    outputs = []
+    for start in range(0, length, _SOFTCAP_QUERIES):
+        stop = min(start + _SOFTCAP_QUERIES, length)
+        bias = _causal_bias(start, stop, window, query)
+        part, seen_key, seen_value = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+        if softcap is None:
+            outputs.append(F.scaled_dot_product_attention(part, seen_key, seen_value, attn_mask=bias, scale=scaling))
+        else:
+            outputs.append(_softcapped(part, seen_key, seen_value, bias, scaling, softcap))
+    return torch.cat(outputs, dim=2)
+
+
+def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[R, 1, 1, L] additive mask: row r sees its tokens 0 .. lengths[r] - 1, only the last `window` of them if given."""
+    position = torch.arange(longest, device=lengths.device)
+    hidden = position >= lengths[:, None]
+    if window is not None:
+        hidden |= position < (lengths - window)[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=lengths.device).masked_fill_(hidden, float("-inf"))[:, None, None]
+
+
+def _causal_bias(start: int, stop: int, window: int | None, like: Tensor) -> Tensor:
+    """[1, 1, stop - start, stop] additive mask of queries start .. stop - 1 over keys 0 .. stop - 1."""
+    lengths = torch.arange(start + 1, stop + 1, device=like.device)
+    return visible_bias(lengths, stop, window, like.dtype).permute(1, 2, 0, 3)
+
+
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Tensor:
+    """softmax(softcap * tanh(q k / softcap) + bias) v, as Gemma 2 defines it; no fused kernel on a CPU has the tanh."""
+    scores = torch.matmul(query, key.transpose(2, 3)).mul_(scaling / softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        scores += bias
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)

@@ -1,0 +1,122 @@
+"""The learner's model as the engine uses it: two kinds of forward pass, and a context that leaves no trace on the model.
+
+Only the base model's forward is called, never `generate`, so nothing of a generation_config can leak in.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from retrain.errors import ConfigurationError
+from retrain.inference_engine import attention
+from retrain.inference_engine.base import BASE_MODEL
+from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
+from retrain.types import Int32Array
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class Decoder:
+    """A causal language model of transformers, bare or wrapped by peft, with weights shared with whoever trains it."""
+
+    def __init__(self, model: nn.Module, flash: bool = False) -> None:
+        self._model = model
+        self._base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        self._config = self._base.config
+        self._text_config = self._config.get_text_config()
+        self._flash = flash
+        _refuse_unknown_attention(self._base, self._text_config)
+        attention.register()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may have, prompt and completion together."""
+        return int(getattr(self._text_config, "max_position_embeddings", None) or 2**31)
+
+    @property
+    def uniform_positions(self) -> int:
+        """Tokens up to which a position is rotated by the same angles whatever the sequence's length (longrope changes them)."""
+        rope = getattr(self._text_config, "rope_parameters", None) or {}
+        if rope.get("rope_type") != "longrope":
+            return self.context
+        original = rope.get("original_max_position_embeddings") or getattr(self._text_config, "original_max_position_embeddings", None)
+        return int(original or self.context)
+
+    def weights_version(self) -> tuple[tuple[int, int], ...]:
+        """Changes whenever a trained weight is written in place or replaced."""
+        return tuple((p.data_ptr(), p._version) for p in self._model.parameters() if p.requires_grad)
+
+    @contextmanager
+    def sampling(self, adapter_slot: int) -> Iterator[None]:
+        """Evaluation mode, no gradient, our attention, the slot's adapter; everything is put back on leaving.
+
+        no_grad and not inference_mode: some rotary embeddings store buffers on the module during a forward, and an inference
+        tensor there would break the learner's backward.
+        """
+        training = [module for module in self._model.modules() if module.training]
+        configs = {id(config): config for config in (self._config, self._text_config)}.values()
+        kernels = [config._attn_implementation for config in configs]
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if adapter_slot == BASE_MODEL and hasattr(self._model, "disable_adapter"):
+                stack.enter_context(self._model.disable_adapter())  # type: ignore[operator]
+            try:
+                for module in training:
+                    module.training = False
+                for config in configs:
+                    config._attn_implementation = attention.KERNEL
+                yield
+            finally:
+                for module in training:
+                    module.training = True
+                for config, kernel in zip(configs, kernels, strict=True):
+                    config._attn_implementation = kernel
+
+    def prefill(self, prompts: Sequence[Int32Array]) -> list[PromptState]:
+        """Run the prompts packed into one row; the head sees only their last tokens."""
+        lengths = [len(prompt) for prompt in prompts]
+        batch = PromptPass(lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
+        logits = self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last)[0]
+        return batch.states(prompts, logits)
+
+    def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
+        """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones."""
+        batch = DecodePass(arena, lengths)
+        return self._forward(tokens[:, None], batch.positions[:, None], batch, 1)[:, 0]
+
+    def _forward(
+        self, token_ids: npt.NDArray[Any], positions: Tensor, batch: PromptPass | DecodePass, logits_to_keep: Tensor | int
+    ) -> Tensor:
+        outputs = self._base(
+            input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(self.device),
+            position_ids=positions.to(self.device),
+            past_key_values=batch,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            attention_batch=batch,
+        )
+        logits: Tensor = outputs.logits
+        return logits
+
+
+def _refuse_unknown_attention(base: Any, config: Any) -> None:
+    """A model whose layers do not go through transformers' attention interface would silently be decoded wrongly."""
+    name = type(base).__name__
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if unknown or not getattr(base, "_supports_attention_backend", False) or getattr(config, "is_encoder_decoder", False):
+        reason = f"layers of type {', '.join(unknown)}" if unknown else "no pluggable attention"
+        raise ConfigurationError(
+            f'[inference] engine = "pytorch" cannot decode {name}, which has {reason}; '
+            'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
+        )

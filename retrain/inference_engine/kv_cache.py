@@ -1,0 +1,191 @@
+"""The engine's key-value cache, plugged into transformers' `Cache` interface.
+
+Active rows are the prefix 0 .. R-1 of preallocated tensors, so decoding reads views and gathers nothing; a row that leaves is
+replaced by a waiting completion or by the last active row. Prompts are computed once, packed without padding, and copied to
+the rows of their group. Shape letters: R active rows, H key-value heads, C capacity in tokens, D head size, P prompt tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from retrain.inference_engine.attention import decode_attention, prompt_attention, visible_bias
+from retrain.types import Int32Array
+
+_SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Storage types that need a scale, with their largest value."""
+
+
+@dataclass(frozen=True)
+class PromptState:
+    """What a prompt leaves behind: its keys and values in every layer, and the logits of its first answer token."""
+
+    token_ids: Int32Array
+    """[P]"""
+    keys: list[Tensor]
+    """Per layer [H, P, D]."""
+    values: list[Tensor]
+    logits: Tensor
+    """[V]"""
+
+
+class Stored:
+    """Keys or values of one layer, [rows, H, C, D], as they are or as integers with one scale per row, head and token."""
+
+    def __init__(self, rows: int, capacity: int, like: Tensor, storage: torch.dtype | None) -> None:
+        """`like` is a prompt's tensor [H, P, D]; `storage` is None for its own dtype.
+
+        Zeros, not empty memory: masked positions are multiplied by a weight of 0, and 0 * NaN would be NaN.
+        """
+        heads, _, dim = like.shape
+        self._compute_dtype = like.dtype
+        self._largest = _SCALED.get(storage) if storage is not None else None
+        self._data = torch.zeros(rows, heads, capacity, dim, dtype=storage or like.dtype, device=like.device)
+        scaled = self._largest is not None
+        self._scales = torch.zeros(rows, heads, capacity, 1, dtype=torch.float32, device=like.device) if scaled else None
+
+    def write(self, rows: Tensor, positions: Tensor | slice, values: Tensor) -> None:
+        """Store `values` [len(rows), H, D] at one position per row, or [H, P, D] for all `rows` at a slice of positions."""
+        if self._scales is None:
+            self._data[rows, :, positions] = values.to(self._data.dtype)
+            return
+        assert self._largest is not None
+        scales = values.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / self._largest
+        quantised = values.float() / scales
+        if self._data.dtype == torch.int8:
+            quantised = quantised.round_()
+        self._data[rows, :, positions] = quantised.to(self._data.dtype)
+        self._scales[rows, :, positions] = scales
+
+    def read(self, rows: int, length: int) -> Tensor:
+        """[rows, H, length, D] in the model's dtype: a view where nothing has to be converted."""
+        data = self._data[:rows, :, :length]
+        if self._scales is None:
+            return data.to(self._compute_dtype)
+        return (data.float() * self._scales[:rows, :, :length]).to(self._compute_dtype)
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        for tensor in self._tensors():
+            tensor[target, :, :length] = tensor[source, :, :length]
+
+    def grow(self, capacity: int, rows: int, length: int) -> None:
+        """Make place for `capacity` tokens a row, keeping the first `length` tokens of the first `rows` rows."""
+        self._data = _grown(self._data, capacity, rows, length)
+        if self._scales is not None:
+            self._scales = _grown(self._scales, capacity, rows, length)
+
+    def _tensors(self) -> list[Tensor]:
+        return [self._data] if self._scales is None else [self._data, self._scales]
+
+
+def _grown(tensor: Tensor, capacity: int, rows: int, length: int) -> Tensor:
+    larger = tensor.new_zeros(tensor.shape[0], tensor.shape[1], capacity, tensor.shape[3])
+    larger[:rows, :, :length] = tensor[:rows, :, :length]
+    return larger
+
+
+class KVArena:
+    """Keys and values of the rows that decode, for every layer; as many rows as the budget allows, and a growing capacity."""
+
+    def __init__(self, rows: int, capacity: int, first: PromptState, storage: torch.dtype | None) -> None:
+        self.rows, self.capacity = rows, capacity
+        self.keys = [Stored(rows, capacity, like, storage) for like in first.keys]
+        self.values = [Stored(rows, capacity, like, storage) for like in first.values]
+        self.device = first.logits.device
+
+    def write_prompt(self, rows: Sequence[int], prompt: PromptState) -> None:
+        index = torch.tensor(rows, device=self.device)
+        for stored, values in zip(self.keys + self.values, prompt.keys + prompt.values, strict=True):
+            stored.write(index, slice(0, len(prompt.token_ids)), values)
+
+    def move(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of rows `source` over rows `target`."""
+        sources, targets = torch.tensor(source, device=self.device), torch.tensor(target, device=self.device)
+        for stored in self.keys + self.values:
+            stored.move(sources, targets, length)
+
+    def reserve(self, tokens: int, most: int, active: int, used: int) -> None:
+        """Make sure that every row holds `tokens`; grows by doubling up to `most`, so that copying stays linear."""
+        if tokens <= self.capacity:
+            return
+        self.capacity = min(max(tokens, 2 * self.capacity), max(most, tokens))
+        for stored in self.keys + self.values:
+            stored.grow(self.capacity, active, used)
+
+
+class PromptPass(Cache):
+    """Several prompts packed into one row [1, sum P]: each attends to itself only, and leaves its keys and values here."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(layers=[])
+        stops = np.cumsum(lengths)
+        self.segments = [(int(stop) - length, int(stop)) for stop, length in zip(stops, lengths, strict=True)]
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self.keys[layer_idx], self.values[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        parts = [
+            prompt_attention(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], scaling, window, softcap)
+            for start, stop in self.segments
+        ]
+        return torch.cat(parts, dim=2)
+
+    def states(self, prompts: Sequence[Int32Array], logits: Tensor) -> list[PromptState]:
+        """One state per prompt, from the `logits` [N, V] of their last tokens."""
+        layers = sorted(self.keys)
+        return [
+            PromptState(
+                prompt,
+                [self.keys[layer][0, :, start:stop] for layer in layers],
+                [self.values[layer][0, :, start:stop] for layer in layers],
+                last,
+            )
+            for prompt, (start, stop), last in zip(prompts, self.segments, logits, strict=True)
+        ]
+
+
+class DecodePass(Cache):
+    """One new token for each of the rows 0 .. R-1 of the arena, each written and masked at its own length."""
+
+    def __init__(self, arena: KVArena, lengths: npt.NDArray[np.int64]) -> None:
+        """`lengths` [R] tokens already cached per row; the new token's position is the same number."""
+        super().__init__(layers=[])
+        self._arena = arena
+        self._rows = torch.arange(len(lengths), device=arena.device)
+        self.positions = torch.from_numpy(lengths).to(arena.device)
+        self._longest = int(lengths.max()) + 1
+        self._ragged = bool((lengths != lengths[0]).any())
+        self._biases: dict[int | None, Tensor | None] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        keys, values = self._arena.keys[layer_idx], self._arena.values[layer_idx]
+        keys.write(self._rows, self.positions, key_states[:, :, 0])
+        values.write(self._rows, self.positions, value_states[:, :, 0])
+        return keys.read(len(self._rows), self._longest), values.read(len(self._rows), self._longest)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._longest - 1
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        return decode_attention(query, key, value, self._bias(window, query.dtype), scaling, softcap)
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """The mask of this step, built once for all layers with the same window; None where every row sees everything."""
+        if window is not None and window >= self._longest:
+            window = None
+        if window not in self._biases:
+            everything = window is None and not self._ragged
+            self._biases[window] = None if everything else visible_bias(self.positions + 1, self._longest, window, dtype)
+        return self._biases[window]

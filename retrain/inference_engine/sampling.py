@@ -1,0 +1,111 @@
+"""From logits to a token, its log-prob and the entropy, in one place and one pass over chunks of rows.
+
+The sampled distribution is softmax(logits / temperature) over the whole vocabulary; the token is its inverse CDF at a
+uniform from the counter-based noise, so a completion's tokens do not depend on what else is in the batch.
+Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BLOCK = 256
+"""The CDF has two levels, sums over blocks and then tokens within one block, both accumulated in float64: a single float32
+running sum over 152k tokens would lose the small probabilities."""
+_LOG_FLOOR = -1e4
+"""Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
+_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Float32 logits handled together: on a CPU they stay in the cache over the passes."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn for R rows. A log-prob that is not finite says that the row's logits held NaN or +inf."""
+
+    tokens: npt.NDArray[np.int64]
+    """[R]"""
+    logprobs: npt.NDArray[np.float32]
+    """[R] natural log of the token's probability under softmax(logits / temperature); 0 for greedy rows."""
+    entropies: npt.NDArray[np.float32]
+    """[R] nats, before any truncation (algorithms: H = logsumexp(z) - sum softmax(z) z); 0 for greedy rows."""
+
+
+def draw(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]) -> Draws:
+    """Sample one token per row of `logits` [R, V], at `temperatures` [R] (0 is greedy) with `uniforms` [R] in (0, 1).
+
+    A token of probability zero (logit -inf, or underflow) is never drawn. Equal cumulative sums go to the lower id.
+    """
+    if logits.device.type == "mps":  # MPS has no float64
+        logits = logits.cpu()
+    rows, vocabulary = logits.shape
+    chunk = max(1, _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES["cpu"]) // (4 * vocabulary))
+    packed = torch.empty(rows, 3, dtype=torch.float64, device=logits.device)  # one transfer to the host for all three
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        _draw_chunk(logits[part], temperatures[part], torch.from_numpy(uniforms[part]).to(logits.device), packed[part])
+    host = packed.cpu().numpy()
+    return Draws(host[:, 0].astype(np.int64), host[:, 1].astype(np.float32), host[:, 2].astype(np.float32))
+
+
+def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: Tensor, out: Tensor) -> None:
+    """Fill `out` [r, 3] with token, log-prob and entropy of each row."""
+    rows, vocabulary = logits.shape
+    blocks = -(-vocabulary // _BLOCK)
+    shifted = torch.empty(rows, blocks * _BLOCK, dtype=torch.float32, device=logits.device)
+    shifted[:, vocabulary:] = _LOG_FLOOR
+    z = _scaled(logits, temperatures)
+    torch.sub(z, z.amax(-1, keepdim=True), out=shifted[:, :vocabulary])
+    shifted.clamp_(min=_LOG_FLOOR)
+    weights = shifted.exp()  # softmax times `total`
+
+    block_sums = weights.view(rows, blocks, _BLOCK).sum(-1).double()
+    cumulative = F.pad(block_sums.cumsum(-1), (1, 0))
+    total = cumulative[:, -1:]
+    tokens = _invert(weights.view(rows, blocks, _BLOCK), cumulative, uniforms[:, None]).clamp_(max=vocabulary - 1)
+
+    log_total = total.log()
+    logprobs = shifted.gather(1, tokens).double() - log_total
+    greedy = torch.from_numpy(temperatures == 0).to(logits.device)[:, None] if not temperatures.all() else None
+    best = _first_maximum(shifted[:, :vocabulary]) if greedy is not None else tokens
+    moments = shifted.mul_(weights).view(rows, blocks, _BLOCK).sum(-1).double().sum(-1, keepdim=True)
+    entropies = (log_total - moments / total).clamp_(min=0.0)
+    if greedy is not None:
+        certain = greedy & logprobs.isfinite()
+        tokens = torch.where(greedy, best, tokens)
+        logprobs, entropies = logprobs.masked_fill(certain, 0.0), entropies.masked_fill(certain, 0.0)
+    out[:, 0:1], out[:, 1:2], out[:, 2:3] = tokens, logprobs, entropies
+
+
+def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
+    """logits / temperature in float32, the same expression as the learner's; greedy rows are left as they are."""
+    z = logits.float()
+    if (temperatures == 1).all():
+        return z
+    divisors = np.where(temperatures == 0, np.float32(1), temperatures)
+    return z / torch.from_numpy(divisors).to(logits.device)[:, None]
+
+
+def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """Token ids [r, 1]: the first token whose cumulative weight reaches uniform * total.
+
+    `weights` [r, N, block] and `cumulative` [r, N + 1] from 0 to the total. The targets lie in (0, total], so the token that
+    reaches one has a positive weight; the two `minimum` keep that true where rounding would step past the end.
+    """
+    blocks, size = weights.shape[1:]
+    total = cumulative[:, -1:]
+    target = torch.minimum(uniforms * total, total)
+    block = torch.searchsorted(cumulative[:, 1:].contiguous(), target).clamp_(max=blocks - 1)  # the clamp is for NaN rows
+    inner = weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double().cumsum(-1)
+    rest = torch.minimum(target - cumulative.gather(1, block), inner[:, -1:])
+    return block * size + torch.searchsorted(inner, rest)
+
+
+def _first_maximum(shifted: Tensor) -> Tensor:
+    """[r, 1] the lowest id among the largest logits, which `shifted` holds as zeros."""
+    vocabulary = shifted.shape[1]
+    ids = torch.arange(vocabulary, device=shifted.device)
+    return torch.where(shifted == 0, ids, vocabulary - 1).amin(-1, keepdim=True)

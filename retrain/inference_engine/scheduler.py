@@ -1,0 +1,160 @@
+"""Continuous batching: completions wait, take a row when one is free, decode together, and leave as soon as they finish."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from retrain.errors import RunFailed
+from retrain.inference_engine.decoder import Decoder
+from retrain.inference_engine.kv_cache import KVArena, PromptState
+from retrain.inference_engine.prefix_store import PrefixStore
+from retrain.inference_engine.rows import Rows, Waiting
+from retrain.inference_engine.sampling import Draws, draw
+from retrain.types import Completion
+
+_FIRST_TOKENS = 64
+"""Answer tokens a row has place for at first; the arena doubles as completions grow."""
+_PREFILL_TOKENS = 8192
+"""Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """The budget of one batch. KV tokens are reserved for the longest completion, so a row never has to be thrown out."""
+
+    rows: int
+    tokens: int
+
+
+class DecodeRun:
+    """One batch of completions under one adapter, from the first prompt to the last token."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        waiting: Sequence[Waiting],
+        limits: DecodeLimits,
+        eos_ids: npt.NDArray[np.int64],
+        prefixes: PrefixStore | None,
+        kv_storage: torch.dtype | None,
+    ) -> None:
+        """`prefixes` is None where every completion computes its own prompt."""
+        self._decoder, self._eos_ids, self._prefixes, self._kv_storage = decoder, eos_ids, prefixes, kv_storage
+        self._queue = deque(waiting)
+        self._most_tokens = max(one.tokens for one in waiting)
+        self._max_rows = max(1, min(limits.rows, limits.tokens // self._most_tokens, len(waiting)))
+        self._rows = Rows(self._max_rows, max(one.limit for one in waiting))
+        self._prompts: dict[int, PromptState] = {}
+        self._arena: KVArena | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._queue) or self._rows.count > 0
+
+    def advance(self) -> list[Completion]:
+        """Decode until at least one completion is finished."""
+        while self.unfinished:
+            if finished := self._admit() or self._step():
+                return finished
+        return []
+
+    def _admit(self) -> list[Completion]:
+        """Give the free rows to waiting completions and draw their first tokens from their prompts' logits."""
+        admitted = [self._queue.popleft() for _ in range(min(self._max_rows - self._rows.count, len(self._queue)))]
+        if not admitted:
+            return []
+        prompts = self._prompt_states(admitted)
+        added = self._rows.start(admitted)
+        arena = self._reserve(prompts[0])
+        by_prompt: dict[int, list[int]] = {}
+        for row, prompt in zip(added, prompts, strict=True):
+            by_prompt.setdefault(id(prompt), []).append(row)
+        for prompt in {id(prompt): prompt for prompt in prompts}.values():
+            arena.write_prompt(by_prompt[id(prompt)], prompt)
+        return self._draw(torch.stack([prompt.logits for prompt in prompts]), slice(added.start, added.stop))
+
+    def _step(self) -> list[Completion]:
+        """One more token for every active row."""
+        rows = slice(0, self._rows.count)
+        if self._rows.count == 0:
+            return []
+        assert self._arena is not None
+        cached = self._rows.cached[rows]
+        self._arena.reserve(int(cached.max()) + 1, self._most_tokens, self._rows.count, int(cached.max()))
+        logits = self._decoder.decode(self._arena, self._rows.last_tokens[rows].copy(), cached.copy())
+        self._rows.cached[rows] += 1
+        return self._draw(logits, rows)
+
+    def _draw(self, logits: Tensor, rows: slice) -> list[Completion]:
+        draws = draw(logits, self._rows.temperatures[rows], self._rows.uniforms(rows))
+        self._check_finite(draws, rows)
+        done = self._rows.record(rows, draws, self._eos_ids)
+        finished = [self._rows.completion(int(row), self._eos_ids) for row in done]
+        if finished:
+            sources, targets = self._rows.remove(done)
+            if sources and self._arena is not None:
+                self._arena.move(sources, targets, int(self._rows.cached[targets].max()))
+        return finished
+
+    def _reserve(self, like: PromptState) -> KVArena:
+        """The arena, with place for the longest active prompt and some answer."""
+        longest = int(self._rows.cached[: self._rows.count].max())
+        if self._arena is None:
+            capacity = min(longest + _FIRST_TOKENS, self._most_tokens)
+            self._arena = KVArena(self._max_rows, capacity, like, self._kv_storage)
+        self._arena.reserve(longest, self._most_tokens, self._rows.count, min(longest, self._arena.capacity))
+        return self._arena
+
+    def _prompt_states(self, admitted: Sequence[Waiting]) -> list[PromptState]:
+        """The prompts' states in the order of `admitted`, each computed once a group unless prefixes are not shared."""
+        if self._prefixes is None:
+            return self._prefill(admitted)
+        new: dict[int, Waiting] = {}
+        for one in admitted:
+            if one.request_index in self._prompts or one.request_index in new:
+                continue
+            known = self._prefixes.get(one.request)
+            if known is None:
+                new[one.request_index] = one
+            else:
+                self._prompts[one.request_index] = known
+        for one, state in zip(new.values(), self._prefill(list(new.values())), strict=True):
+            self._prompts[one.request_index] = state
+            self._prefixes.put(one.request, state)
+        states = [self._prompts[one.request_index] for one in admitted]
+        still_needed = {one.request_index for one in self._queue}
+        self._prompts = {index: state for index, state in self._prompts.items() if index in still_needed}
+        return states
+
+    def _prefill(self, completions: Sequence[Waiting]) -> list[PromptState]:
+        """Prompts in packed passes of bounded size."""
+        states: list[PromptState] = []
+        packed: list[Waiting] = []
+        tokens = 0
+        for one in [*completions, None]:
+            size = 0 if one is None else len(one.request.prompt_ids)
+            if packed and (one is None or tokens + size > _PREFILL_TOKENS):
+                states += self._decoder.prefill([each.request.prompt_ids for each in packed])
+                packed, tokens = [], 0
+            if one is not None:
+                packed.append(one)
+                tokens += size
+        return states
+
+    def _check_finite(self, draws: Draws, rows: slice) -> None:
+        wrong = np.flatnonzero(~(np.isfinite(draws.logprobs) & np.isfinite(draws.entropies)))
+        if not len(wrong):
+            return
+        row = rows.start + int(wrong[0])
+        one = self._rows.waiting[row]
+        key = one.request.noise
+        raise RunFailed(
+            f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample {one.sample}, completion token "
+            f"{int(self._rows.sampled[row])}: the adapter has diverged or the dtype is too narrow; lower [training] lr, or resume from an "
+            'earlier checkpoint, or set [model] dtype = "float32".'
+        )

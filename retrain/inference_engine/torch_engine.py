@@ -1,0 +1,102 @@
+"""The PyTorch engine: samples from the very model that is being trained, with the adapter applied unmerged.
+
+One copy of the base weights serves both. All completions of a call decode together under a budget of rows and KV tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from retrain.errors import ConfigurationError
+from retrain.inference_engine.base import BASE_MODEL, EngineCapabilities, InferenceEngine, SampleRequest
+from retrain.inference_engine.decoder import Decoder
+from retrain.inference_engine.prefix_store import PrefixStore
+from retrain.inference_engine.rows import Waiting
+from retrain.inference_engine.scheduler import DecodeLimits, DecodeRun
+from retrain.types import Completion
+
+_STORE_SHARE = 8
+"""Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
+
+
+class TorchEngine(InferenceEngine):
+    """`inference_engine/base.py`'s contract on a transformers model in this process.
+
+    The same requests give the same bytes in every process with the same threads and limits. Between two completions the
+    model is as the caller left it (training flags, attention, gradient mode, adapter).
+    """
+
+    capabilities = EngineCapabilities(noise="counter", logprobs="sampled", entropy=True)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        eos_ids: Sequence[int],
+        *,
+        device: torch.device | str,
+        decode_rows: int = 128,
+        decode_tokens: int = 1 << 20,
+        dtype: torch.dtype | None = None,
+        attention_kernel: str = "default",
+        kv_cache_dtype: str = "auto",
+        prefix_caching: bool = True,
+    ) -> None:
+        self._decoder = Decoder(model)
+        self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
+        self._limits = DecodeLimits(decode_rows, decode_tokens)
+        self._prefixes = PrefixStore(decode_tokens // _STORE_SHARE) if prefix_caching else None
+        self._weights_version = self._decoder.weights_version()
+        self._kv_storage: torch.dtype | None = None
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        """Completions of different adapter slots decode one slot after the other, each in its own batch."""
+        waiting = [self._waiting(index, request) for index, request in enumerate(requests)]
+        self._forget_stale_prefixes()
+        for slot in sorted({request.adapter_slot for request in requests}, reverse=True):
+            of_slot = [one for group in waiting for one in group if one.request.adapter_slot == slot]
+            if not of_slot:
+                continue
+            run = DecodeRun(self._decoder, of_slot, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
+            while run.unfinished:
+                with self._decoder.sampling(slot):  # not held over a yield: the consumer may train or score meanwhile
+                    finished = run.advance()
+                yield from finished
+
+    def sync(self, adapter_dir: str, step: int) -> None:
+        """The weights are shared; only what was computed from the old ones is dropped."""
+        self.release()
+
+    def release(self) -> None:
+        """Give back the memory that is held between calls."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def close(self) -> None:
+        self.release()
+
+    def _waiting(self, index: int, request: SampleRequest) -> list[Waiting]:
+        prompt_tokens = len(request.prompt_ids)
+        limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
+        if request.adapter_slot not in (0, BASE_MODEL):
+            raise ConfigurationError(f"The pytorch engine holds one adapter (slot 0) and the base model; slot {request.adapter_slot} is unknown.")
+        if prompt_tokens < 1 or limit < 1 or request.temperature < 0:
+            raise ConfigurationError(
+                f"A request for {request.max_tokens} tokens after a prompt of {prompt_tokens} at temperature {request.temperature} cannot be "
+                f"sampled: the model's context is {self._decoder.context} tokens, a prompt has at least one, max_tokens is at least 1."
+            )
+        if prompt_tokens + limit > self._decoder.uniform_positions:
+            raise ConfigurationError(
+                f"[training] max_tokens = {request.max_tokens} after a prompt of {prompt_tokens} tokens passes "
+                f"{self._decoder.uniform_positions} tokens, where this model's longrope changes the angles of earlier positions; "
+                "choose max_tokens so that prompt and completion stay below."
+            )
+        return [Waiting(index, request, request.first_sample + each, limit) for each in range(request.count)]
+
+    def _forget_stale_prefixes(self) -> None:
+        """A prompt's keys and values are only good for the weights that made them."""
+        version = self._decoder.weights_version()
+        if version != self._weights_version:
+            self.release()
+            self._weights_version = version
