@@ -4,9 +4,20 @@
 thing that every sink needs (`jsonl`, `redact`). Optional sinks are imported only by the run that asks for them.
 """
 
+from retrain.tracking.jsonl import read_jsonl
 from retrain.tracking.record import EvaluationRecord, GenerationRecord, RunSummary, StepRecord
 from retrain.tracking.run_folder import RunFolder
 from retrain.tracking.tokens import TokenTable
 from retrain.tracking.tracker import Tracker, build_tracker
 
-__all__ = ["EvaluationRecord", "GenerationRecord", "RunFolder", "RunSummary", "StepRecord", "TokenTable", "Tracker", "build_tracker"]
+__all__ = [
+    "EvaluationRecord",
+    "GenerationRecord",
+    "RunFolder",
+    "RunSummary",
+    "StepRecord",
+    "TokenTable",
+    "Tracker",
+    "build_tracker",
+    "read_jsonl",
+]

@@ -71,13 +71,26 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def checkpoint_pointer(self) -> Path:
+        """Names the folder of the checkpoints where `[backend] adapter_path` put them elsewhere."""
+        return self.path / "checkpoints.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
     def curve(self) -> Path:
         """The learning curve, a picture."""
         return self.path / "curve.svg"
 
     def written(self) -> tuple[Path, ...]:
         """Every file and folder that a run writes here, its marker and lock aside."""
-        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints)
+        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.tensorboard, self.wandb)
         files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
         return (*folders, *files, self.checkpoint_pointer)
 

@@ -18,7 +18,7 @@ class TensorboardTracker(Tracker):
 
         # Steps that a resumed run makes again hide what the events said of them before.
         first = self._settings.first_step
-        self._writer = SummaryWriter(str(self._settings.folder.path / "tensorboard"), purge_step=first or None)
+        self._writer = SummaryWriter(str(self._settings.folder.tensorboard), purge_step=first or None)
 
     def step(self, record: StepRecord) -> None:
         self._scalars(metrics(record), record.step)
