@@ -1,0 +1,184 @@
+"""Rows from files and from the hub, each with the name that a message about it needs."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from retrain import hub
+from retrain.errors import ConfigurationError, EnvironmentFailure
+
+Split = Literal["train", "heldout"]
+
+SUFFIXES = (".jsonl", ".parquet")
+HELDOUT_WORDS = (("test",), ("heldout", "held"), ("validation", "valid", "val", "dev", "eval"))
+"""Words in a file's name that mark held-out data; where several kinds lie in one folder, the first kind is used."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row, or what stood in its place."""
+
+    where: str
+    """For messages: "train.jsonl line 17"."""
+    example_id: str
+    """For an example made of it: "train-16"."""
+    values: dict[str, Any] | None
+    """None for a line that is no JSON object."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The data files of a folder by split, or one file, whose split is unknown."""
+
+    train: tuple[Path, ...] = ()
+    heldout: tuple[Path, ...] = ()
+    sole: tuple[Path, ...] = ()
+    """All the files, where they are one split only."""
+
+
+def find_files(path: Path, suffixes: Iterable[str] = SUFFIXES, prefer: str = "") -> Files:
+    """The data files at `path`, a file or a folder (searched through).
+
+    The split stands in a file's name (train*.jsonl; test*, heldout*, validation*) or in its folder's. Where some files carry `prefer` in
+    their names, others are left alone: several data sets may share a folder. Raises ConfigurationError if nothing is there.
+    """
+    if path.is_file():
+        return Files(sole=(path,))
+    if not path.is_dir():
+        raise ConfigurationError(f'[data] path = "{path}" does not exist; name a .jsonl or .parquet file, or a folder of them.')
+    files = sorted(file for file in path.rglob("*") if file.suffix in set(suffixes) and file.is_file())
+    files = [file for file in files if prefer and prefer in file.name.lower()] or files
+    if not files:
+        raise ConfigurationError(f'[data] path = "{path}" holds no {" or ".join(suffixes)} file; name a file, or a folder of them.')
+    if len({file.suffix for file in files}) > 1:
+        raise ConfigurationError(
+            f'[data] path = "{path}" holds both .jsonl and .parquet files, possibly of the same rows; set source = "jsonl" or "parquet".'
+        )
+    return _by_split(path, files)
+
+
+def _by_split(folder: Path, files: list[Path]) -> Files:
+    words = {file: _split_word(file.relative_to(folder)) for file in files}
+    train = tuple(file for file in files if words[file] == "train")
+    for kind in HELDOUT_WORDS:
+        heldout = tuple(file for file in files if words[file] in kind)
+        if heldout and train:
+            return Files(train=train, heldout=heldout)
+    return Files(sole=train or tuple(files))
+
+
+def _split_word(relative: Path) -> str:
+    """The word that names a file's split: in its own name, else in its nearest folder's."""
+    known = {"train", *(word for kind in HELDOUT_WORDS for word in kind)}
+    for part in (relative.stem, *reversed(relative.parent.parts)):
+        found = [word for word in re.split(r"[^a-z]+", part.lower()) if word in known]
+        if found:
+            return found[0]
+    return ""
+
+
+def read_files(files: Iterable[Path]) -> Iterator[Record]:
+    """Every row of .jsonl and .parquet files, in order."""
+    for file in files:
+        if file.suffix == ".parquet":
+            yield from _read_parquet(file)
+        else:
+            yield from _read_jsonl(file)
+
+
+def _read_jsonl(file: Path) -> Iterator[Record]:
+    with file.open("rb") as lines:
+        for index, line in enumerate(lines):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8"))
+            except ValueError:  # not UTF-8, or not JSON
+                values = None
+            yield Record(f"{file.name} line {index + 1}", f"{file.stem}-{index}", values if isinstance(values, dict) else None)
+
+
+def _read_parquet(file: Path) -> Iterator[Record]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise EnvironmentFailure(f"Reading {file} needs pyarrow: pip install pyarrow, or give the data as .jsonl.") from error
+    try:
+        table = parquet.ParquetFile(file)
+        rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+        for index, row in enumerate(rows):
+            yield Record(f"{file.name} row {index}", f"{file.stem}-{index}", row)
+    except (ArrowException, OSError) as error:
+        raise ConfigurationError(f"{file} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set on the Hugging Face hub: hub:NAME[:config][:split]."""
+
+    name: str
+    config: str = ""
+    split: str = ""
+
+    @classmethod
+    def parse(cls, source: str) -> "HubData":
+        """A single part behind the name is a split if it is called like one, else a configuration; hub:NAME::SPLIT is unmistakable."""
+        parts = source.removeprefix("hub:").split(":")
+        if not parts[0] or len(parts) > 3:
+            raise ConfigurationError(
+                f'[data] source = "{source}" is not of the form hub:NAME[:config][:split], such as hub:openai/gsm8k:main:train.'
+            )
+        name, config, split = [*parts, "", ""][:3]
+        if not split and config in ("train", "test", "validation"):
+            config, split = "", config
+        return cls(name, config, split)
+
+    def __str__(self) -> str:
+        return ":".join(part for part in (f"hub:{self.name}", self.config, self.split) if part)
+
+
+def read_hub(data: HubData, splits: Iterable[str]) -> Iterator[Record]:
+    """Every row of the first of `splits` that the data set has.
+
+    Raises EnvironmentFailure where the hub cannot be reached and the data set is not in its cache, NoSplit where it has none of `splits`,
+    ConfigurationError for any other reason that the hub gives.
+    """
+    for split in splits:
+        rows = _load_split(data, split)
+        if rows is None:
+            continue
+        stem = "-".join(part for part in (data.name.rpartition("/")[2], data.config, split) if part)
+        for index, row in enumerate(rows):
+            yield Record(f"{data.name} {split} row {index}", f"{stem}-{index}", row)
+        return
+    raise NoSplit(f"{data} has no split named {' or '.join(splits)}")
+
+
+class NoSplit(ConfigurationError):
+    """A data set lacks the split that was asked for."""
+
+
+def _load_split(data: HubData, split: str) -> Any:
+    """The rows, or None if the data set has no such split."""
+    online = hub.reachable()
+    try:
+        import datasets
+    except ImportError as error:
+        raise EnvironmentFailure(
+            f"Loading {data} needs the datasets library: pip install datasets, or set [data] path to a local copy."
+        ) from error
+    try:
+        return datasets.load_dataset(data.name, data.config or None, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        if "split" in reason.lower() and isinstance(error, ValueError):
+            return None
+        if online:
+            raise ConfigurationError(f"[data] source: {data} could not be loaded from the Hugging Face hub: {reason}") from error
+        raise EnvironmentFailure(
+            f"[data] source: {data} is not in the hub's cache, and {hub.why_unreachable()}; offline, set [data] path to a local copy "
+            '(.jsonl or .parquet), or source = "lab".'
+        ) from error
