@@ -142,10 +142,10 @@ class CheckpointStore:
 
     def rehearse(self, num_bytes: int) -> None:
         """Write and delete a file of a checkpoint's size, so that a full disk is found before step 1 and not after step 20."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{_TEMPORARY}rehearsal"
         block = bytes(1 << 20)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 for start in range(0, num_bytes, len(block)):
                     file.write(block[: num_bytes - start])
@@ -157,7 +157,8 @@ class CheckpointStore:
                 "free space there, or set [backend] adapter_path to another volume."
             ) from error
         finally:
-            path.unlink(missing_ok=True)
+            if path.exists():
+                path.unlink()
 
 
 def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, config_hash: str) -> None:
@@ -171,7 +172,7 @@ def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, conf
         fill(aside)
         entries = [_seal(path, aside) for path in sorted(aside.rglob("*")) if path.is_file()]
         manifest = {"schema_version": SCHEMA_VERSION, "step": step, "config_hash": config_hash, "files": entries}
-        write_synced(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        write_synced(aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n")
         sync_folder(aside)
         replaced = target.parent / f"{_TEMPORARY}replaced-{target.name}"
         if target.exists():  # rename(2) cannot replace a folder that holds files
@@ -191,15 +192,23 @@ def _seal(path: Path, root: Path) -> dict[str, str | int]:
     return {"name": path.relative_to(root).as_posix(), "size": path.stat().st_size, "sha256": digest}
 
 
+def _digest(manifest: dict[str, Any]) -> str:
+    """sha256 of what a manifest says, so that damage to the manifest itself is noticed too."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def verify(folder: Path) -> str:
     """An empty string if every byte of `folder` matches its manifest, else what is wrong."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        seal = manifest.pop("sha256")
         entries = [(entry["name"], entry["size"], entry["sha256"]) for entry in manifest["files"]]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} is damaged ({type(error).__name__})"
+    if seal != _digest(manifest):
+        return f"{MANIFEST} differs from its sha256"
     for name, size, sha256 in entries:
         path = folder / name
         if not path.is_file():

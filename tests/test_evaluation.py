@@ -1,0 +1,61 @@
+"""pass@k is unbiased, and the interval of pass@1 is clustered by problem."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.evaluation import Evaluation, ProblemResult, clustered_interval, pass_at_k
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_fraction_of_draws_with_a_right_one(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    draws = list(combinations([1] * c + [0] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)])
+def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match="pass@k"):
+        pass_at_k(n, c, k)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=40))
+def test_the_interval_holds_the_mean_and_stays_inside_zero_and_one(means: list[float]) -> None:
+    low, high = clustered_interval(means, 4 * len(means))
+    assert 0 <= low <= np.mean(means) + 1e-12
+    assert np.mean(means) - 1e-12 <= high <= 1
+    assert high > low
+
+
+def test_repeating_samples_of_the_same_problems_does_not_narrow_the_interval_like_new_problems() -> None:
+    """Eight agreeing samples of each problem carry one problem's worth of evidence."""
+    means = [1.0, 0.0] * 25
+    few, many = clustered_interval(means, 50), clustered_interval(means, 400)
+    assert few == pytest.approx(many)
+    wider, narrower = clustered_interval(means, 50), clustered_interval(means * 8, 400)
+    assert narrower[1] - narrower[0] < 0.5 * (wider[1] - wider[0])
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """Problems differ in difficulty; 4 samples each. A normal interval over samples would cover far less."""
+    rng = np.random.default_rng(0)
+    difficulty = rng.beta(0.4, 0.6, size=100_000)
+    covered = 0
+    for _ in range(400):
+        problems = rng.choice(difficulty, size=60)
+        means = rng.binomial(4, problems) / 4
+        low, high = clustered_interval(list(means), 240)
+        covered += low <= difficulty.mean() <= high
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+def test_problems_that_could_not_be_judged_are_left_out_of_the_mean() -> None:
+    judged = ProblemResult("a", "t", samples=4, correct=2, could_not_judge=0, reward_mean=0.5)
+    unknown = ProblemResult("b", "t", samples=0, correct=0, could_not_judge=4, reward_mean=None)
+    evaluation = Evaluation(step=0, problems=[judged, unknown], ks=[1, 4, 8])
+    assert evaluation.pass_at == {1: 0.5, 4: 1.0}
+    assert evaluation.summary()["could_not_judge"] == 4
