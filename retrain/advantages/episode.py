@@ -1,0 +1,159 @@
+"""Episode-level advantages: rewards of a group in, one number a completion out. Pure float64 functions.
+
+Names differ over the literature. `grpo` here is the centred reward without the division by the group's standard deviation, i.e. the
+advantage of Dr.GRPO (arXiv 2503.20783); what arXiv 2402.03300 calls GRPO is `grpo_std`.
+
+Every function returns [] for an empty group, exact zeros for a group whose rewards are all equal (`reinforce` apart), and raises
+ValueError naming the reward's index if a reward is NaN or infinite.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from retrain.advantages.ragged import Float64Array
+
+
+def grpo(rewards: Sequence[float]) -> list[float]:
+    """A_i = r_i - mean(r). Its expectation is (G-1)/G times the policy gradient; `rloo` removes the factor."""
+    return _listed(_centred(_checked(rewards)))
+
+
+def maxrl(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
+    """A_i = (r_i - mean(r)) / (mean(r) + eps), zero where mean(r) <= eps; bounded by [-1, G-1].
+
+    MaxRL, arXiv 2602.02710. With 0/1 rewards the estimator is unbiased for the truncated maximum-likelihood objective of order G-1,
+    because a group without a success contributes nothing; with other rewards it is the self-normalised estimate of grad log E[r].
+    Raises ValueError for a negative reward: the mean could then be near zero while the rewards are informative.
+    """
+    r = _checked(rewards)
+    if not (np.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps is {eps}, it must be 0 or more")
+    for index in np.flatnonzero(r < 0):
+        raise ValueError(f"reward {index} is {r[index]:g}, and maxrl needs rewards of 0 or more; shift the reward or use grpo")
+    mean = _mean(r)
+    if mean <= eps:
+        return [0.0] * len(r)
+    return _listed(_centred(r) / (mean + eps))
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """A_i = r_i - mean of the others = G/(G-1) (r_i - mean(r)); zero for G = 1. Source: arXiv 2402.14740."""
+    r = _checked(rewards)
+    return _listed(_centred(r) * (len(r) / max(1, len(r) - 1)))
+
+
+def grpo_std(rewards: Sequence[float], ddof: int = 1, eps: float = 1e-6) -> list[float]:
+    """A_i = (r_i - mean(r)) / (std(r) + eps); zero for a constant group and for G <= ddof. Source: arXiv 2402.03300."""
+    r = _checked(rewards)
+    if ddof < 0 or ddof != int(ddof):
+        raise ValueError(f"ddof is {ddof}, it must be a whole number of 0 or more")
+    if not (np.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps is {eps}, it must be 0 or more")
+    if len(r) <= ddof:
+        return [0.0] * len(r)
+    return _listed(_scaled(_centred(r), ddof, eps))
+
+
+def reinforce(rewards: Sequence[float], baseline: float = 0.0) -> list[float]:
+    """A_i = r_i - baseline (Williams 1992). Not zero for a uniform group."""
+    r = _checked(rewards)
+    if not np.isfinite(baseline):
+        raise ValueError(f"baseline is {baseline}, it must be a finite number")
+    return _listed(r - baseline)
+
+
+def reinforce_pp(
+    groups: Sequence[Sequence[float]],
+    token_counts: Sequence[Sequence[int]] | None = None,
+    eps: float = 1e-8,
+    weight: Literal["sequence", "token"] = "sequence",
+) -> list[list[float]]:
+    """A'_i = r_i - mean of its group, then (A' - mean) / (std + eps) over all completions of the step, population std.
+
+    REINFORCE++ with the group baseline, arXiv 2501.03262. The step's mean and std count each completion once, or with
+    weight="token" once a token ([G] counts a group). Zeros are ordinary members: nothing is taken for a mask.
+    """
+    if not (np.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps is {eps}, it must be 0 or more")
+    if weight not in ("sequence", "token"):
+        raise ValueError(f'weight is "{weight}", it must be "sequence" or "token"')
+    centred = [_centred(r) for r in checked_groups(groups)]
+    flat = np.concatenate([*centred, np.zeros(0)])
+    weights = np.ones(len(flat))
+    if weight == "token":
+        if token_counts is None:
+            raise ValueError('weight="token" needs the number of tokens of every completion')
+        weights = np.array([count for counts in token_counts for count in counts], dtype=np.float64)
+        if len(weights) != len(flat):
+            raise ValueError(f"{len(weights)} token counts for {len(flat)} rewards")
+    if weights.sum() == 0:
+        return [[0.0] * len(group) for group in groups]
+    mean = float(np.average(flat, weights=weights))
+    std = float(np.sqrt(np.average((flat - mean) ** 2, weights=weights)))
+    if std == 0.0:
+        return [[0.0] * len(group) for group in groups]
+    return [_listed((group - mean) / (std + eps)) for group in centred]
+
+
+@dataclass(frozen=True)
+class BuiltinAdvantage:
+    function: Callable[..., list[float]] | Callable[..., list[list[float]]]
+    parameters: frozenset[str]
+    """Names that `[algorithm.advantage_params]` may hold."""
+    batch_level: bool = False
+    """The function takes all the groups of a step, and their token counts, instead of one group."""
+
+
+ADVANTAGES: dict[str, BuiltinAdvantage] = {
+    "grpo": BuiltinAdvantage(grpo, frozenset()),
+    "maxrl": BuiltinAdvantage(maxrl, frozenset({"eps"})),
+    "rloo": BuiltinAdvantage(rloo, frozenset()),
+    "grpo_std": BuiltinAdvantage(grpo_std, frozenset({"ddof", "eps"})),
+    "reinforce": BuiltinAdvantage(reinforce, frozenset({"baseline"})),
+    "reinforce_pp": BuiltinAdvantage(reinforce_pp, frozenset({"eps", "weight"}), batch_level=True),
+}
+
+
+def checked_groups(groups: Sequence[Sequence[float]]) -> list[Float64Array]:
+    """Rewards as float64. Raises ValueError naming the group and the index of the first reward that is not finite."""
+    checked = []
+    for index, group in enumerate(groups):
+        try:
+            checked.append(_checked(group))
+        except ValueError as error:
+            raise ValueError(f"group {index}: {error}") from error
+    return checked
+
+
+def _checked(rewards: Sequence[float]) -> Float64Array:
+    r = np.asarray(rewards, dtype=np.float64)
+    for index in np.flatnonzero(~np.isfinite(r)):
+        raise ValueError(f"reward {index} is {r[index]}, it must be a finite number")
+    return r
+
+
+def _listed(values: Float64Array) -> list[float]:
+    listed: list[float] = values.tolist()
+    return listed
+
+
+def _mean(r: Float64Array) -> float:
+    return float(r.mean()) if len(r) else 0.0
+
+
+def _centred(r: Float64Array) -> Float64Array:
+    """r - mean(r), exactly zero for a constant group: three times 0.1 has a mean that is not 0.1."""
+    if len(r) == 0 or r.min() == r.max():
+        return np.zeros(len(r))
+    centred: Float64Array = r - r.mean()
+    return centred
+
+
+def _scaled(centred: Float64Array, ddof: int, eps: float) -> Float64Array:
+    if not centred.any():
+        return centred
+    std = float(np.sqrt((centred**2).sum() / (len(centred) - ddof)))
+    return centred / (std + eps)

@@ -1,0 +1,205 @@
+"""From a completion's advantage to its tokens' advantages: GTPO, HICRA and SEPA, over flat ragged arrays.
+
+A transform is a TransformSpec: which of the steps below it takes. The order is fixed in pipeline.py; a new transform is a new spec,
+not a new order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, Segments
+
+NEGLIGIBLE_MEAN = 1e-7
+"""Nats. Below it a completion was as good as deterministic and its weights are uniform."""
+INVERSE_FLOOR = 1e-3
+"""Nats. Under negative="inverse" a token surer than this is not punished more than one that is just this sure."""
+
+EntropyTransform = Callable[[list[float], list[int], float], Sequence[float]]
+"""(entropies [T], planning_mask [T], sepa_lambda) -> [T], for one completion."""
+FlatEntropyTransform = Callable[[Float64Array, BoolArray, Segments, float], Float64Array]
+"""(uncertainty [n], planning [n], segments, sepa_lambda) -> [n], for all completions of a step."""
+
+
+@dataclass(frozen=True)
+class TransformContext:
+    """What a transform may read of one group of G completions. T differs from completion to completion."""
+
+    rewards: list[float]
+    """[G]"""
+    advantages: list[float]
+    """[G] episode advantages."""
+    logprobs: list[list[float]]
+    """[G][T] of the sampled policy, natural."""
+    entropies: list[list[float]]
+    """[G][T] the configured uncertainty, within [0, 50]."""
+    planning_mask: list[list[int]]
+    """[G][T] 1 inside a planning phrase."""
+    sepa_lambda: float
+    step: int
+    group: int
+    """The group's place in the step."""
+    gtpo_beta: float
+    hicra_alpha: float
+    params: dict[str, Any] = field(default_factory=dict)
+    """`[algorithm.transform_params]`"""
+
+
+@dataclass(frozen=True)
+class TransformOutput:
+    token_advs: Sequence[Sequence[float]]
+    """[G][T]"""
+
+
+@dataclass(frozen=True)
+class TransformSpec:
+    """Which steps of credit assignment a transform takes, in the order of its fields."""
+
+    name: str
+    use_gtpo: bool = False
+    """Weight the tokens of a completion by their uncertainty."""
+    needs_planning: bool = False
+    """Find planning phrases; without it every token counts as execution."""
+    uses_sepa_controller: bool = False
+    """Follow the SEPA schedule; without it lambda is 0."""
+    entropy_transform: EntropyTransform | None = None
+    """Changes the uncertainty before the weighting."""
+    apply_hicra: bool = False
+    """Amplify planning tokens after the weighting."""
+    post_process: Callable[[list[list[float]], TransformContext], Sequence[Sequence[float]]] | None = None
+    """(token advantages [G][T], context) -> [G][T], after HICRA, for one group."""
+    flat_entropy_transform: FlatEntropyTransform | None = None
+    """The same as entropy_transform over all completions at once; it wins where both are given."""
+    needs_rho: bool = False
+    """Means nothing without surprisal_mask_rho > 0."""
+
+    @property
+    def needs_uncertainty(self) -> bool:
+        return self.use_gtpo or self.post_process is not None
+
+
+# -- SEPA: what happens to the uncertainty ---------------------------------------------------------------------------
+
+
+def sepa_pool(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
+    """H' = lam mu + (1 - lam) H on execution tokens, mu their mean in the completion. Keeps the completion's mean of H."""
+    lam = _unit(lam)
+    if lam == 0.0:
+        return uncertainty
+    return np.where(planning, uncertainty, lam * _execution_means(uncertainty, planning, segments) + (1.0 - lam) * uncertainty)
+
+
+def sepa_amplify(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
+    """H' = (1 + lam) H - lam mu on execution tokens: the opposite of pooling. May go negative; keeps the completion's mean."""
+    lam = _unit(lam)
+    if lam == 0.0:
+        return uncertainty
+    return np.where(planning, uncertainty, (1.0 + lam) * uncertainty - lam * _execution_means(uncertainty, planning, segments))
+
+
+def sepa_amplify_clamped(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
+    """`sepa_amplify` floored at 0, which gives up the mean."""
+    return np.maximum(sepa_amplify(uncertainty, planning, segments, lam), 0.0)
+
+
+def _execution_means(uncertainty: Float64Array, planning: BoolArray, segments: Segments) -> Float64Array:
+    """[n] the mean uncertainty of the execution tokens of each token's completion."""
+    execution = (~planning).astype(np.float64)
+    counts = segments.sums(execution)
+    means = segments.sums(uncertainty * execution) / np.maximum(counts, 1.0)
+    return segments.spread_floats(means)
+
+
+def _unit(lam: float) -> float:
+    if np.isnan(lam):
+        raise ValueError("sepa_lambda is NaN")
+    return float(min(1.0, max(0.0, lam)))
+
+
+# -- GTPO: weights from uncertainty ----------------------------------------------------------------------------------
+
+
+def gtpo_weights(uncertainty: Float64Array, segments: Segments, beta: float) -> Float64Array:
+    """w_t = max(0, 1 + beta (H_t / mean(H) - 1)) with the mean over the completion; [n] -> [n].
+
+    The shape is that of arXiv 2508.04349 for successes, with the sum over the time of one completion instead of over a group; the same
+    for both signs of the advantage. Uniform where mean(H) < 1e-7. For 0 <= beta <= 1 the weights of a completion sum to its length.
+    Raises ValueError for a negative beta.
+    """
+    means = segments.spread_floats(segments.means(uncertainty))
+    return _weights(uncertainty, means, beta)
+
+
+def gtpo_group_weights(
+    uncertainty: Float64Array, segments: Segments, beta: float, groups: Int64Array, advantages: Float64Array
+) -> Float64Array:
+    """The paper's normalisation (norm = "group"): the mean is taken at the same position over the completions of the group that have
+    the same sign of advantage and are still alive there. `groups` and `advantages` are [N]. Source: arXiv 2508.04349, equations 3 and 5.
+    """
+    means = np.zeros(segments.total)
+    pieces, spreads = segments.split(uncertainty), segments.split(means)
+    cohorts: dict[tuple[int, float], list[int]] = {}
+    for index, (group, advantage) in enumerate(zip(groups, advantages, strict=True)):
+        cohorts.setdefault((int(group), float(np.sign(advantage))), []).append(index)
+    for members in cohorts.values():
+        longest = max(len(pieces[index]) for index in members)
+        sums, alive = np.zeros(longest), np.zeros(longest)
+        for index in members:
+            sums[: len(pieces[index])] += pieces[index]
+            alive[: len(pieces[index])] += 1.0
+        for index in members:
+            length = len(pieces[index])
+            spreads[index][:] = sums[:length] / alive[:length]
+    return _weights(uncertainty, means, beta)
+
+
+def inverted(uncertainty: Float64Array, segments: Segments, advantages: Float64Array) -> Float64Array:
+    """1/H in completions with a negative advantage (negative = "inverse"): confident mistakes weigh more. arXiv 2508.04349, equation 6."""
+    negative = segments.spread_floats(advantages) < 0
+    return np.where(negative, 1.0 / np.maximum(uncertainty, INVERSE_FLOOR), uncertainty)
+
+
+def _weights(uncertainty: Float64Array, means: Float64Array, beta: float) -> Float64Array:
+    if not (np.isfinite(beta) and beta >= 0):
+        raise ValueError(f"gtpo beta is {beta}, it must be 0 or more")
+    usable = means >= NEGLIGIBLE_MEAN
+    relative = np.where(usable, (uncertainty - means) / np.where(usable, means, 1.0), 0.0)
+    return np.maximum(0.0, 1.0 + beta * relative)
+
+
+# -- HICRA -----------------------------------------------------------------------------------------------------------
+
+
+def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> Float64Array:
+    """A' = A + alpha |A| on planning tokens, [n] -> [n]. Source: arXiv 2509.03646.
+
+    Rewards planning more and punishes it less. It is not zero-sum: it adds alpha |A| to every planning token.
+    Raises ValueError for alpha outside [0, 1], where the sign of an advantage would flip, or a mask of another length.
+    """
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"hicra alpha is {alpha}, it must lie in [0, 1]")
+    if len(planning) != len(token_advantages):
+        raise ValueError(f"{len(planning)} mask entries for {len(token_advantages)} token advantages")
+    return np.where(planning, token_advantages + alpha * np.abs(token_advantages), token_advantages)
+
+
+
+def _sepa(name: str, change: FlatEntropyTransform) -> TransformSpec:
+    return TransformSpec(name, use_gtpo=True, needs_planning=True, uses_sepa_controller=True, flat_entropy_transform=change)
+
+
+TRANSFORMS: dict[str, TransformSpec] = {
+    spec.name: spec
+    for spec in (
+        TransformSpec("none"),
+        TransformSpec("gtpo", use_gtpo=True),
+        TransformSpec("hicra", needs_planning=True, apply_hicra=True),
+        TransformSpec("gtpo_hicra", use_gtpo=True, needs_planning=True, apply_hicra=True),
+        _sepa("gtpo_sepa", sepa_pool),
+        _sepa("gtpo_sepa_amp", sepa_amplify),
+        _sepa("gtpo_sepa_amp_c", sepa_amplify_clamped),
+        TransformSpec("entropy_mask", use_gtpo=True, needs_rho=True),
+    )
+}

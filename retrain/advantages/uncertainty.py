@@ -1,0 +1,73 @@
+"""How unsure the policy was at each token: the signal that GTPO, SEPA and the top-rho mask read.
+
+Everything belongs to the sampled policy softmax(logits / temperature), and to the distribution that the token was drawn from.
+Surprisal is about the token that came, entropy about the distribution: the two are never called by each other's name.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.advantages.ragged import Float64Array
+from retrain.config.names import UNCERTAINTY_ALIASES
+
+CAP = 50.0
+"""Nats. Caps what a token of probability near zero can weigh in a completion's mean."""
+
+SURPRISAL = "surprisal"
+PREDICTIVE_VARIANCE = "predictive_variance"
+SHANNON_ENTROPY = "shannon_entropy"
+KINDS = (SURPRISAL, PREDICTIVE_VARIANCE, SHANNON_ENTROPY)
+
+Numbers = Sequence[float] | npt.NDArray[np.floating]
+
+
+def canonical_kind(name: str) -> str:
+    """The built-in kind that `name` means; any other name as it is."""
+    return UNCERTAINTY_ALIASES.get(name, name)
+
+
+def surprisal(logprobs: Numbers, cap: float = CAP) -> Float64Array:
+    """clamp(-lp, 0, cap) in nats, [T] -> [T]; lp = -inf gives the cap, lp > 0 (bf16 noise) gives 0. Raises ValueError on NaN."""
+    return capped(-_checked(logprobs, "log-prob"), cap)
+
+
+def predictive_variance(logprobs: Numbers) -> Float64Array:
+    """p(1 - p) with p = exp(lp) in [0, 1], [T] -> [T]; at most 0.25. Raises ValueError on NaN."""
+    p = np.exp(np.minimum(_checked(logprobs, "log-prob"), 0.0))
+    return p * (1.0 - p)
+
+
+def shannon_entropy(entropies: Numbers, cap: float = CAP) -> Float64Array:
+    """clamp(H, 0, cap) of entropies that the engine recorded, in nats, [T] -> [T]. Raises ValueError on NaN."""
+    return capped(_checked(entropies, "entropy"), cap)
+
+
+def shannon_entropy_from_logits(logits: Numbers, temperature: float = 1.0, cap: float = CAP) -> float:
+    """Entropy in nats of softmax(logits / temperature), [V] -> a float; a logit of -inf is a token that cannot come.
+
+    Raises ValueError on no logits, NaN, +inf, all -inf, or a temperature that is not positive.
+    """
+    z = _checked(logits, "logit")
+    if not (np.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature is {temperature}, it must be a positive number")
+    if len(z) == 0 or z.max() == np.inf or z.max() == -np.inf:
+        raise ValueError("the largest logit must be a finite number")
+    z = (z[np.isfinite(z)] - z.max()) / temperature
+    log_p = z - np.log(np.exp(z).sum())
+    return float(np.clip(-(np.exp(log_p) * log_p).sum(), 0.0, cap))
+
+
+def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:
+    """Clamp to [0, cap]. Raises ValueError on NaN, which a comparison would let pass, or a cap that is not positive."""
+    if not cap > 0:
+        raise ValueError(f"cap is {cap}, it must be a positive number")
+    return np.clip(_checked(uncertainty, "uncertainty"), 0.0, cap) + 0.0  # + 0.0 turns -0.0 into 0.0
+
+
+def _checked(values: Numbers, name: str) -> Float64Array:
+    array = np.asarray(values, dtype=np.float64)
+    for position in np.flatnonzero(np.isnan(array)):
+        raise ValueError(f"{name} {position} is NaN")
+    return array

@@ -1,0 +1,320 @@
+"""Plugins: one way for every kind to be found, loaded and checked.
+
+A name is built in, an installed entry point (group `retrain.plugins`), or a dotted path "module.function". For a dotted path the
+prefixes of `[plugins] search_paths` are tried first; the current folder and the folder of the TOML file are importable.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrain.config.names import PLUGIN_GROUP
+from retrain.errors import ConfigurationError, RetrainError
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is expected of a plugin."""
+
+    key: str
+    """Where the configuration names it."""
+    inputs: tuple[str, ...]
+    """Names of the positional inputs of the plain form."""
+    keywords: tuple[str, ...] = ()
+    """Optional inputs, passed by name where the signature takes them."""
+    context: bool = False
+    """`f(ctx)` is allowed instead of the plain form."""
+    params_key: str = ""
+    """The table whose values the plugin takes."""
+    is_class: bool = False
+
+    @property
+    def forms(self) -> str:
+        """The allowed signatures, for a message."""
+        if self.is_class:
+            return "a class"
+        if not self.inputs:
+            return "f(**params)" if not self.context else "f(), f(params) or f(ctx)"
+        plain = ", ".join([*self.inputs, *(f"{keyword}=..." for keyword in self.keywords)])
+        return f"f({plain})" + (" or f(ctx)" if self.context else "")
+
+
+KINDS: dict[str, Kind] = {
+    "advantage": Kind("[algorithm] advantage_mode", ("rewards",), ("params",), True, "[algorithm.advantage_params]"),
+    "transform": Kind("[algorithm] transform_mode", (), ("params",), True, "[algorithm.transform_params]"),
+    "uncertainty": Kind("[algorithm] uncertainty_kind", ("logprobs",), ("params",), True, "[algorithm.uncertainty_params]"),
+    "algorithm": Kind("[algorithm] algorithm_mode", ("ctx",), ("params",), True, "[algorithm.params]"),
+    "reward": Kind("[reward] type", ("response", "reference"), ("prompt", "example", "params"), False, "[reward] params"),
+    "data": Kind("[data] source", (), (), False, "[data] params"),
+    "engine": Kind("[inference] engine", (), is_class=True),
+    "backend": Kind("[backend] backend", (), is_class=True),
+}
+_CONTEXT_NAMES = ("ctx", "context")
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a plugin function wants to be called."""
+
+    takes_context: bool
+    keywords: frozenset[str]
+    """The optional inputs of its kind that its signature has."""
+
+
+def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[str, Any] | None = None) -> Any:
+    """The callable, class or built-in object that `name` means for this kind.
+
+    `builtins` holds the kind's own names. Raises ConfigurationError, one sentence naming what was tried, for a name that is not found
+    or found twice, code that cannot be loaded, a signature that is not of the kind, or params that it cannot take.
+    """
+    found: list[tuple[str, Any]] = [("built in", builtins[name])] if builtins and name in builtins else []
+    points = [point for point in entry_points(group=PLUGIN_GROUP) if point.name == name]
+    found.extend((f"entry point {point.value} of {_distribution(point)}", point) for point in points)
+    where = _where(kind, name, config)
+    if len(found) > 1:
+        raise ConfigurationError(f"{where} is found twice ({' and '.join(place for place, _ in found)}); rename or uninstall one.")
+    if found and not isinstance(found[0][1], EntryPoint):
+        return found[0][1]
+    if found:
+        with user_code(f"{where}: loading {found[0][0]}", ConfigurationError):
+            plugin = found[0][1].load()
+    elif "." in name:
+        plugin = _load_dotted(name, where, config)
+    else:
+        raise ConfigurationError(f"{where} is not known{_suggestion(name, [*(builtins or ()), *_entry_point_names()])}")
+    _check(kind, plugin, where, config)
+    return plugin
+
+
+def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
+    """How to call a plugin function of this kind. Raises ValueError saying which signatures are allowed."""
+    expected = KINDS[kind]
+    parameters = _parameters(function)
+    if parameters is None:  # a function written in C tells nothing
+        return Call(takes_context=False, keywords=frozenset())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    keywords = frozenset(key for key in expected.keywords if anything or any(p.name == key for p in parameters))
+    inputs = [p for p in positional if p.name not in expected.keywords]
+    takes_context = expected.context and len(inputs) >= 1 and _is_context(inputs[0])
+    wanted = 1 if takes_context else len(expected.inputs)
+    required = [p for p in inputs if p.default is p.empty]
+    star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    demanded = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in expected.keywords]
+    if demanded or len(required) > wanted or (len(inputs) < wanted and not star):
+        names = ", ".join(p.name for p in parameters)
+        raise ValueError(f"its signature is ({names}), and a plugin of this kind must be {expected.forms}")
+    return Call(takes_context, keywords)
+
+
+def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
+    """The params table of a kind; `uncertainty_kind` in a transform's table is ours, not the plugin's."""
+    tables: dict[str, Mapping[str, Any]] = {
+        "advantage": config.algorithm.advantage_params,
+        "transform": config.algorithm.transform_params,
+        "uncertainty": config.algorithm.uncertainty_params,
+        "algorithm": config.algorithm.params,
+        "reward": config.reward.params,
+        "data": config.data.params,
+    }
+    table = dict(tables.get(kind, {}))
+    if kind == "transform":
+        table.pop("uncertainty_kind", None)
+    return table
+
+
+def refuse_unknown_params(kind: str, name: str, known: frozenset[str], config: "TrainConfig") -> None:
+    """Raise ConfigurationError for a params table with a name that the built-in `name` does not know."""
+    unknown = [param for param in params_of(kind, config) if param not in known]
+    if unknown:
+        allowed = f"it knows {', '.join(sorted(known))}" if known else "it has no parameters"
+        raise ConfigurationError(
+            f'{_file(config)}{KINDS[kind].params_key} {unknown[0]} is not a parameter of the built-in "{name}"; {allowed}.'
+        )
+
+
+def report_probe(kind: str, name: str, problem: str, config: "TrainConfig") -> str:
+    """A plugin gave something of the wrong shape on a small example: an error, or with `strict = false` the sentence to warn with."""
+    sentence = f"{_where(kind, name, config)} {problem}"
+    if config.plugins.strict:
+        raise ConfigurationError(f"{sentence}; mend it, or set [plugins] strict = false to be warned only.")
+    return f"{sentence}; the run goes on because [plugins] strict = false."
+
+
+@contextmanager
+def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
+    """Run a plugin's code: whatever it raises becomes `failure`, one sentence that begins with `what`; the cause stays attached."""
+    try:
+        yield
+    except RetrainError:
+        raise
+    except Exception as error:  # the one place where anything may come: the code is not ours
+        raise failure(f"{what} failed with {describe(error)}.") from error
+
+
+def describe(error: BaseException) -> str:
+    """`TypeName: first line of the message`."""
+    message = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {message[0].rstrip('.')}" if message else type(error).__name__
+
+
+# -- dotted paths ----------------------------------------------------------------------------------------------------
+
+
+def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
+    module_path, _, attribute = name.rpartition(".")
+    tried = []
+    for prefix in [*config.plugins.search_paths, ""]:
+        candidate = f"{prefix}.{module_path}" if prefix else module_path
+        if not all(part.isidentifier() for part in candidate.split(".")):
+            tried.append(f"{candidate} (not a module's name; search_paths holds prefixes such as plugins)")
+            continue
+        folders = _folders(config)
+        _refuse_two_files(candidate, folders, where)
+        with _importable(folders), user_code(f"{where}: importing {candidate}", ConfigurationError):
+            try:
+                module = importlib.import_module(candidate)
+            except ModuleNotFoundError as error:
+                if error.name is None or not f"{candidate}.".startswith(f"{error.name}."):
+                    raise  # a module that the plugin itself imports
+                tried.append(f"{candidate} (no such module)")
+                continue
+        if hasattr(module, attribute):
+            return getattr(module, attribute)
+        public = [item for item in vars(module) if not item.startswith("_")]
+        close = get_close_matches(attribute, public, n=1)
+        tried.append(f"{candidate} (has no {attribute}" + (f", but {close[0]})" if close else ")"))
+    raise ConfigurationError(f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, _folders(config)))} and sys.path.")
+
+
+def _folders(config: "TrainConfig") -> list[Path]:
+    folders = [Path.cwd()]
+    if config.source_path is not None:
+        folders.append(config.source_path.resolve().parent)
+    return list(dict.fromkeys(folders))
+
+
+@contextmanager
+def _importable(folders: Sequence[Path]) -> Iterator[None]:
+    """The folders come first while a plugin is imported, and stay importable at the end of sys.path for what it imports later.
+
+    They do not stay first: a `datasets` package in the user's folder must not replace the library that retrain imports lazily.
+    """
+    importlib.invalidate_caches()  # the file may be newer than the last look at its folder
+    names = [str(folder) for folder in folders]
+    sys.path[:0] = names
+    try:
+        yield
+    finally:
+        for name in names:
+            sys.path.remove(name)
+        sys.path.extend(name for name in names if name not in sys.path)
+
+
+def _refuse_two_files(module: str, folders: Sequence[Path], where: str) -> None:
+    relative = Path(*module.split("."))
+    files = [folder / tail for folder in folders for tail in (relative.with_suffix(".py"), relative / "__init__.py")]
+    existing = [file for file in files if file.is_file()]
+    if len(existing) > 1:
+        raise ConfigurationError(f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one.")
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
+    if KINDS[kind].is_class:
+        base = _base_class(kind)
+        if not (inspect.isclass(plugin) and issubclass(plugin, base)):
+            raise ConfigurationError(f"{where} is {_a(plugin)}, and must be a subclass of {base.__module__}.{base.__qualname__}.")
+        if inspect.isabstract(plugin):
+            missing = ", ".join(sorted(name for name, item in inspect.getmembers(plugin) if getattr(item, "__isabstractmethod__", False)))
+            raise ConfigurationError(f"{where} does not define {missing} of {base.__module__}.{base.__qualname__}.")
+        return
+    if not callable(plugin):
+        raise ConfigurationError(f"{where} is {_a(plugin)}, and must be a function: {KINDS[kind].forms}.")
+    params = params_of(kind, config)
+    if kind == "data":
+        _check_bind(plugin, params, where)
+        return
+    try:
+        call = inspect_call(kind, plugin)
+    except ValueError as error:
+        raise ConfigurationError(f"{where}: {error}.") from error
+    if params and not call.takes_context and "params" not in call.keywords:
+        raise ConfigurationError(
+            f"{where} takes no params, but {KINDS[kind].params_key} gives {', '.join(params)}; give the function a `params` argument or "
+            "empty the table."
+        )
+
+
+def _check_bind(function: Callable[..., Any], params: Mapping[str, Any], where: str) -> None:
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    try:
+        inspect.signature(function).bind(**params)
+    except TypeError as error:
+        raise ConfigurationError(f"{where} cannot be called with [data] params {sorted(params)}: {error}.") from error
+
+
+def _base_class(kind: str) -> type:
+    if kind == "engine":
+        from retrain.inference_engine.base import InferenceEngine
+
+        return InferenceEngine
+    from retrain.backends.base import Backend
+
+    return Backend
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return None
+
+
+def _is_context(parameter: inspect.Parameter) -> bool:
+    annotation = parameter.annotation
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return parameter.name in _CONTEXT_NAMES or name.endswith("Context")
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _file(config: "TrainConfig") -> str:
+    return f"{config.source_path}: " if config.source_path is not None else ""
+
+
+def _where(kind: str, name: str, config: "TrainConfig") -> str:
+    return f'{_file(config)}{KINDS[kind].key} = "{name}"'
+
+
+def _suggestion(name: str, names: list[str]) -> str:
+    close = get_close_matches(name, names, n=1)
+    hint = f'; did you mean "{close[0]}"?' if close else "."
+    return f"; it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function{hint}"
+
+
+def _entry_point_names() -> list[str]:
+    return [point.name for point in entry_points(group=PLUGIN_GROUP)]
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an installed package"
+
+
+def _a(thing: object) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"of type {type(thing).__name__}"

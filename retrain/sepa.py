@@ -1,0 +1,191 @@
+"""SEPA's controller: how strongly the uncertainty of execution tokens is pooled, as a function of the step and of what was seen.
+
+    linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps)
+    auto(s)   = 1 - min(1, (var_ema / var_0) / var_threshold), and 0 until var_0 is known
+    lambda(s) = 0 while the gate is closed, else linear(s), or max(auto(s), linear(s)) with schedule = "auto"
+
+The order within a step is resolve, learn, observe, update_auto: a gate that opens in step s acts from step s + 1. Opening the gate does
+not restart the ramp, so lambda can jump. auto is not monotone: where the variance rises again, lambda falls to the linear floor.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+_VARIANCE_FLOOR = 1e-8  # nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start
+
+
+class SEPASettings(Protocol):
+    """The `[sepa]` section."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def delay_steps(self) -> int: ...
+    @property
+    def correct_rate_gate(self) -> float: ...
+    @property
+    def ema_decay(self) -> float: ...
+    @property
+    def var_threshold(self) -> float: ...
+    @property
+    def warmup(self) -> int: ...
+
+
+
+
+class SEPAController:
+    """Holds the gate and the variance of execution tokens; lambda itself is a function of the step and this state."""
+
+    def __init__(self, settings: SEPASettings) -> None:
+        self.settings = settings
+        self.gate_open = settings.correct_rate_gate <= 0
+        self.gate_step: int | None = None
+        """The step whose correct rate opened the gate; None while closed, and where it was open from the start."""
+        self.var_ema: float | None = None
+        self.var_0: float | None = None
+        """The smoothed variance at the end of the warm-up."""
+        self.warmup_seen = 0
+        """Steps that contributed a variance, up to `warmup`."""
+
+    def resolve(self, step: int) -> float:
+        """lambda of the 0-based `step`, in [0, 1]."""
+        if not self.gate_open:
+            return 0.0
+        linear = linear_lambda(self.settings, step)
+        return max(self._auto(), linear) if self.settings.schedule == "auto" else linear
+
+    def observe(self, correct_rate: float | None, step: int) -> None:
+        """Open the gate for good once the fraction of right completions of a step reaches it; None and NaN say nothing."""
+        if self.gate_open or correct_rate is None or math.isnan(correct_rate):
+            return
+        if correct_rate >= self.settings.correct_rate_gate:
+            self.gate_open = True
+            self.gate_step = step
+
+    def update_auto(self, exec_uncertainty: Sequence[float] | npt.NDArray[np.floating]) -> None:
+        """Take in the uncertainty of all execution tokens of one step, once a step. Non-finite values are dropped."""
+        values = np.asarray(exec_uncertainty, dtype=np.float64)
+        values = values[np.isfinite(values)]
+        if len(values) == 0:
+            return
+        variance = float(values.var())
+        decay = self.settings.ema_decay
+        self.var_ema = variance if self.var_ema is None else decay * self.var_ema + (1.0 - decay) * variance
+        if self.var_0 is None:
+            self.warmup_seen += 1
+            if self.warmup_seen >= self.settings.warmup:
+                self.var_0 = max(self.var_ema, _VARIANCE_FLOOR)
+
+    def _auto(self) -> float:
+        if self.var_0 is None or self.var_ema is None:
+            return 0.0
+        return 1.0 - min(1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint stores: JSON values, and the settings beside them."""
+        return {
+            "gate_open": self.gate_open,
+            "gate_step": self.gate_step,
+            "var_ema": self.var_ema,
+            "var_0": self.var_0,
+            "warmup_seen": self.warmup_seen,
+            "config": _settings_dict(self.settings),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore what `state_dict` gave; returns a sentence for each setting that differs from the stored one.
+
+        Raises ValueError naming the field that is missing or impossible; nothing is changed then.
+        """
+        gate_open, gate_step = state.get("gate_open"), state.get("gate_step")
+        if not isinstance(gate_open, bool):
+            raise ValueError(f"SEPA state: gate_open is {gate_open!r}, it must be true or false")
+        warmup_seen = _count(state, "warmup_seen")
+        if gate_step is not None:
+            gate_step = _count(state, "gate_step")
+        var_ema, var_0 = (_variance(state, name) for name in ("var_ema", "var_0"))
+        self.gate_open, self.gate_step, self.warmup_seen = gate_open, gate_step, warmup_seen
+        self.var_ema, self.var_0 = var_ema, var_0
+        stored = state.get("config", {})
+        return [
+            f"[sepa] {key} = {value!r} differs from {stored[key]!r}, with which the checkpoint's controller ran."
+            for key, value in _settings_dict(self.settings).items()
+            if key in stored and stored[key] != value
+        ]
+
+
+def linear_lambda(settings: SEPASettings, step: int) -> float:
+    """The linear ramp at the 0-based `step`, gate aside; 0 throughout where steps <= 0, which means no ramp."""
+    if step <= settings.delay_steps or settings.steps <= 0:
+        return 0.0
+    return min(1.0, (step - settings.delay_steps) / settings.steps)
+
+
+def check_ramp(settings: SEPASettings) -> None:
+    """Raise ConfigurationError for settings with which a controller in use could never leave 0."""
+    if settings.steps <= 0 and settings.schedule == "linear":
+        raise ConfigurationError(
+            f'[sepa] steps = {settings.steps} with schedule = "linear" keeps lambda at 0 for ever; '
+            'give steps of 1 or more, schedule = "auto", or a transform_mode without SEPA.'
+        )
+
+
+def maximal_lambda(config: "TrainConfig") -> float:
+    """The largest lambda of the linear ramp within max_steps, which is also the floor of the auto schedule."""
+    return linear_lambda(config.sepa, config.training.max_steps - 1)
+
+
+def maximal_lambda_note(config: "TrainConfig") -> str | None:
+    """A sentence for the start of the run if the ramp ends below 1; None if it is complete or the transform does not use it (of a plugin that is not known here)."""
+    from retrain.advantages.algorithms import condition_parts
+    from retrain.advantages.transforms import TRANSFORMS
+
+    largest, parts = maximal_lambda(config), condition_parts(config)
+    spec = TRANSFORMS.get(parts[1]) if parts else None
+    if largest >= 1.0 or spec is None or not spec.uses_sepa_controller:
+        return None
+    sepa, last = config.sepa, config.training.max_steps - 1
+    bound = "reaches at most" if sepa.schedule == "linear" else "is only sure to reach"
+    return (
+        f"SEPA's lambda {bound} {largest:.3f} in this run: at the last step ({last}) the ramp of {sepa.steps} steps after "
+        f"{sepa.delay_steps} is not over; lower [sepa] steps or delay_steps, or raise max_steps."
+    )
+
+
+def _settings_dict(settings: SEPASettings) -> dict[str, Any]:
+    return {
+        "steps": settings.steps,
+        "schedule": settings.schedule,
+        "delay_steps": settings.delay_steps,
+        "correct_rate_gate": settings.correct_rate_gate,
+        "ema_decay": settings.ema_decay,
+        "var_threshold": settings.var_threshold,
+        "warmup": settings.warmup,
+    }
+
+
+def _count(state: Mapping[str, Any], name: str) -> int:
+    value = state.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"SEPA state: {name} is {value!r}, it must be a whole number of 0 or more")
+    return value
+
+
+def _variance(state: Mapping[str, Any], name: str) -> float | None:
+    value = state.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"SEPA state: {name} is {value!r}, it must be a finite number of 0 or more, or null")
+    return float(value)
