@@ -3,16 +3,41 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrain.config.load import config_from_mapping, load_config, with_drawn_seed
+    from retrain.config.identity import config_hash, resume_differences
+    from retrain.config.load import config_from_mapping, load_config, load_stored, load_text, replaced, with_drawn_seed
+    from retrain.config.outcomes import refuse_not_built, unused_keys
     from retrain.config.schema import Condition, TrainConfig
+    from retrain.config.toml import dump_toml
 
-__all__ = ["Condition", "TrainConfig", "config_from_mapping", "load_config", "with_drawn_seed"]
+__all__ = [
+    "Condition",
+    "TrainConfig",
+    "config_from_mapping",
+    "config_hash",
+    "dump_toml",
+    "load_config",
+    "load_stored",
+    "load_text",
+    "refuse_not_built",
+    "replaced",
+    "resume_differences",
+    "unused_keys",
+    "with_drawn_seed",
+]
 
 _HOMES = {
     "Condition": "schema",
     "TrainConfig": "schema",
     "config_from_mapping": "load",
+    "config_hash": "identity",
+    "dump_toml": "toml",
     "load_config": "load",
+    "load_stored": "load",
+    "load_text": "load",
+    "refuse_not_built": "outcomes",
+    "replaced": "load",
+    "resume_differences": "identity",
+    "unused_keys": "outcomes",
     "with_drawn_seed": "load",
 }
 

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-import tomlkit
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -134,23 +133,6 @@ def _add(table: dict[str, str], flag: str, path: str) -> None:
     if flag in table:
         raise ValueError(f"the flag {flag} would mean both {table[flag]} and {path}")
     table[flag] = path
-
-
-def toml_value(value: Any) -> str:
-    """A value as TOML writes it; what TOML has no form for, as Python does."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{tomlkit.key(str(k)).as_string()} = {toml_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    if isinstance(value, str):
-        return tomlkit.string(value, multiline="\n" in value).as_string() if _escapable(value) else tomlkit.item(value).as_string()
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value)
-
-
-def _escapable(value: str) -> bool:
-    return "\n" not in value
 
 
 def describe_field(field: FieldInfo) -> str:

@@ -49,6 +49,11 @@ def load_text(text: str, path: Path | None = None) -> TrainConfig:
     return _build(_parse_toml(text, str(path or "the configuration")), [], path)
 
 
+def load_stored(path: str | Path) -> TrainConfig:
+    """The configuration that a run's folder holds, untouched by the variables of this process."""
+    return load_config(path, environ={})
+
+
 def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python") -> TrainConfig:
     """A configuration with some "section.key" values changed, validated again; what was unset stays unset."""
     data = given_values(config)

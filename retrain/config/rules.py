@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from retrain.config.names import BUILTIN_NAMES, GROUP_RELATIVE_ADVANTAGES, RECIPES, SEPA_TRANSFORMS, UNCERTAINTY_ALIASES
+from retrain.config.toml import toml_value
 from retrain.config.violations import Violation
 
 if TYPE_CHECKING:
@@ -310,7 +311,8 @@ def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
 
 @_rule
 def _dr_grpo_aggregates_by_a_constant(config: "TrainConfig") -> Iterator[Violation]:
-    if config.algorithm.algorithm_mode == "dr_grpo" and config.loss.aggregation != "constant":
+    wanted = any(condition.algorithm_mode == "dr_grpo" for condition in config.conditions)
+    if wanted and config.is_set("loss.aggregation") and config.loss.aggregation != "constant":
         yield Violation(
             ("loss.aggregation", "algorithm.algorithm_mode"),
             f'[loss] aggregation = "{config.loss.aggregation}" contradicts algorithm_mode = "dr_grpo", which is GRPO\'s advantage with '
@@ -336,7 +338,7 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
 
 
 def _option_violations(error: ValidationError) -> Iterator[Violation]:
-    from retrain.config.keys import describe_field, toml_value
+    from retrain.config.keys import describe_field
     from retrain.config.schema import PrimeRLOptions
 
     for problem in error.errors(include_url=False):

@@ -200,7 +200,11 @@ class Loss(Section):
     correction_cap: float = key(2.0, "Largest correction weight of tis.", gt=0)
     correction_low: float = key(0.5, "Correction weights below this drop the token (icepop).", ge=0)
     correction_high: float = key(5.0, "Correction weights above this drop the token (icepop).", gt=0)
-    aggregation: Literal["token_mean", "sequence_mean", "constant", "sum"] = key("token_mean", "How token losses become the batch's loss.")
+    aggregation: Literal["token_mean", "sequence_mean", "constant", "sum"] = key(
+        "token_mean",
+        "How token losses become the batch's loss; unset is token_mean, or constant with algorithm_mode dr_grpo.",
+        meaningful_unset=True,
+    )
     kl_coef: float = key(0.0, "Weight of the KL divergence to the frozen base model; 0 skips its forward pass.", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = key("k3", "Estimator of that KL divergence.")
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.", ge=0)
@@ -217,7 +221,7 @@ class Evaluation(Section):
 
     every: int = key(0, "Evaluate after every so many steps; 0 is off.", ge=0)
     at_start: bool = key(False, "Evaluate before the first step.")
-    at_end: bool = key(False, "Evaluate after the last step.")
+    at_end: bool = key(False, "Evaluate after the last step; unset is true in campaigns.", meaningful_unset=True)
     source: Annotated[str, OpenName("data", may_be_empty=True)] = key("", "Data source; empty means the training source's held-out split.")
     max_examples: int = key(200, "Problems evaluated at most; 0 uses all.", ge=0)
     samples: int = key(1, "Completions sampled per problem.", ge=1)

@@ -8,9 +8,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from retrain.config.aliases import ALIASES
-from retrain.config.keys import Key, all_keys, keys_by_path, section_models, toml_value
+from retrain.config.keys import Key, all_keys, keys_by_path, section_models
 from retrain.config.names import nearest
 from retrain.config.origin import Origin
+from retrain.config.toml import toml_value
 from retrain.config.violations import RuleViolations, Violation
 
 LEGACY_PREFIX = "prime_rl_"

@@ -1,0 +1,249 @@
+"""The two outcomes of a key that is neither used nor wrong: without effect in this run, or of a feature that is not built yet.
+
+Both are data: a row says which keys it is about and when. A feature that gets built loses its row.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from retrain.config.keys import Key, all_keys
+from retrain.config.names import (
+    BUILTIN_NAMES,
+    GTPO_TRANSFORMS,
+    HICRA_TRANSFORMS,
+    PLANNING_TRANSFORMS,
+    SEPA_TRANSFORMS,
+    is_data_location,
+)
+from retrain.config.rules import modes_of
+from retrain.config.schema import PrimeRLOptions, TrainConfig
+from retrain.config.toml import toml_value
+from retrain.errors import ConfigurationError
+
+Test = Callable[[TrainConfig], bool]
+
+
+# -- keys without effect -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Keys ("section.key", or "section.*") that do nothing while `when` holds."""
+
+    keys: tuple[str, ...]
+    when: Test
+    because: str
+    but: tuple[str, ...] = ()
+    """Keys of a "section.*" that keep their effect."""
+
+    def covers(self, key: Key) -> bool:
+        return key.path not in self.but and (key.path in self.keys or f"{key.section}.*" in self.keys)
+
+
+def unused_keys(config: TrainConfig) -> list[str]:
+    """One sentence for each key that was set away from its default and has no effect in this run."""
+    if config.kind == "squeeze":
+        return []
+    return [*_unused_by_rule(config), *_unused_options(config)]
+
+
+def _unused_by_rule(config: TrainConfig) -> Iterator[str]:
+    for key in all_keys():
+        value = config.value(key.path)
+        if value is None or value == key.default or (key.section == "campaign" and config.campaign is None):
+            continue
+        reason = next((row.because for row in UNUSED if row.covers(key) and row.when(config)), None)
+        if reason:
+            yield f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
+
+
+def _unused_options(config: TrainConfig) -> Iterator[str]:
+    if config.backend.backend not in BUILTIN_NAMES["backend"]:
+        return
+    defaults = PrimeRLOptions().model_dump()
+    for name, value in config.backend.options.items():
+        if value == defaults[name]:
+            continue
+        if config.backend.backend != "prime_rl":
+            yield f'[backend.options] {name} = {toml_value(value)} is unused here: it is an option of prime_rl, and backend is "{config.backend.backend}".'
+        elif name.startswith("zmq_") and config.backend.prime_rl.transport == "filesystem":
+            yield f'[backend.options] {name} = {toml_value(value)} is unused here: transport is "filesystem".'
+
+
+def _backend_is(*names: str) -> Test:
+    return lambda config: config.backend.backend in names
+
+
+def _backend_is_not(name: str) -> Test:
+    return lambda config: config.backend.backend in BUILTIN_NAMES["backend"] and config.backend.backend != name
+
+
+def _no_transform_of(names: frozenset[str]) -> Test:
+    """No condition has one of these transforms; a plugin may use any key, so with one nothing is called unused."""
+
+    def test(config: TrainConfig) -> bool:
+        transforms = [modes_of(condition)[1] for condition in config.conditions]
+        return all(transform in BUILTIN_NAMES["transform"] and transform not in names for transform in transforms)
+
+    return test
+
+
+def _no_uncertainty(config: TrainConfig) -> bool:
+    return config.algorithm.surprisal_mask_rho == 0 and _no_transform_of(GTPO_TRANSFORMS)(config)
+
+
+def _rewards_within(*names: str) -> Test:
+    return lambda config: set(config.reward.types) <= set(names)
+
+
+def _no_reward(*names: str) -> Test:
+    return lambda config: not set(config.reward.types) & set(names)
+
+
+def _only_builtin_rewards_but_custom(config: TrainConfig) -> bool:
+    return set(config.reward.types) <= set(BUILTIN_NAMES["reward"]) - {"custom"}
+
+
+def _source_has_no_path(config: TrainConfig) -> bool:
+    return config.data.source in ("lab",) or is_data_location(config.data.source)
+
+
+def _source_is_builtin(config: TrainConfig) -> bool:
+    return config.data.source in BUILTIN_NAMES["data"] or is_data_location(config.data.source)
+
+
+def _source_has_fixed_columns(config: TrainConfig) -> bool:
+    return config.data.source in ("math", "gsm8k", "lab")
+
+
+def _no_wandb(config: TrainConfig) -> bool:
+    return not config.logging.wandb_project and "wandb" not in config.logging.trackers
+
+
+def _no_evaluation(config: TrainConfig) -> bool:
+    return not config.evaluation.asked_for and (config.campaign is None or config.is_set("evaluation.at_end"))
+
+
+def _campaign(config: TrainConfig) -> bool:
+    return config.campaign is not None
+
+
+def _campaign_where(test: Callable[[Any], bool]) -> Test:
+    return lambda config: config.campaign is not None and test(config.campaign)
+
+
+UNUSED: tuple[Unused, ...] = (
+    Unused(("inference.*",), _backend_is("tinker"), "Tinker samples by itself"),
+    Unused(("inference.url",), lambda c: c.inference.engine == "pytorch", 'engine "pytorch" samples in this process'),
+    Unused(("model.base_url",), _backend_is_not("tinker"), "it belongs to the tinker backend"),
+    Unused(("backend.max_concurrent", "backend.throttle_dir"), _backend_is_not("tinker"), "it belongs to the tinker backend"),
+    Unused(("backend.devices", "model.dtype", "model.load_in_4bit"), _backend_is("tinker"), "Tinker holds the model"),
+    Unused(("data.*",), lambda c: bool(c.environment.provider), "the problems come from [environment]", but=("data.chat_template_args",)),
+    Unused(
+        ("reward.*",),
+        lambda c: bool(c.environment.provider),
+        "the rubric of [environment] scores",
+        but=("reward.correct_threshold", "reward.max_failure_rate"),
+    ),
+    Unused(("environment.*",), lambda c: not c.environment.provider, "no environment provider is set"),
+    Unused(("data.path",), _source_has_no_path, "this source reads no other file"),
+    Unused(("data.difficulty",), lambda c: c.data.source != "lab" and c.evaluation.source != "lab", 'it belongs to source = "lab"'),
+    Unused(("data.params",), _source_is_builtin, "it belongs to data plugins"),
+    Unused(("data.prompt_column", "data.answer_column"), _source_has_fixed_columns, "this source's columns are fixed"),
+    Unused(("reward.judge_model",), _no_reward("judge"), "no judge reward is used"),
+    Unused(("reward.custom_module", "reward.custom_function"), _no_reward("custom"), "no custom reward is used"),
+    Unused(("reward.random_p",), _no_reward("random"), "no random reward is used"),
+    Unused(("reward.params",), _only_builtin_rewards_but_custom, "it belongs to custom and plugin rewards"),
+    Unused(("reward.normalize",), _no_reward("match"), "no match reward is used"),
+    Unused(("reward.after_think",), _no_reward("match", "math"), "no reward looks for a box"),
+    Unused(("reward.deadline_s", "reward.workers"), _rewards_within("match", "random"), "these rewards need no worker"),
+    Unused(("algorithm.advantage_mode", "algorithm.transform_mode"), _campaign, "the conditions of the campaign say it"),
+    Unused(
+        ("algorithm.advantage_mode", "algorithm.transform_mode"), lambda c: bool(c.algorithm.algorithm_mode), "algorithm_mode replaces it"
+    ),
+    Unused(("algorithm.params",), lambda c: not any(x.algorithm_mode for x in c.conditions), "no algorithm_mode is set"),
+    Unused(("algorithm.uncertainty_kind", "algorithm.uncertainty_params"), _no_uncertainty, "nothing here weighs or masks by uncertainty"),
+    Unused(("algorithm.uncertainty_kind",), lambda c: "uncertainty_kind" in c.algorithm.transform_params, "transform_params overrides it"),
+    Unused(
+        ("algorithm.surprisal_mask_scope", "algorithm.surprisal_mask_denominator"),
+        lambda c: c.algorithm.surprisal_mask_rho == 0,
+        "surprisal_mask_rho is 0",
+    ),
+    Unused(("gtpo.*",), _no_transform_of(GTPO_TRANSFORMS), "no transform here uses GTPO weights"),
+    Unused(("gtpo.norm", "gtpo.negative"), lambda c: c.gtpo.beta == 0, "beta is 0"),
+    Unused(("hicra.*",), _no_transform_of(HICRA_TRANSFORMS), "no transform here uses HICRA"),
+    Unused(("sepa.*",), _no_transform_of(SEPA_TRANSFORMS), "no transform here uses SEPA"),
+    Unused(("sepa.ema_decay", "sepa.var_threshold", "sepa.warmup"), lambda c: c.sepa.schedule == "linear", 'schedule is "linear"'),
+    Unused(("planning.*",), _no_transform_of(PLANNING_TRANSFORMS), "no transform here needs planning tokens"),
+    Unused(
+        ("planning.model", "planning.threshold", "planning.min_similarity"), lambda c: c.planning.detector == "regex", 'detector is "regex"'
+    ),
+    Unused(("planning.strategic_grams",), lambda c: c.planning.detector == "semantic", 'detector is "semantic"'),
+    Unused(("loss.clip_low", "loss.clip_high"), lambda c: c.loss.mode == "importance_sampling", "importance_sampling does not clip"),
+    Unused(("loss.dual_clip",), lambda c: c.loss.mode != "ppo", 'it belongs to mode = "ppo"'),
+    Unused(("loss.correction_cap",), lambda c: c.loss.correction != "tis", 'it belongs to correction = "tis"'),
+    Unused(("loss.correction_low", "loss.correction_high"), lambda c: c.loss.correction != "icepop", 'it belongs to correction = "icepop"'),
+    Unused(("loss.kl_estimator",), lambda c: c.loss.kl_coef == 0, "kl_coef is 0"),
+    Unused(("evaluation.*",), _no_evaluation, "no evaluation is asked for (every, at_start, at_end)"),
+    Unused(("backpressure.*",), lambda c: not c.backpressure.enabled, "back pressure is not enabled"),
+    Unused(("squeeze.*",), lambda c: c.kind == "run", "a single run has no adapter_path to squeeze"),
+    Unused(
+        ("logging.wandb_run_name", "logging.wandb_entity", "logging.wandb_group", "logging.wandb_tags"),
+        _no_wandb,
+        "no wandb_project is set",
+    ),
+    Unused(("logging.generations_per_step",), lambda c: c.logging.generations_every == 0, "generations_every is 0"),
+    Unused(("training.seed",), _campaign, "[campaign] seeds say it"),
+    Unused(("training.max_steps",), _campaign_where(lambda c: c.max_steps is not None), "[campaign] max_steps says it"),
+    Unused(
+        ("campaign.max_workers", "campaign.stagger_seconds"),
+        _campaign_where(lambda c: not c.parallel and c.launcher == "local"),
+        "parallel is false",
+    ),
+    Unused(("campaign.ray_address",), _campaign_where(lambda c: c.launcher != "ray"), 'launcher is not "ray"'),
+)
+"""In the order in which reasons are preferred."""
+
+
+# -- features that are not built yet -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """A feature that the schema knows and this version refuses when a run starts."""
+
+    key: str
+    when: Test
+    instead: str
+
+
+def refuse_not_built(config: TrainConfig) -> None:
+    """Raise a ConfigurationError naming every feature that the configuration asks for and this version has not."""
+    problems = [
+        f"[{row.key.replace('.', '] ', 1)} = {toml_value(config.value(row.key))} is not built yet; {row.instead}."
+        for row in NOT_BUILT
+        if row.when(config)
+    ]
+    if config.kind == "campaign":
+        problems.insert(0, "[campaign]: campaigns are not built yet; drop the section and run one condition at a time.")
+    if problems:
+        raise ConfigurationError(problems)
+
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt("backend.backend", lambda c: c.backend.backend in ("tinker", "prime_rl"), 'use backend = "local"'),
+    NotBuilt("backend.devices", lambda c: len(c.backend.device_list) == 2, "split mode is to come, so name one device"),
+    NotBuilt(
+        "inference.engine",
+        lambda c: c.backend.backend == "local" and c.inference.engine in BUILTIN_NAMES["engine"] and c.inference.engine != "pytorch",
+        'use engine = "pytorch"',
+    ),
+    NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),
+    NotBuilt(
+        "reward.type", lambda c: not c.environment.provider and "judge" in c.reward.types, "use match, math, custom, random or a plugin"
+    ),
+    NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
+    NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
+    NotBuilt("squeeze.adapter_path", lambda c: c.kind == "squeeze", "squeeze jobs are to come, so drop the key"),
+)
