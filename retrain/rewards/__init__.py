@@ -1,0 +1,8 @@
+"""Rewards: match, math, custom, random, and weighted sums of them. Importing this imports no symbolic mathematics."""
+
+from retrain.rewards.boxed import extract_boxed
+from retrain.rewards.guard import FailureGuard
+from retrain.rewards.match import hendrycks_is_equiv
+from retrain.rewards.scoring import Scorer, ScoreRequest, build_scorer, gold_response
+
+__all__ = ["FailureGuard", "ScoreRequest", "Scorer", "build_scorer", "extract_boxed", "gold_response", "hendrycks_is_equiv"]

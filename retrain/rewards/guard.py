@@ -1,0 +1,76 @@
+"""Stops a run whose rewards cannot be judged: errors are counted and shown, never turned into zeros, and never trained past."""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from retrain.errors import RunFailed
+from retrain.types import Outcome, Score
+
+WINDOW_STEPS = 20
+_ENOUGH = 8
+"""Completions after which "not one could be judged" is no accident."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    total: int
+    reasons: dict[str, int]
+    """Completions that could not be judged, by reason."""
+
+    @property
+    def failed(self) -> int:
+        return sum(self.reasons.values())
+
+
+class FailureGuard:
+    """Watches the rate of could-not-judge over the last `window` steps. The trainer calls `observe` once a step.
+
+    The run stops when the failures exceed what `max_failure_rate` allows in a whole window (early steps are scaled up to one, so
+    that one bad answer in the first step is no 6%), or when nothing at all could be judged. A rate of 1 switches it off.
+    """
+
+    def __init__(self, max_failure_rate: float, window: int = WINDOW_STEPS) -> None:
+        self._max_failure_rate = max_failure_rate
+        self._window = window
+        self._steps: deque[_Step] = deque(maxlen=window)
+
+    def observe(self, scores: Iterable[Score]) -> None:
+        """Count one step's scores. Raises RunFailed in one sentence with the most frequent reason."""
+        outcomes = list(scores)
+        reasons = Counter(score.reason or "no reason given" for score in outcomes if score.outcome is Outcome.COULD_NOT_JUDGE)
+        self._steps.append(_Step(len(outcomes), dict(reasons)))
+        if self._max_failure_rate < 1 and self._is_over():
+            raise RunFailed(self._sentence())
+
+    def _is_over(self) -> bool:
+        total, failed = self._total, self._failed
+        allowed = self._max_failure_rate * total * self._window / len(self._steps)
+        return failed > allowed or (failed == total and total >= _ENOUGH)
+
+    @property
+    def _total(self) -> int:
+        return sum(step.total for step in self._steps)
+
+    @property
+    def _failed(self) -> int:
+        return sum(step.failed for step in self._steps)
+
+    def _sentence(self) -> str:
+        reasons: Counter[str] = Counter()
+        for step in self._steps:
+            reasons.update(step.reasons)
+        reason, count = reasons.most_common(1)[0]
+        return (
+            f"{self._failed} of {self._total} completions of the last {len(self._steps)} steps could not be judged, more than "
+            f"[reward] max_failure_rate = {self._max_failure_rate:g} allows; "
+            f"the most frequent reason ({count} times): {reason.rstrip('.')}."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: [total, {reason: count}] for each step in the window, oldest first."""
+        return {"steps": [[step.total, step.reasons] for step in self._steps]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = deque((_Step(total, dict(reasons)) for total, reasons in state["steps"]), maxlen=self._window)

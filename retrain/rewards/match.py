@@ -1,0 +1,108 @@
+r"""String comparison of answers: exact, or after the normalisation of the MATH paper (Hendrycks et al. 2021, `is_equiv`)."""
+
+import re
+from typing import Literal
+
+Normalization = Literal["none", "hendrycks"]
+
+_SLASH_FRACTION = re.compile(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)")
+_UNITS = r"\text{ "
+
+
+class _NotNormalizable(ValueError):
+    """The string has a form that the normalisation does not define; it is compared as it stands."""
+
+
+def answers_match(answer: str, reference: str, normalize: Normalization) -> bool:
+    """Whether two stripped answers are the same. An empty reference matches nothing."""
+    answer, reference = answer.strip(), reference.strip()
+    if not reference:
+        return False
+    if answer == reference:
+        return True
+    if normalize == "none":
+        return False
+    return bool(_normalize_or_keep(reference)) and hendrycks_is_equiv(answer, reference)
+
+
+def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
+    """Equality after `hendrycks_normalize`; where either side cannot be normalised, plain equality. None equals nothing."""
+    if a is None or b is None:
+        return False
+    try:
+        return hendrycks_normalize(a) == hendrycks_normalize(b)
+    except _NotNormalizable:
+        return a == b
+
+
+def hendrycks_normalize(text: str) -> str:
+    """The steps of the original in the original's order: later ones rely on earlier ones.
+
+    Raises ValueError where the original fails: units given twice, a root or fraction without an argument.
+    """
+    text = text.replace("\n", "").replace(r"\!", "").replace("\\\\", "\\")
+    text = text.replace("tfrac", "frac").replace("dfrac", "frac")
+    text = text.replace(r"\left", "").replace(r"\right", "")
+    text = text.replace(r"^{\circ}", "").replace(r"^\circ", "")
+    text = text.replace(r"\$", "")
+    text = _without_units(text)
+    text = text.replace(r"\%", "")
+    text = text.replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    text = _right_hand_side(text)
+    text = _brace_roots(text)
+    text = text.replace(" ", "")
+    text = _brace_fractions(text)
+    if text == "0.5":
+        text = r"\frac{1}{2}"
+    return _SLASH_FRACTION.sub(r"\\frac{\1}{\2}", text) if _SLASH_FRACTION.fullmatch(text) else text
+
+
+def _normalize_or_keep(text: str) -> str:
+    try:
+        return hendrycks_normalize(text)
+    except _NotNormalizable:
+        return text
+
+
+def _without_units(text: str) -> str:
+    r"""A space right after `\text{` marks a unit at the end of an answer: `5\text{ cm}`."""
+    value, *units = text.split(_UNITS)
+    if len(units) > 1:
+        raise _NotNormalizable(text)
+    return value
+
+
+def _right_hand_side(text: str) -> str:
+    """`x = 5` is 5 where the left side is a short name; `a+b=5` stays."""
+    left, *right = text.split("=")
+    return right[0] if len(right) == 1 and len(left) <= 2 else text
+
+
+def _brace_roots(text: str) -> str:
+    r"""`\sqrt3` is `\sqrt{3}`."""
+    first, *rest = text.split(r"\sqrt")
+    return first + "".join(r"\sqrt" + _braced_first(tail) for tail in rest)
+
+
+def _braced_first(text: str) -> str:
+    if not text:
+        raise _NotNormalizable(text)
+    return text if text[0] == "{" else "{" + text[0] + "}" + text[1:]
+
+
+def _brace_fractions(text: str) -> str:
+    r"""`\frac12` and `\frac1{2}` are `\frac{1}{2}`. A fraction with a single character left leaves the whole string as it is."""
+    first, *rest = text.split(r"\frac")
+    done = first
+    for tail in rest:
+        if not tail:
+            raise _NotNormalizable(text)
+        if tail[0] == "{":
+            done += r"\frac" + tail
+        elif len(tail) == 1:
+            return text
+        else:
+            done += r"\frac{" + tail[0] + "}" + _braced_first(tail[1:])
+    return done

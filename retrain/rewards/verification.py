@@ -1,0 +1,31 @@
+r"""math-verify inside a worker: symbolic equality of two LaTeX answers. Only worker processes import this module.
+
+Neither the time nor the memory of sympy is bounded here, since the library's own alarm is no guard: a single power of big
+integers never returns to it. The parent kills the worker instead.
+"""
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warning that time-outs are off is the intention here
+_CONFIGURATION = [LatexExtractionConfig()]
+
+
+def _parse(answer: str) -> list[Any]:
+    parsed: list[Any] = parse(f"\\boxed{{{answer}}}", _CONFIGURATION, parsing_timeout=None)
+    return parsed
+
+
+_parse_gold = lru_cache(maxsize=4096)(_parse)  # a group asks for the same reference G times
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether `answer` equals `gold`. The order matters to math-verify; what it cannot parse is not equal."""
+    return bool(verify(_parse_gold(gold), _parse(answer), timeout_seconds=None))
+
+
+equal("1", r"\frac{2}{2}")  # builds the parser's tables and regular expressions before the workers are forked
+_parse_gold.cache_clear()

@@ -1,0 +1,248 @@
+"""A pool of worker processes that a deadline can kill.
+
+One thread here owns one worker process there: it sends a job, waits on the wall clock, and kills and replaces the worker when
+the deadline or the memory limit is passed. Nothing inside a worker is trusted to stop by itself.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import ConfigurationError
+from retrain.rewards.channel import Channel, ChannelClosed, Message, encode
+from retrain.rewards.nursery import STARTUP_LIMIT_S, Nursery, NurseryLost
+from retrain.rewards.worker import VERIFICATION_MODULE
+
+MEMORY_LIMIT = 2 << 30
+"""Bytes resident in a verifying worker at most; the largest seen for an answer that ended in time is 0.1 GiB."""
+ADDRESS_SPACE_LIMIT = 4 << 30
+"""Bytes a verifying worker may map: the limit behind the limit, for what grows faster than the parent looks."""
+_TICK_S = 0.05
+"""How often the parent looks at the memory of a worker that has not answered."""
+_MAX_AUTOMATIC_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A worker's verdict: a reward, or None with the reason."""
+
+    value: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What every worker of a pool is told first."""
+
+    verify: bool = False
+    """math-verify is wanted, so the nursery imports it and the memory limits hold."""
+    rewards: tuple[str, ...] = ()
+    """Names of user functions."""
+    params: dict[str, Any] = field(default_factory=dict)
+    plugins: dict[str, Any] = field(default_factory=dict)
+    """The [plugins] section."""
+    paths: tuple[str, ...] = ()
+    """Folders that the workers can import from beside those of this process."""
+
+    @property
+    def preload(self) -> list[str]:
+        return ["retrain.rewards.worker"] + [VERIFICATION_MODULE] * self.verify + ["retrain.rewards.custom"] * bool(self.rewards)
+
+    @property
+    def memory_limit(self) -> int | None:
+        """User code may map what it likes: its models and files are the user's business."""
+        return MEMORY_LIMIT if self.verify and not self.rewards else None
+
+    def message(self) -> Message:
+        limit = ADDRESS_SPACE_LIMIT if self.memory_limit else None
+        return {
+            "address_space": limit,
+            "verify": self.verify,
+            "rewards": list(self.rewards),
+            "params": self.params,
+            "plugins": self.plugins,
+            "paths": list(self.paths),
+        }
+
+
+def automatic_workers() -> int:
+    """Half of the cores that this process may use: sampling needs the rest."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MAX_AUTOMATIC_WORKERS, cores // 2))
+
+
+class WorkerPool:
+    """Workers that start at once and answer jobs in the order of submission."""
+
+    def __init__(self, setup: WorkerSetup, workers: int, deadline_s: float) -> None:
+        self._setup = setup
+        self._nursery = Nursery(setup.preload)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._keepers = [_Keeper(setup, self._nursery, self._jobs, deadline_s, self._closing) for _ in range(workers)]
+        for keeper in self._keepers:
+            keeper.start()
+
+    def submit(self, message: Message) -> "Future[Judgement]":
+        """Judge one job. The deadline starts when a worker that is ready takes it; the future never raises.
+
+        TypeError, here and now, for a message that is not JSON.
+        """
+        job = _Job(encode(message), Future())
+        self._jobs.put(job)
+        return job.future
+
+    def wait_ready(self) -> None:
+        """Wait for the first worker. Raises ConfigurationError where it cannot load what it was told to."""
+        keeper = self._keepers[0]
+        keeper.started.wait(2 * STARTUP_LIMIT_S)
+        if keeper.refusal:
+            raise ConfigurationError(keeper.refusal)
+
+    def close(self) -> None:
+        """Kill the workers. Jobs that nobody has taken are cancelled; those under way end as could-not-judge."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job.future.cancel()
+        for _ in self._keepers:
+            self._jobs.put(None)
+        self._nursery.close()
+        for keeper in self._keepers:
+            keeper.join()
+
+
+@dataclass(frozen=True)
+class _Job:
+    message: bytes
+    future: "Future[Judgement]"
+
+
+@dataclass(frozen=True)
+class _Worker:
+    pid: int
+    channel: Channel
+
+
+class _Refused(Exception):
+    """The worker cannot load what it was told to."""
+
+
+class _Keeper(threading.Thread):
+    """Keeps one worker alive and brings it one job at a time."""
+
+    def __init__(
+        self, setup: WorkerSetup, nursery: Nursery, jobs: "queue.SimpleQueue[_Job | None]", deadline_s: float, closing: threading.Event
+    ) -> None:
+        super().__init__(name="reward-worker", daemon=True)
+        self.started = threading.Event()
+        self.refusal = ""
+        self._setup = setup
+        self._nursery = nursery
+        self._jobs = jobs
+        self._deadline_s = deadline_s
+        self._closing = closing
+        self._worker: _Worker | None = None
+
+    def run(self) -> None:
+        self._prepare()
+        self.started.set()
+        while (job := self._jobs.get()) is not None:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_result(self._judge(job.message))
+                self._prepare()
+        if self._worker is not None:
+            self._worker.channel.close()
+
+    def _prepare(self) -> str:
+        """Have a worker that is ready. The reason why there is none, else empty."""
+        if self._worker is not None:
+            return ""
+        if self._closing.is_set():
+            return "the run is ending"
+        try:
+            self._worker = self._spawn()
+        except _Refused as error:
+            self.refusal = str(error)
+            return self.refusal
+        except (NurseryLost, ChannelClosed, TimeoutError) as error:
+            return f"no reward worker could be started ({error})"
+        return ""
+
+    def _spawn(self) -> _Worker:
+        pid, channel = self._nursery.spawn()
+        try:
+            channel.send(self._setup.message())
+            answer = channel.receive(STARTUP_LIMIT_S)
+        except (ChannelClosed, TimeoutError):
+            channel.close()
+            self._nursery.end(pid)
+            raise
+        if "refused" in answer:
+            channel.close()
+            self._nursery.end(pid)
+            raise _Refused(answer["refused"])
+        return _Worker(pid, channel)
+
+    def _judge(self, message: bytes) -> Judgement:
+        reason = self._prepare()
+        if self._worker is None:
+            return Judgement(None, reason)
+        try:
+            self._worker.channel.send_encoded(message)
+            return self._wait(self._worker)
+        except ChannelClosed:
+            status = self._discard()
+            how = f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
+            return Judgement(None, "the run is ending" if self._closing.is_set() else f"the reward worker died ({how})")
+
+    def _wait(self, worker: _Worker) -> Judgement:
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._discard()
+                return Judgement(None, f"the reward took longer than deadline_s = {self._deadline_s:g} and its worker was killed")
+            try:
+                reply = worker.channel.receive(min(left, _TICK_S))
+            except TimeoutError:
+                if self._is_too_large(worker):
+                    self._discard()
+                    return Judgement(None, f"the reward needed more than {MEMORY_LIMIT >> 30} GiB and its worker was killed")
+                continue
+            if self._is_too_large(worker, fraction=0.5):
+                self._discard()  # sympy's caches only grow
+            return Judgement(reply["value"], reply.get("reason", ""))
+
+    def _is_too_large(self, worker: _Worker, fraction: float = 1.0) -> bool:
+        limit = self._setup.memory_limit
+        return limit is not None and resident_bytes(worker.pid) > fraction * limit
+
+    def _discard(self) -> int | None:
+        """Kill the worker and return its exit code."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return None
+        worker.channel.close()
+        return self._nursery.end(worker.pid)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 where /proc does not tell."""
+    try:
+        fields: Sequence[str] = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
