@@ -29,17 +29,16 @@ def may_differ(path: str) -> bool:
 
 def config_hash(config: TrainConfig) -> str:
     """sha256 (hex) over every value that must not change at resume; equal runs on other devices of a kind hash equal."""
-    values = {
-        key.path: _jsonable(config.value(key.path)) for key in all_keys() if not may_differ(key.path) and key.path != "backend.devices"
-    }
+    fixed = [key.path for key in all_keys() if not may_differ(key.path) and key.path != "backend.devices"]
+    values = {path: _jsonable(config.value(path)) for path in fixed}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
     """One sentence for each value that a resumed run may not change, with both values; empty when it may go on."""
     return [
-        f"[{key.section}] {key.name} = {_shown(current, key.path)} differs from {_shown(stored, key.path)}, with which the run was started, "
-        "and cannot change at resume; take the old value, or start a new run."
+        f"[{key.section}] {key.name} = {_shown(current, key.path)} differs from {_shown(stored, key.path)}, with which the run was "
+        "started, and cannot change at resume; take the old value, or start a new run."
         for key in all_keys()
         if _differs(key.path, stored, current)
     ]

@@ -58,8 +58,8 @@ def _move(backend: MutableMapping[str, Any], options: MutableMapping[str, Any], 
     value = backend[key]
     if new_key in options and options[new_key] != value:
         raise ConfigurationError(
-            f"{name}: [backend] {key} = {_shown(value)} and [backend.options] {new_key} = {_shown(options[new_key])} contradict each other; "
-            "delete one and migrate again."
+            f"{name}: [backend] {key} = {_shown(value)} and [backend.options] {new_key} = {_shown(options[new_key])} "
+            "contradict each other; delete one and migrate again."
         )
     del backend[key]
     if new_key not in options:

@@ -62,13 +62,15 @@ def _unused_options(config: TrainConfig) -> Iterator[str]:
     if config.backend.backend not in BUILTIN_NAMES["backend"]:
         return
     defaults = PrimeRLOptions().model_dump()
+    backend = config.backend.backend
     for name, value in config.backend.options.items():
         if value == defaults[name]:
             continue
-        if config.backend.backend != "prime_rl":
-            yield f'[backend.options] {name} = {toml_value(value)} is unused here: it is an option of prime_rl, and backend is "{config.backend.backend}".'
+        shown = f"[backend.options] {name} = {toml_value(value)} is unused here"
+        if backend != "prime_rl":
+            yield f'{shown}: it is an option of prime_rl, and backend is "{backend}".'
         elif name.startswith("zmq_") and config.backend.prime_rl.transport == "filesystem":
-            yield f'[backend.options] {name} = {toml_value(value)} is unused here: transport is "filesystem".'
+            yield f'{shown}: transport is "filesystem".'
 
 
 def _backend_is(*names: str) -> Test:

@@ -47,7 +47,7 @@ def _sepa_needs_a_ramp(config: "TrainConfig") -> Iterator[Violation]:
             if transform in SEPA_TRANSFORMS:
                 yield Violation(
                     ("sepa.steps", "sepa.schedule", "algorithm.transform_mode", "algorithm.algorithm_mode"),
-                    f'[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever, so transform "{transform}" would do nothing new; '
+                    f'[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever, so "{transform}" would do nothing new; '
                     'give steps of 1 or more, or schedule = "auto"',
                 )
 
@@ -71,14 +71,14 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
     if config.backend.backend != "local":
         yield Violation(
             (source, "backend.backend"),
-            f'[algorithm] uncertainty_kind = "shannon_entropy" needs [backend] backend = "local", and it is "{config.backend.backend}", '
-            "which returns log-probs only; use surprisal or predictive_variance",
+            f'[algorithm] uncertainty_kind = "shannon_entropy" needs [backend] backend = "local", and "{config.backend.backend}" '
+            "returns log-probs only; use surprisal or predictive_variance",
         )
     elif config.inference.engine != "pytorch":
         yield Violation(
             (source, "inference.engine"),
-            f'[algorithm] uncertainty_kind = "shannon_entropy" needs [inference] engine = "pytorch", and it is "{config.inference.engine}", '
-            "which returns log-probs only; use surprisal or predictive_variance",
+            f'[algorithm] uncertainty_kind = "shannon_entropy" needs [inference] engine = "pytorch", and "{config.inference.engine}" '
+            "returns log-probs only; use surprisal or predictive_variance",
         )
 
 
@@ -102,7 +102,7 @@ def _top_p_is_not_trainable(config: "TrainConfig") -> Iterator[Violation]:
     if config.training.top_p < 1:
         yield Violation(
             ("training.top_p",),
-            f"[training] top_p = {config.training.top_p} would sample from another distribution than the one that is trained; leave it at 1.0",
+            f"[training] top_p = {config.training.top_p} would sample from another distribution than is trained; leave it at 1.0",
         )
 
 
@@ -142,7 +142,7 @@ def _bounds_are_in_order(config: "TrainConfig") -> Iterator[Violation]:
     if loss.correction_low > loss.correction_high:
         yield Violation(
             ("loss.correction_low", "loss.correction_high"),
-            f"[loss] correction_low = {loss.correction_low} is above correction_high = {loss.correction_high}, so every token would be dropped",
+            f"[loss] correction_low = {loss.correction_low} is above correction_high = {loss.correction_high}, so every token is dropped",
         )
     if 0 < loss.dual_clip <= 1:
         yield Violation(
@@ -275,12 +275,14 @@ def _conditions_are_complete(config: "TrainConfig") -> Iterator[Violation]:
         if condition.algorithm_mode and len(missing) < 2:
             yield Violation(
                 ("campaign.conditions",),
-                f'[[campaign.conditions]] number {number} gives algorithm_mode = "{condition.algorithm_mode}" and a mode that it replaces; keep one',
+                f'[[campaign.conditions]] number {number} gives algorithm_mode = "{condition.algorithm_mode}" '
+                "and a mode that it replaces; keep one",
             )
         elif not condition.algorithm_mode and missing:
             yield Violation(
                 ("campaign.conditions",),
-                f"[[campaign.conditions]] number {number} lacks {' and '.join(missing)}; give advantage_mode and transform_mode, or algorithm_mode",
+                f"[[campaign.conditions]] number {number} lacks {' and '.join(missing)}; "
+                "give advantage_mode and transform_mode, or algorithm_mode",
             )
 
 
@@ -294,8 +296,8 @@ def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
         if folder in seen:
             yield Violation(
                 ("campaign.conditions",),
-                f'[[campaign.conditions]] numbers {seen[folder]} and {number} are both called "{condition.label}", so their runs would share folders; '
-                "change or drop one",
+                f'[[campaign.conditions]] numbers {seen[folder]} and {number} are both called "{condition.label}", '
+                "so their runs would share folders; change or drop one",
             )
         seen.setdefault(folder, number)
 

@@ -16,9 +16,11 @@ from retrain.config.rules import broken_rules
 from retrain.config.values import (
     MAX_SEED,
     OpenName,
+    check_arguments,
     check_devices,
     check_grams,
     check_svd_device,
+    check_table,
     parse_devices,
     parse_grams,
     table_from_json,
@@ -36,7 +38,7 @@ def key(default: Any, doc: str, *, meaningful_unset: bool = False, **constraints
 
 
 Strings = list[str]
-Table = dict[str, Any]
+Table = Annotated[dict[str, Any], AfterValidator(check_table)]
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
@@ -312,7 +314,9 @@ class Environment(Section):
 
     provider: Literal["", "verifiers"] = key("", "Environment provider; empty is none.")
     id: str = key("", "Environment id, such as primeintellect/gsm8k.")
-    args: Annotated[Table, BeforeValidator(table_from_json)] = key({}, "Arguments of the environment, as a table or a JSON string.")
+    args: Annotated[dict[str, Any], BeforeValidator(table_from_json), AfterValidator(check_arguments)] = key(
+        {}, "Arguments of the environment, as a table or a JSON string."
+    )
     max_turns: int = key(-1, "Turns at most in multi-turn environments; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
 

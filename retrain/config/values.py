@@ -1,6 +1,7 @@
 """Values with a grammar of their own: devices, strategic grams, names that a plugin may add to."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,33 @@ def _split_grams(text: str) -> list[str]:
 def check_grams(value: str | list[str]) -> str | list[str]:
     parse_grams(value)
     return value
+
+
+def check_table(table: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what neither JSON nor a stored configuration can say: nan, inf, dates, and null outside of JSON."""
+    _check_item(table, may_hold_null=False)
+    return table
+
+
+def check_arguments(table: dict[str, Any]) -> dict[str, Any]:
+    """The same for a table that may come as JSON, which has null."""
+    _check_item(table, may_hold_null=True)
+    return table
+
+
+def _check_item(item: Any, may_hold_null: bool) -> None:
+    if isinstance(item, dict):
+        for name, value in item.items():
+            if not isinstance(name, str):
+                raise refuse(f"holds the key {name!r}, which is not a string")
+            _check_item(value, may_hold_null)
+    elif isinstance(item, list):
+        for value in item:
+            _check_item(value, may_hold_null)
+    elif isinstance(item, float) and not math.isfinite(item):
+        raise refuse(f"holds {item}, which is not a finite number")
+    elif not isinstance(item, str | int | float) and not (item is None and may_hold_null):
+        raise refuse(f"holds {item}, which is a {type(item).__name__}; write it as a string")
 
 
 def table_from_json(value: Any) -> Any:
