@@ -38,7 +38,7 @@ class LoadedExamples:
 
 
 def load_examples(config: "TrainConfig", split: Split = "train") -> LoadedExamples:
-    """The training set of `[data]`, or the held-out set that `[evaluation] source` names.
+    """The training set of `[data]`, cut to `[training] max_examples`, or the whole held-out set that `[evaluation] source` names.
 
     Raises NoHeldOutSplit if there is nothing held out, another ConfigurationError if no example is left or the source is not known,
     EnvironmentFailure if the hub is needed and cannot be reached.
@@ -47,8 +47,7 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> LoadedExampl
     harvest = collect(request)
     if not harvest.examples:
         raise ConfigurationError(_nothing_left(request, harvest))
-    limit = config.training.max_examples if split == "train" else config.evaluation.max_examples
-    examples = _spread(_with_ids(harvest.examples, request.data.source), limit)
+    examples = _spread(_with_ids(harvest.examples, request.data.source), config.training.max_examples if split == "train" else 0)
     return LoadedExamples(examples, harvest.dropped, (*harvest.notes, *harvest.dropped_notes(), *_repeated_ids(examples)), request.data)
 
 
@@ -61,13 +60,8 @@ def _request(config: "TrainConfig", split: Split) -> Request:
 
 
 def _nothing_left(request: Request, harvest: Harvest) -> str:
-    key = "[evaluation] source" if request.named_for_evaluation else "[data] source"
-    place = f' (path = "{request.data.path}")' if request.data.path else ""
     details = "; ".join([*harvest.dropped_notes(), *harvest.notes]) or "it is empty"
-    return (
-        f'{key} = "{request.data.source}"{place} gives no example for {request.split}: {details}; '
-        "check the file, prompt_column and answer_column."
-    )
+    return f"{request.key} gives no example for {request.split}: {details}; check the file, prompt_column and answer_column."
 
 
 def _with_ids(examples: Iterable[Example], source: str) -> list[Example]:

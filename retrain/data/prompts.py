@@ -12,11 +12,11 @@ from retrain import noise
 from retrain.data.load import LoadedExamples, fingerprint
 from retrain.data.sources import Harvest, Reason
 from retrain.errors import ConfigurationError
-from retrain.tokenization import encode_texts, render_text
+from retrain.tokenization import TextModel, encode_texts, render_text
 from retrain.types import Prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from retrain.config.schema import TrainConfig
 
 _CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel threads
 
@@ -28,7 +28,7 @@ class PromptSet:
 
     prompts: tuple[Prompt, ...]
     dropped: dict[str, int] = field(default_factory=dict)
-    """Examples whose prompt does not fit, by reason."""
+    """Rows and examples that became no prompt, by reason."""
     notes: tuple[str, ...] = ()
     """Sentences for the run's log."""
 
@@ -55,29 +55,31 @@ def epoch_order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
     return order
 
 
-def encode_prompts(loaded: LoadedExamples, tokenizer: "PreTrainedTokenizerBase", context: int = 0, max_tokens: int = 0) -> PromptSet:
+def encode_prompts(config: "TrainConfig", text: TextModel, loaded: LoadedExamples) -> PromptSet:
     """Render and encode every example once.
 
-    `context` is the model's number of positions (0: no limit): a prompt must leave room for one token at least, else it is dropped. A
-    completion has `max_tokens` or what is left of the context, whichever is less.
+    A prompt must leave room for one token at least in the model's context, else it is dropped; a completion then has
+    `[training] max_tokens` or what is left of the context, whichever is less.
     Raises ConfigurationError if no prompt fits.
     """
-    harvest = Harvest()
+    harvest = Harvest(dropped=dict(loaded.dropped))
     prompts: list[Prompt] = []
     for start in range(0, len(loaded.examples), _CHUNK):
         examples = loaded.examples[start : start + _CHUNK]
-        texts = [render_text(tokenizer, example, loaded.data) for example in examples]
-        for example, text, token_ids in zip(examples, texts, encode_texts(tokenizer, texts), strict=True):
-            if context and len(token_ids) >= context:
-                harvest.drop(Reason.TOO_LONG, f"{example.example_id} with {len(token_ids):,} of {context:,} tokens")
+        texts = [render_text(text.tokenizer, example, loaded.data) for example in examples]
+        for example, rendered, token_ids in zip(examples, texts, encode_texts(text.tokenizer, texts), strict=True):
+            if text.context and len(token_ids) >= text.context:
+                harvest.drop(Reason.TOO_LONG, f"{example.example_id} with {len(token_ids):,} of {text.context:,} tokens")
             else:
-                prompts.append(Prompt(example, text, token_ids))
+                prompts.append(Prompt(example, rendered, token_ids))
+    too_long = harvest.dropped_notes()
     if not prompts:
         raise ConfigurationError(
-            f'[data] source = "{loaded.data.source}": {"; ".join(harvest.dropped_notes())}, so no prompt is left; '
+            f'[data] source = "{loaded.data.source}": {"; ".join(too_long)}, so no prompt is left; '
             "take a model with a longer context, or shorter problems."
         )
-    return PromptSet(tuple(prompts), harvest.dropped, (*harvest.dropped_notes(), *_clamp_note(prompts, context, max_tokens)))
+    clamped = _clamp_note(prompts, text.context, config.training.max_tokens)
+    return PromptSet(tuple(prompts), harvest.dropped, (*loaded.notes, *too_long, *clamped))
 
 
 def _clamp_note(prompts: Sequence[Prompt], context: int, max_tokens: int) -> list[str]:

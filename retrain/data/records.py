@@ -39,23 +39,26 @@ class Files:
     """All the files, where they are one split only."""
 
 
-def find_files(path: Path, suffixes: Iterable[str] = SUFFIXES, prefer: str = "") -> Files:
+def find_files(path: Path, key: str, suffixes: Iterable[str] = SUFFIXES, prefer: str = "") -> Files:
     """The data files at `path`, a file or a folder (searched through).
 
     The split stands in a file's name (train*.jsonl; test*, heldout*, validation*) or in its folder's. Where some files carry `prefer` in
-    their names, others are left alone: several data sets may share a folder. Raises ConfigurationError if nothing is there.
+    their names, others are left alone: several data sets may share a folder. `key` says in messages where the path was given.
+    Raises ConfigurationError if nothing is there.
     """
     if path.is_file():
         return Files(sole=(path,))
     if not path.is_dir():
-        raise ConfigurationError(f'[data] path = "{path}" does not exist; name a .jsonl or .parquet file, or a folder of them.')
+        raise ConfigurationError(
+            f"{key} does not exist; name a .jsonl or .parquet file or a folder of them, or hub:NAME for a hub data set."
+        )
     files = sorted(file for file in path.rglob("*") if file.suffix in set(suffixes) and file.is_file())
     files = [file for file in files if prefer and prefer in file.name.lower()] or files
     if not files:
-        raise ConfigurationError(f'[data] path = "{path}" holds no {" or ".join(suffixes)} file; name a file, or a folder of them.')
+        raise ConfigurationError(f"{key} holds no {' or '.join(suffixes)} file; name a file, or a folder of them.")
     if len({file.suffix for file in files}) > 1:
         raise ConfigurationError(
-            f'[data] path = "{path}" holds both .jsonl and .parquet files, possibly of the same rows; set source = "jsonl" or "parquet".'
+            f'{key} holds both .jsonl and .parquet files, possibly of the same rows; set source = "jsonl" or "parquet", and path.'
         )
     return _by_split(path, files)
 

@@ -41,7 +41,8 @@ class Harvest:
         self.first.setdefault(reason, where)
 
     def dropped_notes(self) -> list[str]:
-        return [f"Dropped {count:,} x {reason}, the first is {self.first[reason]}" for reason, count in self.dropped.items()]
+        """A sentence for each reason that was met here."""
+        return [f"Dropped {self.dropped[reason]:,} x {reason}, the first is {where}" for reason, where in self.first.items()]
 
 
 class NoHeldOutSplit(ConfigurationError):
@@ -58,6 +59,13 @@ class Request:
     split: Split
     named_for_evaluation: bool
     """The source stands in [evaluation] source: all of it may be used where it has no split of its own."""
+
+    @property
+    def key(self) -> str:
+        """Where the data is named, for messages."""
+        if self.data.path:
+            return f'[data] path = "{self.data.path}"'
+        return f'{"[evaluation]" if self.named_for_evaluation else "[data]"} source = "{self.data.source}"'
 
     @property
     def path(self) -> Path:
@@ -152,7 +160,7 @@ HELDOUT_SHARE = 10
 
 def _benchmark_copy(request: Request, read_row: RowReader) -> tuple[Harvest, int]:
     """A local copy of MATH or GSM8K, and the number of its rows."""
-    found = find_files(request.path, prefer=request.data.source)
+    found = find_files(request.path, request.key, prefer=request.data.source)
     if not found.sole:
         records = list(read_files(found.train if request.split == "train" else found.heldout))
         return _read(records, read_row), len(records)
@@ -175,7 +183,7 @@ def _is_held_out(example: Example) -> bool:
 
 
 def _local(request: Request, suffixes: Iterable[str]) -> Harvest:
-    found = find_files(request.path, suffixes)
+    found = find_files(request.path, request.key, suffixes)
     return _read(read_files(_files_of_split(found, request)), _column_reader(request.data))
 
 
@@ -259,7 +267,7 @@ def _lab(request: Request) -> Harvest:
 
 
 DataLoader = Callable[..., Iterable[Example]]
-"""`f(**params)`, with the keyword `split` ("train" or "heldout") if it has held-out examples of its own."""
+"""`f(**params)`; one with held-out examples of its own also takes `split`, "train" by default or "heldout"."""
 
 _registered: dict[str, DataLoader] = {}
 
@@ -277,10 +285,13 @@ def register_source(name: str, loader: DataLoader) -> None:
 def _plugin(request: Request) -> Harvest:
     from retrain.plugins import load_plugin
 
-    return _call(request, load_plugin("data", request.data.source, request.config))
+    config = request.config.model_copy(update={"data": request.data})  # an evaluation source does not take the training source's params
+    return _call(request, load_plugin("data", request.data.source, config))
 
 
 def _call(request: Request, loader: DataLoader) -> Harvest:
+    from retrain.plugins import user_code
+
     source, params = request.data.source, dict(request.data.params)
     signature = inspect.signature(loader)
     if "split" in signature.parameters:
@@ -290,8 +301,9 @@ def _call(request: Request, loader: DataLoader) -> Harvest:
     try:
         signature.bind(**params)
     except TypeError as error:
-        raise ConfigurationError(f'[data] params do not fit the signature of source = "{source}", {signature}: {error}.') from error
-    return _checked(loader(**params), source)
+        raise ConfigurationError(f'[data] params do not fit source = "{source}", whose signature is {signature}: {error}.') from error
+    with user_code(f'[data] source = "{source}"', ConfigurationError):
+        return _checked(loader(**params), source)
 
 
 def _checked(examples: Iterable[Example], source: str) -> Harvest:
