@@ -9,7 +9,6 @@ from retrain.cli.dotenv import load_dotenv
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
     from retrain.config.overrides import Overrides
 
 _SWITCHES = {"--overwrite": False, "--quiet": False}
@@ -31,8 +30,7 @@ def run_file(arguments: Sequence[str]) -> int:
         print("Loaded .env", flush=True)
     from retrain.config import load_config
 
-    config = load_config(parsed.path, parsed.overrides)
-    _refuse_unbuilt(config)
+    config = load_config(parsed.path, parsed.overrides)  # before the trainer's seconds of imports: a typo is answered at once
     from retrain.trainer import train
 
     train(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
@@ -54,17 +52,3 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
     return RunArguments(
         path=Path(files[0]) if files else None, overwrite="--overwrite" in switches, quiet="--quiet" in switches, overrides=overrides
     )
-
-
-def _refuse_unbuilt(config: "TrainConfig") -> None:
-    """What a file can ask for and this version cannot do is refused before anything is loaded."""
-    if config.campaign is not None:
-        raise ConfigurationError(
-            f"{config.source_path}: [campaign] asks for a campaign, which this version does not run yet; "
-            "remove the section to run its base configuration once."
-        )
-    if config.squeeze.adapter_path:
-        raise ConfigurationError(
-            f'{config.source_path}: [squeeze] adapter_path = "{config.squeeze.adapter_path}" asks for a squeeze job, which this version '
-            "does not run yet; remove the key to train."
-        )

@@ -15,10 +15,10 @@ class WandbTracker(Tracker):
         self._settings = settings
         self._wandb = import_extra("wandb", "wandb")
         self._run: Any = None
+        self._run_id = settings.resumed.get(_RUN_ID, "")
 
     def start(self, device: str) -> None:
         logging, settings = self._settings.config.logging, self._settings
-        run_id = settings.resumed.get(_RUN_ID)
         try:
             self._run = self._wandb.init(
                 project=settings.project,
@@ -28,8 +28,8 @@ class WandbTracker(Tracker):
                 tags=logging.tags or None,
                 dir=str(settings.folder.path),
                 config=settings.masked_config(),
-                id=run_id,
-                resume="allow" if run_id else None,
+                id=self._run_id or None,
+                resume="allow" if self._run_id else None,
                 # The screen and the machine's description are ours: wandb's own would send the unmasked command line.
                 settings=self._wandb.Settings(console="off", silent=True, disable_code=True, disable_git=True, x_disable_meta=True),
             )
@@ -38,6 +38,7 @@ class WandbTracker(Tracker):
                 f"wandb cannot start for [logging] wandb_project = {settings.project!r}: {error}; "
                 "set WANDB_API_KEY, or WANDB_MODE=offline to keep the run on disk."
             ) from error
+        self._run_id = self._run.id
         self._run.define_metric(STEP_METRIC)
         self._run.define_metric("*", step_metric=STEP_METRIC)
 
@@ -59,4 +60,4 @@ class WandbTracker(Tracker):
             self._run = None
 
     def state(self) -> dict[str, str]:
-        return {_RUN_ID: self._run.id} if self._run is not None else {}
+        return {_RUN_ID: self._run_id} if self._run_id else {}

@@ -1,0 +1,162 @@
+"""The screen: the lines of the documentation, and text of a model that stays text."""
+
+import io
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.tracking.console import Console, evaluation_line, group_line, step_line, summary_lines
+from retrain.tracking.record import EvaluationRecord, RunSummary, StepRecord
+from retrain.tracking.redact import Redactor
+from retrain.tracking.terminal import encodable, one_line
+
+STEP = StepRecord(
+    step=0, condition="maxrl+gtpo_sepa", loss=-0.0012, mean_reward=0.1875, correct_rate=0.1875, num_datums=16, batch_size=4,
+    group_size=8, sepa_lambda=0.0, step_time_s=45.24,
+)  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    step: int
+    pass_at: dict[int, float]
+    interval: tuple[float, float] = (0.3, 0.44)
+    problems: tuple[EvaluationRecord, ...] = (EvaluationRecord(0, "a", "t", 4, 2, 1, 0.5), EvaluationRecord(0, "b", "t", 4, 1, 0, 0.25))
+    seconds: float = 3.21
+
+    def summary(self) -> dict[str, Any]:
+        return {"pass@1": self.pass_at[1]}
+
+
+def console(out: io.StringIO, error: io.StringIO | None = None, *, quiet: bool = False, clock: Any = None) -> Console:
+    arguments = {"clock": clock} if clock else {}
+    return Console(quiet=quiet, redactor=Redactor({"MY_TOKEN": "s3cr3t-value"}), out=out, error=error or io.StringIO(), **arguments)
+
+
+def test_lines_are_those_of_the_documentation() -> None:
+    assert group_line(3, 8, "120") == "  group: 3/8 correct | answer=120"
+    assert group_line(0, 8, r"\frac{1}{4}") == r"  group: 0/8 correct | answer=\frac{1}{4}"
+    assert step_line(STEP) == (
+        "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 | bs=4 | gs=8 | sepa_l=0.0000 | time=45.2s"
+    )
+
+
+def test_a_placeholder_loss_says_so() -> None:
+    line = step_line(replace(STEP, loss=None, reported_loss=0.5, loss_is_placeholder=True))
+    assert re.search(r"loss=0\.5000 \(.*placeholder\)", line)
+
+
+def test_what_is_absent_is_a_dash_and_no_zero() -> None:
+    line = step_line(StepRecord(step=7, condition="grpo+none", num_datums=0))
+    assert "loss=- " in line and "reward=- " in line and "datums=0 " in line
+
+
+def test_evaluation_line_shows_the_interval_and_what_could_not_be_judged() -> None:
+    line = evaluation_line(Evaluated(20, {1: 0.37, 4: 0.8}))
+    assert line == (
+        "Evaluation at step 20 | pass@1=37.0% [30.0%, 44.0%] | pass@4=80.0% | problems=2 | samples=8 | could_not_judge=1 | time=3.2s"
+    )
+
+
+def test_the_end_compares_before_and_after() -> None:
+    summary = RunSummary("done", "a+b", 0, 70, 140.0, 1234567, Evaluated(0, {1: 0.37}), Evaluated(70, {1: 0.8}), STEP, "checkpoints/final")
+    text = "\n".join(summary_lines(summary))
+    assert "70 steps" in text and "1,234,567 tokens" in text
+    assert re.search(r"pass@1=37\.0%.* -> pass@1=80\.0%", text)
+
+
+def test_quiet_prints_nothing() -> None:
+    out, error = io.StringIO(), Terminal()
+    sink = console(out, error, quiet=True)
+    sink.message("hello")
+    sink.step(STEP)
+    sink.progress("sampling", 1, 10)
+    assert out.getvalue() == "" and error.getvalue() == ""
+
+
+def test_markup_of_a_model_is_printed_as_it_is() -> None:
+    out = io.StringIO()
+    console(out).group(1, 2, "[bold red]x[/bold red]")
+    assert "answer=[bold red]x[/bold red]" in out.getvalue()
+
+
+def test_secrets_are_masked_on_the_screen() -> None:
+    out = io.StringIO()
+    console(out).message("connecting to https://me:pw12345@host with s3cr3t-value")
+    assert out.getvalue() == "connecting to https://***@host with ***\n"
+
+
+def test_escape_sequences_are_dropped_and_direction_marks_shown() -> None:
+    assert one_line("\x1b[31mred\x1b[0m \x1b]0;title\x07x \x9b2Jy \x1bPq\x1b\\z") == "red x y z"
+    assert one_line("12\u202e34") == "12<U+202E>34"
+    assert one_line("a\nb\rc") == "a\\nbc"
+
+
+@given(st.text(st.sampled_from("\x1b\x9b[];?0m\x07\\PX_^ ab\n\r\u202e\u2066\x9d\x00"), max_size=40))
+def test_no_text_can_move_the_cursor(text: str) -> None:
+    shown = one_line(text)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+
+
+@given(st.text(max_size=500))
+def test_a_reference_takes_one_short_line(text: str) -> None:
+    assert len(one_line(text, 120)) <= 120
+
+
+def test_a_narrow_encoding_shows_escapes() -> None:
+    assert encodable("π\ud800", "ascii") == "\\u03c0\\ud800"
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(redactor=Redactor({}), out=stream, error=io.StringIO()).message("π")
+    stream.seek(0)
+    assert stream.read() == "\\u03c0\n"
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    sink = console(Gone())
+    sink.message("one")
+    sink.message("two")
+
+
+def test_the_bar_stands_on_standard_error_of_a_terminal_only() -> None:
+    times = iter(range(100))
+    plain, terminal, out = io.StringIO(), Terminal(), io.StringIO()
+    for error in (plain, terminal):
+        sink = console(out, error, clock=lambda: float(next(times)))
+        for done in range(5):
+            sink.progress("sampling", done, 10)
+        sink.close()
+    assert plain.getvalue() == "" and out.getvalue() == ""
+    assert "sampling" in terminal.getvalue() and "ETA" in terminal.getvalue()
+
+
+def test_a_short_step_shows_no_bar() -> None:
+    error = Terminal()
+    sink = console(io.StringIO(), error, clock=lambda: 0.0)
+    for done in range(10):
+        sink.progress("sampling", done, 10)
+    sink.close()
+    assert error.getvalue() == ""
+
+
+def test_no_color_leaves_the_bar_without_colour(monkeypatch: Any) -> None:
+    times = iter(range(100))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    error = Terminal()
+    sink = console(io.StringIO(), error, clock=lambda: float(next(times)))
+    for done in range(5):
+        sink.progress("sampling", done, 10)
+    sink.close()
+    assert "sampling" in error.getvalue() and not re.search(r"\x1b\[[0-9;]*3[0-9]m", error.getvalue())

@@ -1,0 +1,210 @@
+"""A run's files: lines that survive a crash, numbers that JSON cannot hold, secrets that never reach the disk."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.config import TrainConfig
+from retrain.errors import RunFailed
+from retrain.tracking.files import RunFiles, spread
+from retrain.tracking.jsonl import JsonlWriter, encode_line, read_jsonl, truncate_to_step
+from retrain.tracking.record import EMERGENCE_FIELDS, GenerationRecord, RunSummary, StepRecord
+from retrain.tracking.redact import Redactor
+from retrain.tracking.run_folder import RunFolder
+from retrain.tracking.tokens import TokenTable, read_tokens, write_tokens
+
+CONTRACT_NAMES = """step condition loss reported_loss loss_is_placeholder mean_reward correct_rate running_correct_rate sepa_lambda
+sepa_gate_open num_datums informative_fraction max_token_hit_rate batch_size next_batch_size group_size ratio_max mismatch_k1
+mismatch_k3 grad_norm completion_tokens_mean exec_entropy_mean exec_entropy_var plan_entropy_mean plan_entropy_var
+exec_surprisal_mean exec_surprisal_var plan_surprisal_mean plan_surprisal_var uncertainty_kind reward_could_not_judge
+groups_skipped_all_correct groups_skipped_all_wrong groups_skipped_other max_abs_advantage sepa_gate_step surprisal_kept_fraction
+surprisal_tau ratio_mean ess truncated_reward_mean nonfinite_updates time_sample_s time_reward_s time_credit_s time_learn_s
+step_time_s tokens_per_s peak_memory_gib""".split()
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def generation(step: int = 0, prompt_id: str = "p", sample: int = 0, completion: str = "") -> GenerationRecord:
+    return GenerationRecord(step, prompt_id, sample, "1+1=", completion, 1.0, "right", 0.5, "stop", 3)
+
+
+def run_files(folder: Path, **logging: object) -> RunFiles:
+    config = TrainConfig.model_validate({"logging": logging})
+    return RunFiles(config, RunFolder(folder), Redactor({"WANDB_API_KEY": "0123456789abcdef"}))
+
+
+def test_step_record_has_every_name_of_the_contract() -> None:
+    assert set(CONTRACT_NAMES) <= set(StepRecord(step=0, condition="grpo+none").to_json())
+
+
+def test_absent_is_null_and_never_zero() -> None:
+    record = StepRecord(step=3, condition="grpo+none").to_json()
+    present = {name for name, value in record.items() if value is not None}
+    assert present == {"step", "condition", "loss_is_placeholder"}
+
+
+def test_step_record_reads_lines_of_other_versions() -> None:
+    record = StepRecord.from_json({"step": 3, "condition": "grpo+none", "loss": 0.5, "key_of_a_later_version": 1})
+    assert record == StepRecord(step=3, condition="grpo+none", loss=0.5)
+
+
+@given(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
+def test_a_line_reads_back_as_it_was_written(record: dict[str, object]) -> None:
+    line = encode_line(record)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert json.loads(line) == record
+
+
+def test_nonfinite_numbers_are_null_and_named() -> None:
+    line = json.loads(encode_line({"loss": math.nan, "grad_norm": np.float32(np.inf), "inner": [1.0, -math.inf], "ess": np.float32(0.5)}))
+    assert line == {"loss": None, "grad_norm": None, "inner": [1.0, None], "ess": 0.5, "nonfinite": ["loss", "grad_norm", "inner[1]"]}
+
+
+def test_lone_surrogates_are_escaped() -> None:
+    line = encode_line({"completion": "a\ud800b \U0001f600"})
+    assert b"\\ud800" in line
+    assert json.loads(line.decode("utf-8"))["completion"] == "a\ud800b \U0001f600"
+
+
+def test_a_torn_last_line_is_left_out_and_never_glued_to(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1, "lo')
+    assert [line["step"] for line in read_jsonl(path)] == [0]
+    with JsonlWriter(path) as writer:
+        writer.write({"step": 1})
+    assert [line["step"] for line in read_jsonl(path)] == [0, 1]
+
+
+def test_every_prefix_of_a_file_is_readable(tmp_path: Path) -> None:
+    data = b"".join(encode_line({"step": step, "text": "é\n"}) for step in range(3))
+    path = tmp_path / "metrics.jsonl"
+    for cut in range(len(data) + 1):
+        path.write_bytes(data[:cut])
+        assert [line["step"] for line in read_jsonl(path)] == list(range(data[:cut].count(b"\n")))
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(RunFailed, match=r"metrics\.jsonl, line 2"):
+        list(read_jsonl(path))
+
+
+def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    writes: list[bytes] = []
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: writes.append(data) or real(descriptor, data))
+    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write({"text": "x" * 100_000})
+        writer.write({"step": 1})
+    assert len(writes) == 2 and all(data.endswith(b"\n") for data in writes)
+
+
+def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for path in (folder.metrics, folder.emergence_steps, folder.generations):
+        with JsonlWriter(path) as writer:
+            for step in range(6):
+                writer.write({"step": step})
+    for step in (0, 3, 4):
+        folder.step_tokens(step).parent.mkdir(exist_ok=True)
+        folder.step_tokens(step).touch()
+    folder.cut_to_step(4)
+    for path in (folder.metrics, folder.emergence_steps, folder.generations):
+        assert [line["step"] for line in read_jsonl(path)] == [0, 1, 2, 3]
+    assert sorted(path.name for path in folder.tokens.iterdir()) == ["step_0.safetensors", "step_3.safetensors"]
+
+
+def test_truncation_keeps_the_bytes_of_what_stays(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "x":  "\\ud800"}\n{"step": 1}\n{"step"')
+    truncate_to_step(path, 1)
+    assert path.read_bytes() == b'{"step": 0, "x":  "\\ud800"}\n'
+    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_step_is_written_to_metrics_and_emergence(tmp_path: Path) -> None:
+    files = run_files(tmp_path)
+    files.step(StepRecord(step=0, condition="grpo+none", correct_rate=0.5, loss=math.nan))
+    files.close()
+    [line] = read_jsonl(RunFolder(tmp_path).metrics)
+    assert line["loss"] is None and line["nonfinite"] == ["loss"]
+    [summary] = read_jsonl(RunFolder(tmp_path).emergence_steps)
+    assert tuple(summary) == EMERGENCE_FIELDS and summary["correct_rate"] == 0.5
+
+
+def test_generations_follow_their_two_keys(tmp_path: Path) -> None:
+    files = run_files(tmp_path, generations_every=2, generations_per_step=3)
+    for step in range(4):
+        files.generations(step, [generation(step, prompt_id, sample) for prompt_id in "ab" for sample in range(4)])
+    files.close()
+    lines = [(line["step"], line["prompt_id"], line["sample"]) for line in read_jsonl(RunFolder(tmp_path).generations)]
+    assert lines == [(step, *place) for step in (0, 2) for place in (("a", 0), ("b", 0), ("a", 1))]
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(0, 15))
+def test_recorded_generations_cover_as_many_prompts_as_they_can(prompts: list[str], count: int) -> None:
+    chosen = spread([generation(prompt_id=prompt) for prompt in prompts], count)
+    assert len(chosen) == min(count, len(prompts))
+    assert len({record.prompt_id for record in chosen}) == min(count, len(set(prompts)))
+
+
+def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "0123456789abcdef"
+    monkeypatch.setattr("sys.argv", ["retrain", "--base-url", f"https://me:hunter22@host/?token={secret}"])
+    monkeypatch.chdir(tmp_path)
+    files = run_files(tmp_path / "run", wandb_run_name=f"run-{secret}")
+    files.start("cpu")
+    files.generations(0, [generation(completion=f"the key is {secret} and hf_abcdefghijklmnopqrst")])
+    files.step(StepRecord(step=0, condition="grpo+none"))
+    files.finish(RunSummary("done", "grpo+none", 0, 1, 1.0, 10, None, None, None, f"/x/{secret}"))
+    files.close()
+    written = {path.name: path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {"config.toml", "environment.json", "generations.jsonl", "summary.json"} <= set(written)
+    for name, text in written.items():
+        for leaked in (secret, "hunter22", "hf_abcdefghijklmnopqrst"):
+            assert leaked not in text, name
+
+
+def test_environment_holds_versions_and_no_environment_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_ORDINARY_VARIABLE", "a-value-of-the-environment")
+    monkeypatch.chdir(tmp_path)
+    files = run_files(tmp_path / "run")
+    files.start("cpu")
+    text = (tmp_path / "run" / "environment.json").read_text()
+    environment = json.loads(text)
+    assert environment["packages"]["torch"].startswith("2.") and environment["device"] == "cpu" and environment["git"] is None
+    assert "a-value-of-the-environment" not in text
+    files.start("cpu")
+    assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]) == 1
+
+
+def test_token_tables_read_back_in_the_order_of_their_stages(tmp_path: Path) -> None:
+    stages = {"episode": np.ones(5, np.float32), "gtpo": np.full(5, 2, np.float32), "alpha": np.zeros(5, np.float32)}
+    table = TokenTable(
+        offsets=np.array([0, 2, 5]),
+        slot=np.array([0, 0], np.int32),
+        sample=np.array([0, 1], np.int32),
+        token_ids=np.arange(5, dtype=np.int32),
+        logprobs=-np.arange(5, dtype=np.float32),
+        entropies=None,
+        mask=np.array([0, 1, 1, 0, 0], np.uint8),
+        advantages=stages,
+    )
+    write_tokens(tmp_path / "tokens" / "step_3.safetensors", table, 3)
+    back = read_tokens(tmp_path / "tokens" / "step_3.safetensors")
+    assert list(back.advantages) == list(stages) and back.entropies is None and back.mask is not None
+    np.testing.assert_array_equal(back.mask, table.mask)
+    np.testing.assert_array_equal(back.advantages["gtpo"], stages["gtpo"])
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["step_3.safetensors"]
