@@ -1,7 +1,7 @@
 """Rewards written by the user: `score(response, reference)`, called inside a worker process that can be killed.
 
 The function may also take the keywords prompt (the rendered text), example (a `retrain.types.Example`) and params, may be sync
-or async, and returns a float, a bool, or None for "could not judge". Only worker processes call what is in this file.
+or async, and returns a float, a bool, or None for "could not judge". Only worker processes import this file.
 """
 
 import asyncio
@@ -10,15 +10,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrain.errors import ConfigurationError
+from retrain.config import TrainConfig
+from retrain.config.origin import Origin
+from retrain.errors import RetrainError, RunFailed
+from retrain.plugins import inspect_call, load_plugin, user_code
 from retrain.rewards.channel import Message
 from retrain.types import Example
 
-_OPTIONAL = ("prompt", "example", "params")
 _REASON_LENGTH = 300
 
 
@@ -37,11 +40,12 @@ class UserReward:
         optional = {"prompt": job["prompt"], "example": Example(**job["example"]), "params": dict(self.params)}
         keywords = {name: value for name, value in optional.items() if name in self.keywords}
         try:
-            value = self.function(job["response"], job["reference"], **keywords)
-            if inspect.isawaitable(value):
-                value = self.runner.run(_wait_for(value))
-        except Exception as error:  # the border to user code: whatever it raises is the reason that there is no reward
-            return _no_reward(f"{self.name} raised {type(error).__name__}: {error}")
+            with user_code(self.name, RunFailed):
+                value = self.function(job["response"], job["reference"], **keywords)
+                if inspect.isawaitable(value):
+                    value = self.runner.run(_wait_for(value))
+        except RetrainError as error:
+            return _no_reward(str(error))
         return self._reply(value)
 
     def _reply(self, value: object) -> Message:
@@ -64,35 +68,16 @@ def _no_reward(reason: str) -> Message:
     return {"value": None, "reason": one_line if len(one_line) <= _REASON_LENGTH else one_line[: _REASON_LENGTH - 3] + "..."}
 
 
-def load_rewards(names: Sequence[str], params: dict[str, Any], plugins: dict[str, Any]) -> dict[str, UserReward]:
-    """Load every named function; `plugins` is the [plugins] section. Raises ConfigurationError in one sentence."""
-    from retrain.config import TrainConfig
-    from retrain.plugins import load_plugin
+def load_rewards(names: Sequence[str], params: dict[str, Any], plugins: dict[str, Any], source: str | None) -> dict[str, UserReward]:
+    """Load every named function as a plugin. `plugins` is the [plugins] section and `source` the file of the configuration.
 
-    config = TrainConfig.model_validate({"plugins": plugins})
+    Raises ConfigurationError, one sentence, for a function that cannot be found, imported, or called as a reward.
+    """
+    config = TrainConfig.model_validate({"plugins": plugins, "reward": {"params": params}})
+    config._origin = Origin(path=Path(source) if source else None)  # plugins are also looked for beside the file
     runner = asyncio.Runner()
-    rewards = {name: _inspected(name, load_plugin("reward", name, config), params, runner) for name in names}
-    if params and not any("params" in reward.keywords for reward in rewards.values()):
-        raise ConfigurationError(
-            f"[reward] params holds {', '.join(sorted(params))}, but {' and '.join(names)} takes no params; "
-            "add a keyword params to its signature or remove the table."
-        )
+    rewards = {}
+    for name in names:
+        function = load_plugin("reward", name, config)
+        rewards[name] = UserReward(name, function, inspect_call("reward", function).keywords, params, runner)
     return rewards
-
-
-def _inspected(name: str, function: object, params: dict[str, Any], runner: asyncio.Runner) -> UserReward:
-    if not callable(function):
-        raise ConfigurationError(f"The reward {name} is not a function; it must be score(response, reference) -> float, bool or None.")
-    parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    keywords = frozenset(
-        key for key in _OPTIONAL if takes_any or (key in parameters and parameters[key].kind is not inspect.Parameter.POSITIONAL_ONLY)
-    )
-    try:
-        inspect.signature(function).bind("response", "reference", **dict.fromkeys(keywords))
-    except TypeError as error:
-        raise ConfigurationError(
-            f"The reward {name}{inspect.signature(function)} cannot be called: {error}; it must take (response, reference) and, "
-            "if it likes, the keywords prompt, example and params."
-        ) from error
-    return UserReward(name, function, keywords, params, runner)

@@ -73,4 +73,4 @@ class FailureGuard:
         return {"steps": [[step.total, step.reasons] for step in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = deque((_Step(total, dict(reasons)) for total, reasons in state["steps"]), maxlen=self._window)
+        self._steps = deque((_Step(total, dict(reasons)) for total, reasons in state.get("steps", [])), maxlen=self._window)

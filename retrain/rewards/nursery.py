@@ -44,6 +44,7 @@ class Nursery:
         """`preload` names the modules that every worker shares. Returns at once; the import goes on in the process."""
         self._preload = tuple(preload)
         self._lock = threading.Lock()
+        self._closed = False
         self._start()
 
     def _start(self) -> None:
@@ -67,20 +68,20 @@ class Nursery:
             try:
                 return self._spawn()
             except NurseryLost:
+                if self._closed:
+                    raise
                 self._stop()
                 self._start()
                 return self._spawn()
 
     def _spawn(self) -> tuple[int, Channel]:
         ours, theirs = socket.socketpair()
-        try:
-            pid = self._ask(_SPAWN, 0, theirs)
-        except NurseryLost:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return pid, Channel(ours)
+        with theirs:
+            try:
+                return self._ask(_SPAWN, 0, theirs), Channel(ours)
+            except NurseryLost:
+                ours.close()
+                raise
 
     def end(self, pid: int) -> int | None:
         """Kill a worker with everything it started and return its exit code (negative: the signal); None if nobody knows any more."""
@@ -104,7 +105,7 @@ class Nursery:
     def _read_reply(self) -> int:
         reply = self._control.recv(_REPLY.size, socket.MSG_WAITALL)
         if len(reply) < _REPLY.size:
-            raise NurseryLost(f"the process that starts reward workers ended with exit code {self._process.wait(timeout=10)}")
+            raise NurseryLost("the process that starts reward workers ended")
         (value,) = _REPLY.unpack(reply)
         return int(value)
 
@@ -118,9 +119,10 @@ class Nursery:
 
     def close(self) -> None:
         """End the nursery and all its workers. One that is still importing is not waited for."""
+        self._closed = True
+        if not self._ready:
+            self._process.kill()
         with self._lock:
-            if not self._ready:
-                self._process.kill()
             self._stop()
 
 

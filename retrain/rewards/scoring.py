@@ -6,15 +6,15 @@ processes (workers.py), so that completions are judged while others still decode
 
 import importlib.util
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.noise import Stream, uniform
 from retrain.rewards.boxed import extract_boxed
+from retrain.rewards.guard import FailureGuard
 from retrain.rewards.match import answers_match
 from retrain.rewards.math import bare, settled
 from retrain.rewards.workers import Judgement, WorkerPool, WorkerSetup, automatic_workers
@@ -48,6 +48,16 @@ class ScoreRequest:
 Judge = Callable[[ScoreRequest], "Future[Judgement]"]
 
 
+@dataclass(frozen=True)
+class WeightedJudge:
+    """One of the rewards that are summed."""
+
+    kind: str
+    """The name in [reward] type."""
+    weight: float
+    judge: Judge
+
+
 def gold_response(reference: str) -> str:
     r"""A completion that gives the reference as its answer: `\boxed{reference}`."""
     return f"\\boxed{{{reference}}}"
@@ -56,26 +66,26 @@ def gold_response(reference: str) -> str:
 class Scorer:
     """Judges completions with one reward or a weighted sum of several. Any thread may submit."""
 
-    def __init__(self, judges: Mapping[str, Judge], weights: Sequence[float], correct_threshold: float, pool: WorkerPool | None) -> None:
-        """`judges` and `weights` go together in order. The pool, if there is one, belongs to the scorer."""
-        self._judges = dict(judges)
-        self._weights = list(weights)
+    def __init__(self, parts: Sequence[WeightedJudge], correct_threshold: float, guard: FailureGuard, pool: WorkerPool | None) -> None:
+        """The pool, if there is one, belongs to the scorer."""
+        self._parts = tuple(parts)
         self._correct_threshold = correct_threshold
+        self._guard = guard
         self._pool = pool
 
     @property
     def compares_answers(self) -> bool:
         """Whether the gold answer must score `gold_reward`."""
-        return COMPARING.issuperset(self._judges)
+        return all(part.kind in COMPARING for part in self._parts)
 
     @property
     def gold_reward(self) -> float:
         """The reward of an answer that every part finds right, where the reward compares answers."""
-        return sum(self._weights)
+        return sum(part.weight for part in self._parts)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
         """The verdict to come. The future never raises: what goes wrong is a could-not-judge with its reason."""
-        parts = [judge(request) for judge in self._judges.values()]
+        parts = [part.judge(request) for part in self._parts]
         verdict: Future[Score] = Future()
         waiting = threading.Lock()
         left = len(parts)
@@ -101,11 +111,22 @@ class Scorer:
     def _score(self, judgements: Sequence[Judgement]) -> Score:
         """The weighted sum. One part that could not judge makes the whole so."""
         reward = 0.0
-        for weight, judgement in zip(self._weights, judgements, strict=True):
+        for part, judgement in zip(self._parts, judgements, strict=True):
             if judgement.value is None:
                 return Score(Outcome.COULD_NOT_JUDGE, None, judgement.reason)
-            reward += weight * judgement.value
+            reward += part.weight * judgement.value
         return Score(Outcome.RIGHT if reward > self._correct_threshold else Outcome.WRONG, reward)
+
+    def observe(self, scores: Iterable[Score]) -> None:
+        """Count the scores of one training step. Raises RunFailed when too many could not be judged."""
+        self._guard.observe(scores)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: what the guard against failing rewards remembers."""
+        return self._guard.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._guard.load_state_dict(state)
 
     def close(self) -> None:
         """Kill the workers; verdicts still to come are cancelled or end as could-not-judge."""
@@ -125,25 +146,25 @@ def build_scorer(config: "TrainConfig") -> Scorer:
     Raises ConfigurationError for a user function that cannot be loaded or called, EnvironmentFailure without math-verify.
     """
     reward = config.reward
-    names = {kind: _function_name(kind, config) for kind in reward.types}
-    functions = tuple(name for name in names.values() if name)
+    functions = tuple(name for kind in reward.types if (name := _function_name(kind, config)))
     if reward.params and not functions:
         raise ConfigurationError(
             f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward {' + '.join(reward.types)} takes no params; "
             "remove the table."
         )
     pool = None
-    if functions or "math" in names:
+    if functions or "math" in reward.types:
         pool = WorkerPool(_worker_setup(config, functions), reward.workers or automatic_workers(), reward.deadline_s)
     try:
-        judges = {kind: _judge(kind, name, config, pool) for kind, name in names.items()}
+        judges = [_judge(kind, config, pool) for kind in reward.types]
         if functions and pool is not None:
             pool.wait_ready()
     except ConfigurationError:
         if pool is not None:
             pool.close()
         raise
-    return Scorer(judges, reward.type_weights, reward.correct_threshold, pool)
+    parts = [WeightedJudge(*part) for part in zip(reward.types, reward.type_weights, judges, strict=True)]
+    return Scorer(parts, reward.correct_threshold, FailureGuard(reward.max_failure_rate), pool)
 
 
 def _function_name(kind: str, config: "TrainConfig") -> str:
@@ -160,17 +181,16 @@ def _worker_setup(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerSe
             '[reward] type = "math" needs the package math-verify, which is not installed here; '
             "install it (pip install 'math-verify[antlr4_13_2]') or use type = \"match\"."
         )
-    folder = config.source_path.parent.absolute() if config.source_path else Path.cwd()
     return WorkerSetup(
         verify=verify,
         rewards=functions,
         params=dict(config.reward.params),
         plugins=config.plugins.model_dump(mode="json"),
-        paths=(str(Path.cwd()), str(folder)),
+        source=str(config.source_path.absolute()) if config.source_path else None,
     )
 
 
-def _judge(kind: str, function: str, config: "TrainConfig", pool: WorkerPool | None) -> Judge:
+def _judge(kind: str, config: "TrainConfig", pool: WorkerPool | None) -> Judge:
     reward = config.reward
     if kind == "match":
         return lambda request: _at_once(_match(request, reward.after_think, reward.normalize == "hendrycks"))
@@ -182,6 +202,7 @@ def _judge(kind: str, function: str, config: "TrainConfig", pool: WorkerPool | N
         raise ValueError(f"the reward {kind} needs workers")
     if kind == "math":
         return lambda request: _math(request, reward.after_think, pool)
+    function = _function_name(kind, config)
     return lambda request: _user(request, function, pool)
 
 

@@ -32,14 +32,13 @@ def serve(channel: Channel) -> None:
 def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
     """One function a kind of job. A reply holds "value" (null: could not judge) and, where it is null, "reason"."""
     _limit_address_space(setup["address_space"])
-    sys.path.extend(path for path in setup["paths"] if path not in sys.path)
     handlers: dict[str, Callable[[Message], Message]] = {}
     if setup["verify"]:
         handlers["verify"] = _verify
     if setup["rewards"]:
         from retrain.rewards.custom import load_rewards
 
-        handlers.update(load_rewards(setup["rewards"], setup["params"], setup["plugins"]))
+        handlers.update(load_rewards(setup["rewards"], setup["params"], setup["plugins"], setup["source"]))
     return handlers
 
 

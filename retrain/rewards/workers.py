@@ -47,8 +47,8 @@ class WorkerSetup:
     params: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, Any] = field(default_factory=dict)
     """The [plugins] section."""
-    paths: tuple[str, ...] = ()
-    """Folders that the workers can import from beside those of this process."""
+    source: str | None = None
+    """The file of the configuration; user functions are looked for beside it too."""
 
     @property
     def preload(self) -> list[str]:
@@ -67,7 +67,7 @@ class WorkerSetup:
             "rewards": list(self.rewards),
             "params": self.params,
             "plugins": self.plugins,
-            "paths": list(self.paths),
+            "source": self.source,
         }
 
 
@@ -96,6 +96,8 @@ class WorkerPool:
         """
         job = _Job(encode(message), Future())
         self._jobs.put(job)
+        if self._closing.is_set():
+            job.future.cancel()
         return job.future
 
     def wait_ready(self) -> None:
@@ -177,7 +179,7 @@ class _Keeper(threading.Thread):
         except _Refused as error:
             self.refusal = str(error)
             return self.refusal
-        except (NurseryLost, ChannelClosed, TimeoutError) as error:
+        except (NurseryLost, ChannelClosed, OSError) as error:
             return f"no reward worker could be started ({error})"
         return ""
 
