@@ -3,7 +3,6 @@
 Without a flag it only shows the difference; load_config stays strict until the file is rewritten.
 """
 
-import difflib
 import shutil
 import sys
 from pathlib import Path
@@ -80,8 +79,9 @@ def _preview(old: str, new: str, name: str) -> None:
     if old == new:
         print(f"{name} needs no migration.")
         return
-    lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), name, f"{name} (migrated)")
-    sys.stdout.writelines(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    from retrain.config.migrate import unified_diff
+
+    sys.stdout.write(unified_diff(old, new, name))
 
 
 def _write_new(output: Path, text: str) -> None:
