@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retrain.config.identity import config_hash, resume_differences
     from retrain.config.load import config_from_mapping, load_config, load_stored, load_text, replaced, with_drawn_seed
-    from retrain.config.outcomes import refuse_not_built, unused_keys
+    from retrain.config.outcomes import not_built, unused_keys
     from retrain.config.schema import Condition, TrainConfig
     from retrain.config.toml import dump_toml
 
@@ -18,7 +18,7 @@ __all__ = [
     "load_config",
     "load_stored",
     "load_text",
-    "refuse_not_built",
+    "not_built",
     "replaced",
     "resume_differences",
     "unused_keys",
@@ -34,7 +34,7 @@ _HOMES = {
     "load_config": "load",
     "load_stored": "load",
     "load_text": "load",
-    "refuse_not_built": "outcomes",
+    "not_built": "outcomes",
     "replaced": "load",
     "resume_differences": "identity",
     "unused_keys": "outcomes",

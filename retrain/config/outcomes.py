@@ -19,7 +19,6 @@ from retrain.config.names import (
 from retrain.config.rules import modes_of
 from retrain.config.schema import PrimeRLOptions, TrainConfig
 from retrain.config.toml import toml_value
-from retrain.errors import ConfigurationError
 
 Test = Callable[[TrainConfig], bool]
 
@@ -220,8 +219,8 @@ class NotBuilt:
     instead: str
 
 
-def refuse_not_built(config: TrainConfig) -> None:
-    """Raise a ConfigurationError naming every feature that the configuration asks for and this version has not."""
+def not_built(config: TrainConfig) -> list[str]:
+    """One sentence for each feature that the configuration asks for and this version has not; refused when a run starts."""
     problems = [
         f"[{row.key.replace('.', '] ', 1)} = {toml_value(config.value(row.key))} is not built yet; {row.instead}."
         for row in NOT_BUILT
@@ -229,8 +228,7 @@ def refuse_not_built(config: TrainConfig) -> None:
     ]
     if config.kind == "campaign":
         problems.insert(0, "[campaign]: campaigns are not built yet; drop the section and run one condition at a time.")
-    if problems:
-        raise ConfigurationError(problems)
+    return problems
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (

@@ -28,13 +28,15 @@ from retrain.config.values import (
 from retrain.config.violations import RuleViolations
 
 
-def key(default: Any, doc: str, *, meaningful_unset: bool = False, **constraints: Any) -> Any:
+def key(default: Any, doc: str, *, meaningful_unset: bool = False, example: Any = None, **constraints: Any) -> Any:
     """A key with its default and its documentation.
 
     `meaningful_unset`: leaving the key out does something that no value can say, so a written configuration leaves it out
-    too. `constraints` are pydantic's ge, gt, le, lt, min_length, alias.
+    too; `example` stands in the annotated file where there is no default. `constraints` are pydantic's ge, gt, le, lt,
+    min_length, alias.
     """
-    return Field(default, description=doc, json_schema_extra={"meaningful_unset": meaningful_unset}, **constraints)
+    extra: dict[str, Any] = {"meaningful_unset": meaningful_unset}
+    return Field(default, description=doc, examples=None if example is None else [example], json_schema_extra=extra, **constraints)
 
 
 Strings = list[str]
@@ -192,10 +194,18 @@ class Loss(Section):
 
     mode: Literal["importance_sampling", "ppo", "gspo", "cispo"] = key("importance_sampling", "Per-token objective.")
     clip_low: float | None = key(
-        None, "Lower clip distance (ppo, gspo) or bound (cispo) of the ratio; unset is 0.2, 3e-4, 0 by mode.", ge=0, meaningful_unset=True
+        None,
+        "Lower clip distance (ppo, gspo) or bound (cispo) of the ratio; unset is 0.2, 3e-4, 0 by mode.",
+        ge=0,
+        meaningful_unset=True,
+        example=0.2,
     )
     clip_high: float | None = key(
-        None, "Upper clip distance (ppo, gspo) or bound (cispo) of the ratio; unset is 0.2, 4e-4, 4 by mode.", ge=0, meaningful_unset=True
+        None,
+        "Upper clip distance (ppo, gspo) or bound (cispo) of the ratio; unset is 0.2, 4e-4, 4 by mode.",
+        ge=0,
+        meaningful_unset=True,
+        example=0.2,
     )
     dual_clip: float = key(0.0, "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.", ge=0)
     correction: Literal["none", "tis", "icepop"] = key("none", 'Correction for sampler against learner; needs old_logprobs = "recomputed".')
@@ -227,7 +237,9 @@ class Evaluation(Section):
     source: Annotated[str, OpenName("data", may_be_empty=True)] = key("", "Data source; empty means the training source's held-out split.")
     max_examples: int = key(200, "Problems evaluated at most; 0 uses all.", ge=0)
     samples: int = key(1, "Completions sampled per problem.", ge=1)
-    temperature: float | None = key(None, "Sampling temperature, 0 for greedy; unset means training's.", ge=0, meaningful_unset=True)
+    temperature: float | None = key(
+        None, "Sampling temperature, 0 for greedy; unset means training's.", ge=0, meaningful_unset=True, example=1.0
+    )
     k: list[Positive] = key([1], "Values of k for which pass@k is reported.", min_length=1)
 
     @property
@@ -302,11 +314,17 @@ class Data(Section):
     answer_column: str = key("answer", "Column that holds the reference answer.", min_length=1)
     system_prompt: str = key("", "System message before every prompt; empty is none.")
     prompt_template: str | None = key(
-        None, "Text around a problem, with {prompt} in it; unset asks math and gsm8k for steps and a box.", meaningful_unset=True
+        None,
+        "Text around a problem, with {prompt} in it; unset asks math and gsm8k for steps and a box.",
+        meaningful_unset=True,
+        example="{prompt}\n",
     )
     chat_template_args: Table = key({}, "Arguments of the tokenizer's chat template, such as enable_thinking = false.")
     difficulty: int = key(1, "Difficulty of the lab's arithmetic.", ge=1)
     params: Table = key({}, "Parameters of a data plugin.")
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(table_from_json), AfterValidator(check_arguments)]
 
 
 class Environment(Section):
@@ -314,9 +332,7 @@ class Environment(Section):
 
     provider: Literal["", "verifiers"] = key("", "Environment provider; empty is none.")
     id: str = key("", "Environment id, such as primeintellect/gsm8k.")
-    args: Annotated[dict[str, Any], BeforeValidator(table_from_json), AfterValidator(check_arguments)] = key(
-        {}, "Arguments of the environment, as a table or a JSON string."
-    )
+    args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(-1, "Turns at most in multi-turn environments; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
 
@@ -434,7 +450,9 @@ class Campaign(Section):
     """Conditions times seeds."""
 
     seeds: Annotated[list[Seed], Field(min_length=1)] = key([42, 101, 202, 303, 404, 505, 606, 707], "Seeds that each condition runs with.")
-    max_steps: int | None = key(None, "Steps of each run; unset means [training] max_steps (500).", ge=1, meaningful_unset=True)
+    max_steps: int | None = key(
+        None, "Steps of each run; unset means [training] max_steps (500).", ge=1, meaningful_unset=True, example=500
+    )
     parallel: bool = key(False, "Run conditions at the same time.")
     max_workers: int = key(0, "Runs at the same time at most; 0 starts all, on CUDA as many as the devices hold.", ge=0)
     stagger_seconds: float = key(0.0, "Seconds between two starts.", ge=0)

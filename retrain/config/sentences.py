@@ -149,8 +149,9 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
 def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     refusal = next((detail["ctx"] for detail in details if detail["type"] == "refused"), None)
     hint = str(refusal["hint"]) if refusal else ""
-    if not hint and isinstance(value, str):
-        hint = nearest(value, key.choices) or ""
+    word = details[0]["input"] if isinstance(value, list) else value
+    if not hint and isinstance(word, str):
+        hint = nearest(word, key.choices) or ""
     wrong = str(refusal["problem"]) if refusal else _what_is_wrong(key, value, details[0])
     suffix = f'; did you mean "{hint}"?' if hint and hint != value else ""
     return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
@@ -167,7 +168,7 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
     if type(value) not in key.kinds and not (type(value) is int and float in key.kinds):
         return _WHAT_IT_IS.get(type(value), f"is a {type(value).__name__}")
     if isinstance(value, list):
-        return "holds something else"
+        return f"holds {_shown(detail['input'])}"
     return "is not one of its values"
 
 

@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from retrain.config.names import UNCERTAINTY_ALIASES, is_known, names_of, nearest
+from retrain.config.names import BUILTIN_NAMES, UNCERTAINTY_ALIASES, is_known, names_of, nearest
 
 MAX_SEED = 2**32 - 1
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
@@ -39,6 +40,10 @@ class OpenName:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Editors offer the built-in names and accept any other."""
+        return {**handler(schema), "examples": list(BUILTIN_NAMES[self.kind])}
 
 
 def normalise_device(name: str) -> str:
