@@ -1,16 +1,17 @@
-"""One step's record: the numbers of rollout, credit, learning and machine in the names of StepRecord."""
+"""One step written down: the numbers of rollout, credit, learning and machine in the names of the records."""
 
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import monotonic
 
 import numpy as np
 
-from retrain.checkpoint import TrainerState
+from retrain.advantages.pipeline import Credit
 from retrain.rollout import Rollout
-from retrain.types import FinishReason, Outcome
+from retrain.tracking import GenerationRecord, TokenTable
+from retrain.types import FinishReason, Group, Outcome, StepResult
 
 
 @dataclass
@@ -70,12 +71,81 @@ def reward_statistics(rollout: Rollout) -> RewardStatistics:
     )
 
 
-def count_into(state: TrainerState, statistics: RewardStatistics, tokens: int, seconds: float) -> None:
-    """Add one step to the run's totals."""
-    state.correct += statistics.correct
-    state.judged += statistics.judged
-    state.tokens += tokens
-    state.seconds += seconds
+def result_fields(result: StepResult) -> dict[str, float | int | bool | None]:
+    """What the learner reports, in the record's names."""
+    placeholder = result.loss_is_placeholder
+    return {
+        "loss": None if placeholder else result.loss,
+        "reported_loss": result.loss,
+        "loss_is_placeholder": placeholder,
+        "ratio_mean": result.ratio_mean,
+        "ratio_max": result.ratio_max,
+        "mismatch_k1": result.mismatch_k1,
+        "mismatch_k3": result.mismatch_k3,
+        "ess": result.ess,
+        "grad_norm": result.grad_norm,
+        "nonfinite_updates": result.nonfinite_updates,
+    }
+
+
+def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, float | int | None]:
+    """What credit assignment reports; groups that could not be judged are skipped for another reason than their rewards."""
+    fields = asdict(credit.statistics)
+    fields["groups_skipped_other"] += dropped_groups
+    return fields
+
+
+def reward_fields(statistics: RewardStatistics) -> dict[str, float | int | None]:
+    return {
+        "mean_reward": statistics.mean_reward,
+        "correct_rate": statistics.correct_rate,
+        "max_token_hit_rate": statistics.truncated / statistics.completions if statistics.completions else None,
+        "truncated_reward_mean": statistics.truncated_reward_mean,
+        "completion_tokens_mean": statistics.completion_tokens_mean,
+        "reward_could_not_judge": statistics.completions - statistics.judged,
+    }
+
+
+def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> list[GenerationRecord]:
+    """Every completion of the step as text, with the advantage that it was given."""
+    advantages = {
+        (source.slot, completion.sample): advantage
+        for source, given in zip(credit.sources, credit.groups, strict=True)
+        for completion, advantage in zip(source.completions, given.advantages, strict=True)
+    }
+    return [
+        GenerationRecord(
+            step=step,
+            prompt_id=group.prompt.prompt_id,
+            sample=completion.sample,
+            prompt=group.prompt.text,
+            completion=text,
+            reward=score.reward,
+            outcome=score.outcome.value,
+            advantage=advantages.get((group.slot, completion.sample)),
+            finish_reason=completion.finish_reason.value,
+            num_tokens=len(completion.token_ids),
+        )
+        for group in groups
+        for completion, text, score in zip(group.completions, group.texts, group.scores, strict=True)
+    ]
+
+
+def token_table(credit: Credit, with_planning: bool) -> TokenTable:
+    """Every judged token of the step with its advantage after each stage."""
+    tokens = credit.tokens
+    completions = [(group.slot, completion) for group in credit.sources for completion in group.completions]
+    entropies = tokens.entropies
+    return TokenTable(
+        offsets=np.concatenate([[0], np.cumsum(tokens.segments.lengths)]).astype(np.int64),
+        slot=np.array([slot for slot, _ in completions], np.int32),
+        sample=np.array([completion.sample for _, completion in completions], np.int32),
+        token_ids=np.concatenate([np.zeros(0, np.int32), *(completion.token_ids for _, completion in completions)]),
+        logprobs=tokens.logprobs.astype(np.float32),
+        entropies=None if entropies is None else entropies.astype(np.float32),
+        mask=tokens.planning.astype(np.uint8) if with_planning else None,
+        advantages=credit.stages_float32(),
+    )
 
 
 def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:

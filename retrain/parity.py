@@ -6,7 +6,7 @@ survives a round trip, and that the gold answer scores 1 where the reward compar
 
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -38,6 +38,9 @@ class GateResult:
     tolerance: float
     gold: str
     """"<right>/<asked>" gold answers, or "not applicable" where the reward does not compare answers."""
+
+    def to_json(self) -> dict[str, float | int | str]:
+        return asdict(self)
 
     def line(self) -> str:
         return (

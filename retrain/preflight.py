@@ -1,20 +1,30 @@
-"""What a run says about its configuration before it begins: what is unused here, what may surprise, where each value came from."""
+"""What a run says about its configuration before it begins: what is unused here, what may surprise, what is not built."""
 
-from retrain.advantages.algorithms import condition_parts
-from retrain.config import TrainConfig, unused_keys
+from retrain.config import TrainConfig
+from retrain.config.outcomes import not_built, unused_keys
+from retrain.errors import ConfigurationError
 from retrain.sepa import maximal_lambda_note
+
+
+def refuse_not_built(config: TrainConfig) -> None:
+    """Raises ConfigurationError for every feature that the schema knows and this version does not have yet."""
+    if problems := not_built(config):
+        raise ConfigurationError(problems)
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """One sentence a line."""
-    lines = [*unused_keys(config)]
-    lines.extend(filter(None, [maximal_lambda_note(config), _loss_note(config)]))
-    return lines
+    notes = (maximal_lambda_note(config), _loss_note(config))
+    return [*_origin_lines(config), *unused_keys(config), *filter(None, notes)]
 
 
-def value_lines(config: TrainConfig) -> list[str]:
-    """`section.key = value  (origin)` for every key that is not at its default."""
-    return []
+def _origin_lines(config: TrainConfig) -> list[str]:
+    """Values that a variable or a flag put over the file's, since the file alone would mislead."""
+    return [
+        f"{path} = {config.value(path)!r} from {origin}"
+        for path, origin in config.provenance.items()
+        if origin not in ("default", "file")
+    ]
 
 
 def _loss_note(config: TrainConfig) -> str:
@@ -23,6 +33,6 @@ def _loss_note(config: TrainConfig) -> str:
     if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1:
         return ""
     return (
-        f"[loss] mode = {loss.mode!r} with one update a batch: the ratio is 1 up to the sampler/learner mismatch, so every mode gives the "
-        "same gradient; the clip matters from training.updates_per_batch or minibatches = 2 on."
+        f'[loss] mode = "{loss.mode}" with one update a batch: the ratio is 1 up to the mismatch of sampler and learner, so every mode '
+        "gives the same gradient; the clip matters from [training] updates_per_batch or minibatches = 2 on."
     )

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from retrain.advantages.pipeline import Credit
 from retrain.checkpoint import replace_file
@@ -12,15 +12,23 @@ from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.evaluation import Evaluation
 from retrain.interrupts import Interrupts
-from retrain.metrics import StepClock, generation_records, step_record, token_table
+from retrain.metrics import (
+    StepClock,
+    credit_fields,
+    generation_records,
+    peak_memory_gib,
+    result_fields,
+    reward_fields,
+    reward_statistics,
+    token_table,
+)
 from retrain.opening import Opening, open_run
 from retrain.preflight import preflight_lines, refuse_not_built
 from retrain.rollout import Rollout, Watcher
 from retrain.sepa import SEPAController
 from retrain.startup import Parts, load_parts, run_parity_gate, training_plan
-from retrain.tracking import RunSummary, StepRecord, Tracker, build_tracker, read_jsonl
-from retrain.tracking.record import EvaluationRecord
-from retrain.types import Outcome, Prompt, Row, StepResult
+from retrain.tracking import EvaluationRecord, RunSummary, StepRecord, Tracker, build_tracker, read_jsonl
+from retrain.types import Group, Prompt, Row, StepResult
 
 _NONFINITE_LIMIT = 3
 _SAVE_ATTEMPTS = 3
@@ -70,18 +78,20 @@ class Session:
                 tracker.close()
 
     def _restore(self, opening: Opening) -> None:
-        """Put the checkpoint's state into the parts, and make the folder ready for the first line."""
+        """Put the checkpoint's state into the parts, and make the folder ready for its first line."""
         backend = self.parts.backend
         if opening.checkpoint:
             backend.load(opening.checkpoint.folder)
-            self.sepa.load_state_dict(self.state.sepa)
-            self.parts.scorer.load_state_dict(self.state.rewards)
+            for note in self.sepa.load_state_dict(self.state.sepa):
+                self.tracker.message(note)
+            self.parts.guard.load_state_dict(self.state.rewards)
             self._saved_at = opening.checkpoint.step
-            self._evaluations = self._stored_evaluations()
+            self._evaluations = list(_stored_evaluations(self.folder.evaluation, self.config.evaluation.k))
+            self._record = _last_record(self.folder.metrics)
         if self.state.choices not in (None, backend.choices):
-            self.tracker.message("The machine's choices differ from the stored ones: from here on this run is not byte-exact.")
+            self.tracker.message("The choices from the machine differ from the stored ones: from here on this run is not byte-exact.")
         self.state.choices = backend.choices
-        self.tracker.start(self.parts.backend.device)
+        self.tracker.start(backend.device_name)
 
     def _pass_gate(self) -> None:
         result = run_parity_gate(self.config, self.parts)
@@ -95,17 +105,189 @@ class Session:
     def next_prompts(self) -> list[Prompt]:
         return self.parts.prompts.batch(self.state.cursor, self.state.batch_size, self.state.seed)
 
-    def watch(self, label: str, total: int) -> Watcher:
-        """Shows progress and stops between two completions when asked to."""
+    def watch(self, label: str, completions: int) -> Watcher:
+        """Shows progress, and stops between two completions when a signal asks for it."""
         done = 0
 
         def count(_: object) -> None:
             nonlocal done
             done += 1
-            self.tracker.progress(label, done, total)
+            self.tracker.progress(label, done, completions)
 
         return Watcher(check=self.interrupts.check, completion=count)
 
+    def sample(self, prompts: Sequence[Prompt]) -> Rollout:
+        watcher = self.watch(f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size)
+        rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
+        for group in rollout.groups:
+            judged = group.judged()
+            correct = sum(reward > self.config.reward.correct_threshold for reward in judged.rewards)
+            self.tracker.group(correct, len(judged), group.prompt.example.reference)
+        return rollout
+
     def observe(self, rollout: Rollout, credit: Credit, rows: Sequence[Row], result: StepResult, sepa_lambda: float) -> None:
         """Write the step down and move the state past it."""
+        state, step = self.state, self.state.step
+        rewards = reward_statistics(rollout)
+        state.correct += rewards.correct
+        state.judged += rewards.judged
+        state.tokens += rollout.tokens
+        state.seconds += self.clock.total
+        uses_sepa = self.parts.credit.uses_sepa_controller
+        self.sepa.observe(rewards.correct_rate, step)
+        self.sepa.update_auto(credit.exec_uncertainty)
+        self._record = StepRecord(
+            step=step,
+            condition=self.config.condition_label,
+            **result_fields(result),
+            **credit_fields(credit, len(rollout.groups) - len(credit.groups)),
+            **reward_fields(rewards),
+            running_correct_rate=state.correct / state.judged if state.judged else None,
+            sepa_lambda=sepa_lambda if uses_sepa else None,
+            sepa_gate_open=self.sepa.gate_open if uses_sepa else None,
+            sepa_gate_step=self.sepa.gate_step if uses_sepa else None,
+            num_datums=len(rows),
+            batch_size=len(rollout.groups),
+            next_batch_size=state.batch_size,
+            group_size=self.plan.group_size,
+            plan_token_fraction=_fraction(credit.tokens.planning) if self.parts.credit.needs_planning else None,
+            uncertainty_kind=self.parts.credit.uncertainty_kind if self.parts.credit.needs_uncertainty else None,
+            time_sample_s=rollout.sample_seconds,
+            time_reward_s=rollout.reward_seconds,
+            time_credit_s=self.clock.seconds["credit"],
+            time_learn_s=self.clock.seconds["learn"],
+            step_time_s=self.clock.total,
+            tokens_per_s=rollout.tokens / self.clock.total,
+            peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
+        )
+        self.tracker.generations(step, generation_records(step, rollout.groups, credit))
+        if self.tracker.wants_tokens(step):
+            self.tracker.tokens(step, token_table(credit, self.parts.credit.needs_planning))
+        self.tracker.step(self._record)
+        state.cursor += len(rollout.groups)
+        state.step += 1
+        self._check_health(rollout, result)
+
+    def _check_health(self, rollout: Rollout, result: StepResult) -> None:
+        """Stop a run that learns nothing: updates that are never finite, rewards that cannot be judged."""
+        state = self.state
+        state.nonfinite_streak = state.nonfinite_streak + 1 if result.updates == 0 and result.nonfinite_updates else 0
+        if result.nonfinite_updates:
+            self.tracker.message(
+                f"Step {state.step - 1}: {result.nonfinite_tensor} was not finite, so {result.nonfinite_updates} update(s) were skipped."
+            )
+        if state.nonfinite_streak >= _NONFINITE_LIMIT:
+            raise RunFailed(
+                f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row; the weights are those of the last finite "
+                f"update: lower [training] lr, set [loss] max_grad_norm = 1.0, or resume with [model] dtype = \"fp32\"."
+            )
+        self.parts.guard.observe([score for group in rollout.groups for score in group.scores])
+
+    # -- what is due between steps -------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.state.step >= self.config.training.max_steps or self._out_of_time
+
+    @property
+    def _out_of_time(self) -> bool:
+        hours = self.config.training.max_hours
+        return hours > 0 and self.state.seconds >= hours * 3600
+
+    def evaluate_if_due(self) -> None:
+        """Held-out evaluation of the current weights; once a step count, also over a resume."""
+        evaluation, step = self.config.evaluation, self.state.step
+        due = (
+            (evaluation.at_start and step == 0)
+            or (evaluation.every > 0 and step > 0 and step % evaluation.every == 0)
+            or (evaluation.at_end and step == self.config.training.max_steps)
+        )
+        if not due or self.parts.evaluator is None or self.state.last_evaluation == step:
+            return
+        evaluator = self.parts.evaluator
+        result = evaluator.run(step, self.watch(f"Evaluation at step {step}", len(evaluator.prompts) * evaluation.samples))
+        self.tracker.evaluation(result)
+        self._evaluations.append(result)
+        self.state.last_evaluation = step
+        self.state.seconds += result.seconds
+
+    def save_if_due(self) -> None:
         step = self.state.step
+        due = step > 0 and (step % self.config.training.save_every == 0 or self.finished)
+        if due or self.interrupts.take_save_request() or self._failed_saves:
+            self.save_now()
+
+    def save_now(self) -> None:
+        """Checkpoint the state between two steps. A failure keeps the checkpoint before and is tried again after the next step."""
+        if self._saved_at == self.state.step:
+            return
+        self.state.sepa = self.sepa.state_dict()
+        self.state.rewards = self.parts.guard.state_dict()
+        self.state.tracking = self.tracker.state()
+        try:
+            self.store.save(self.state, self.parts.backend.save)
+            replace_file(self.folder.trainer_state, self.state.to_json())
+        except OSError as error:
+            self._failed_saves += 1
+            sentence = f"The checkpoint of step {self.state.step} could not be written to {self.store.folder}: {error.strerror or error}"
+            if self._failed_saves >= _SAVE_ATTEMPTS or self.finished:
+                raise EnvironmentFailure(
+                    f"{sentence}, {self._failed_saves} time(s) in a row; free space there, then go on with --resume {self.folder.path}."
+                ) from error
+            self.tracker.message(f"{sentence}; trying again after the next step.")
+            return
+        self._saved_at = self.state.step
+        self._failed_saves = 0
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> RunSummary:
+        """The last adapter, the summary, and the last lines on the screen."""
+        self.store.save_final(self.state, self.parts.backend.save_adapter)
+        if self._out_of_time and self.state.step < self.config.training.max_steps:
+            self.tracker.message(
+                f"[training] max_hours = {self.config.training.max_hours:g} is over after {self.state.step} of "
+                f"{self.config.training.max_steps} steps; go on with --resume {self.folder.path} and a higher max_hours."
+            )
+        summary = self.summary("done")
+        self.tracker.finish(summary)
+        return summary
+
+    def summary(self, status: str) -> RunSummary:
+        final = self.store.folder / "final"
+        inside = final.is_relative_to(self.folder.path)
+        return RunSummary(
+            status=status,
+            condition=self.config.condition_label,
+            seed=self.state.seed,
+            steps=self.state.step,
+            seconds=self.state.seconds,
+            tokens=self.state.tokens,
+            before=next((item for item in self._evaluations if item.step == 0), None),
+            after=next((item for item in reversed(self._evaluations) if item.step > 0), None),
+            last=self._record,
+            adapter=str(final.relative_to(self.folder.path) if inside else final),
+        )
+
+
+def usable_groups(rollout: Rollout) -> list[Group]:
+    """The judged part of each group; one with fewer than two left because of what could not be judged is dropped."""
+    judged = [group.judged() for group in rollout.groups]
+    return [part for part, whole in zip(judged, rollout.groups, strict=True) if len(part) == len(whole) or len(part) >= 2]
+
+
+def _fraction(mask: Sequence[bool]) -> float | None:
+    return float(sum(mask)) / len(mask) if len(mask) else None
+
+
+def _stored_evaluations(path: Path, ks: Sequence[int]) -> Iterator[Evaluation]:
+    """The evaluations of the earlier sessions of a run."""
+    if path.exists():
+        records = [EvaluationRecord.from_json(line) for line in read_jsonl(path)]
+        for step, problems in groupby(records, key=lambda record: record.step):
+            yield Evaluation(step=step, problems=list(problems), ks=sorted({1, *ks}))
+
+
+def _last_record(path: Path) -> StepRecord | None:
+    lines = list(read_jsonl(path)) if path.exists() else []
+    return StepRecord.from_json(lines[-1]) if lines else None

@@ -9,20 +9,16 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.backends import build_backend
 from retrain.backends.base import Backend
 from retrain.config import TrainConfig
-from retrain.data import PromptSet, encode_prompts, load_examples
+from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.evaluation import Evaluator
 from retrain.noise import Stream
 from retrain.parity import GateInputs, GateResult, parity_gate
-from retrain.rewards import Scorer, build_scorer
+from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.rollout import Sampler, SamplingPlan
 from retrain.tokenization import TextModel, load_text_model
 from retrain.types import MachineChoices, Prompt
 
 Say = Callable[[str], None]
-
-_EVALUATION_ORDER_SEED = 0
-"""Every run of a data set is evaluated on the same problems, whatever its own seed."""
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -32,6 +28,7 @@ class Parts:
     prompts: PromptSet
     backend: Backend
     scorer: Scorer
+    guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
     evaluator: Evaluator | None
@@ -46,7 +43,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say) ->
     text = load_text(config, say)
     credit = CreditPipeline(config, text.vocabulary.pieces)
     prompts = load_prompts(config, text, say)
-    held_out = load_held_out(config, text, say) if config.evaluation.asked_for else None
+    held_out = load_held_out(config, text, prompts, say) if config.evaluation.asked_for else None
     with ExitStack() as undo:
         scorer = build_scorer(config)  # its workers start while the model loads
         undo.callback(scorer.close)
@@ -54,7 +51,8 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say) ->
         undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic)
     evaluator = Evaluator(sampler, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
-    return Parts(text, prompts, backend, scorer, sampler, credit, evaluator)
+    guard = FailureGuard(config.reward.max_failure_rate)
+    return Parts(text, prompts, backend, scorer, guard, sampler, credit, evaluator)
 
 
 def load_text(config: TrainConfig, say: Say) -> TextModel:
@@ -67,21 +65,24 @@ def load_text(config: TrainConfig, say: Say) -> TextModel:
 
 def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
     say("Loading dataset...")
-    examples = load_examples(config, "train")
-    say(f"Loaded {len(examples.examples)} examples")
-    prompts = encode_prompts(config, text, examples)
+    loaded = load_examples(config, "train")
+    say(f"Loaded {len(loaded)} examples")
+    prompts = encode_prompts(loaded, text.tokenizer, text.context, config.training.max_tokens)
     say(f"Pre-encoded {len(prompts)} prompts")
-    for note in prompts.notes:
+    for note in (*loaded.notes, *prompts.notes):
         say(note)
     return prompts
 
 
-def load_held_out(config: TrainConfig, text: TextModel, say: Say) -> list[Prompt]:
-    """The first `[evaluation] max_examples` problems in a fixed order that mixes subjects."""
-    prompts = encode_prompts(config, text, load_examples(config, "heldout"))
-    count = min(config.evaluation.max_examples or len(prompts), len(prompts))
-    say(f"Held-out evaluation on {count} of {len(prompts)} problems")
-    return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say: Say) -> list[Prompt]:
+    """The held-out problems, the same ones in the same order for every run of a data set."""
+    loaded = load_examples(config, "heldout")
+    prompts = encode_prompts(loaded, text.tokenizer, text.context, config.training.max_tokens)
+    shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
+    say(f"Held-out evaluation on {len(prompts)} problems")
+    for note in filter(None, (*loaded.notes, *prompts.notes, shared)):
+        say(note)
+    return list(prompts.prompts)
 
 
 def training_plan(config: TrainConfig) -> SamplingPlan:
@@ -107,7 +108,7 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
     )
 
 
-def run_parity_gate(config: TrainConfig, parts: Parts, half_precision: bool) -> GateResult:
+def run_parity_gate(config: TrainConfig, parts: Parts) -> GateResult:
     """On the first prompts of the data order, so that a resumed run is judged on the same ones."""
     inputs = GateInputs(
         backend=parts.backend,
@@ -117,7 +118,7 @@ def run_parity_gate(config: TrainConfig, parts: Parts, half_precision: bool) -> 
         temperature=config.training.temperature,
         max_tokens=config.training.max_tokens,
         seed=config.training.seed,
-        half_precision=half_precision,
+        half_precision=parts.backend.half_precision,
         in_process=config.inference.engine == "pytorch",
     )
     count = min(config.training.batch_size, len(parts.prompts))

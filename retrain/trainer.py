@@ -6,11 +6,11 @@ scored groups, `advantages` turns rewards into token credit, `backends` learn, `
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from retrain.config import TrainConfig
-from retrain.errors import Interrupted
-from retrain.session import Session
+from retrain.errors import Interrupted, RunFailed
+from retrain.session import Session, usable_groups
+from retrain.tracking import RunFolder, RunSummary, StepRecord, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -18,47 +18,48 @@ class Run:
     """A finished run, as `retrain.train` returns it."""
 
     folder: Path
-    summary: dict[str, Any]
-    """What summary.json holds."""
+    summary: RunSummary
 
     @property
     def adapter(self) -> Path:
         """The PEFT folder of the last adapter."""
-        return Path(self.summary["adapter"])
+        return self.folder / self.summary.adapter
+
+    def metrics(self) -> list[StepRecord]:
+        """One record a step, oldest first."""
+        return [StepRecord.from_json(line) for line in read_jsonl(RunFolder(self.folder).metrics)]
 
 
 def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) -> Run:
-    """Run `config` to its last step, or resume it from `[resume] from`.
+    """Run `config` to its last step, or go on with the run that `[resume] from` names.
 
     `overwrite` empties a run folder that carries our marker; `quiet` silences standard output.
-    Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted; what was trained until then is saved.
+    Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted; the steps that were done until then are saved.
     """
     with Session.open(config, overwrite=overwrite, quiet=quiet) as session:
         try:
-            session.start()
             while True:
                 session.evaluate_if_due()
                 session.save_if_due()
                 if session.finished:
                     return Run(session.folder.path, session.finish())
-                step(session)
-        except Interrupted:
+                take_step(session)
+        except (Interrupted, RunFailed):
             session.save_now()
             raise
 
 
-def step(session: Session) -> None:
-    """One optimizer step's worth of prompts. Nothing has changed if it is interrupted before the learning."""
-    clock = session.clock
+def take_step(session: Session) -> None:
+    """One batch of prompts, one step of learning. Interrupted before the learning, it has changed nothing."""
+    step, parts, clock = session.state.step, session.parts, session.clock
     clock.start()
-    prompts = session.next_prompts()
-    rollout = session.sampler.draw(prompts, session.state.step, session.plan, session.watch("sampling"))
+    rollout = session.sample(session.next_prompts())
     clock.mark("credit")
-    sepa_lambda = session.sepa.resolve(session.state.step)
-    credit = session.credit.assign([group.judged() for group in rollout.groups], session.state.step, sepa_lambda)
+    sepa_lambda = session.sepa.resolve(step)
+    credit = parts.credit.assign(usable_groups(rollout), step, sepa_lambda)
     rows = credit.rows()
     session.interrupts.check()
     clock.mark("learn")
-    result = session.backend.train(rows, session.state.step)
+    result = parts.backend.train(rows, step)
     clock.stop()
     session.observe(rollout, credit, rows, result, sepa_lambda)

@@ -29,6 +29,21 @@ class Backend(ABC):
     def choices(self) -> MachineChoices | None:
         """What was chosen from the machine; None for a remote backend."""
 
+    @property
+    @abstractmethod
+    def device_name(self) -> str:
+        """torch's name of the device that learns (cpu, mps, cuda:0), or what a remote service is called."""
+
+    @property
+    @abstractmethod
+    def half_precision(self) -> bool:
+        """The base weights are in 16 bits or fewer: the parity gate then allows for their rounding."""
+
+    @property
+    @abstractmethod
+    def num_trainable(self) -> int:
+        """Parameters of the adapter."""
+
     @abstractmethod
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         """One step on the rows of one batch: `updates_per_batch` passes of `minibatches` optimizer updates.
