@@ -5,6 +5,8 @@ Adapter weights are float32 even where the base is bf16: a learning rate of 4e-5
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,8 @@ class Adapter:
         from peft import get_peft_model
 
         self.name = config.model.model
+        """As the user gave it: the hub id, so that the saved adapter finds its base elsewhere."""
+        self.revision = config.model.revision or None
         self.dropout = DropoutKey(config.training.seed)
         with torch.random.fork_rng(devices=[]):  # peft draws initial weights from the global generator; ours replace them
             self.peft_model: PeftModel = get_peft_model(base.model, _lora_config(base, config), adapter_name=_ADAPTER)
@@ -57,6 +61,20 @@ class Adapter:
     def trainable_line(self) -> str:
         trainable, total = self.peft_model.get_nb_trainable_parameters()
         return f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model is the frozen base inside."""
+        with self.peft_model.disable_adapter():
+            yield
+
+    @contextmanager
+    def uncast_inputs(self) -> Iterator[None]:
+        """Inside, peft hands a layer's input on in its own dtype instead of casting it to the adapter's."""
+        from peft.helpers import disable_input_dtype_casting
+
+        with disable_input_dtype_casting(self.peft_model):
+            yield
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -108,7 +126,7 @@ class Adapter:
 
     def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = self.peft_model.peft_config[_ADAPTER].to_dict()
-        return settings | {"inference_mode": True}
+        return settings | {"base_model_name_or_path": self.name, "revision": self.revision, "inference_mode": True}
 
     def _card(self) -> str:
         settings = self._settings()
@@ -161,7 +179,7 @@ def _lora_config(base: "BaseModel", config: "TrainConfig") -> Any:
     from peft import LoraConfig, TaskType
 
     lora, rank = config.lora, config.model.lora_rank
-    lora_config = LoraConfig(
+    return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=rank,
         lora_alpha=lora.alpha or 2 * rank,
@@ -171,9 +189,6 @@ def _lora_config(base: "BaseModel", config: "TrainConfig") -> Any:
         bias="none",
         fan_in_fan_out=_is_transposed(base.model),
     )
-    lora_config.base_model_name_or_path = config.model.model
-    lora_config.revision = config.model.revision or None
-    return lora_config
 
 
 def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:

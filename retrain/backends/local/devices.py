@@ -26,7 +26,7 @@ def choose_device(config: "TrainConfig") -> DeviceChoice:
     device = torch.device(names[0])
     if is_present(device):
         return DeviceChoice(device, "")
-    if "devices" in config.backend.model_fields_set:
+    if config.is_set("backend.devices"):
         raise EnvironmentFailure(
             f'[backend] devices = "{config.backend.devices}": this machine has no such device ({present_devices()}); name one of these, '
             "or leave the key out to fall back to cpu."

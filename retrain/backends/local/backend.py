@@ -1,0 +1,122 @@
+"""The local backend: one model on one device, shared by the learner and the sampler."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from retrain.advantages.algorithms import effective_aggregation
+from retrain.backends.base import Backend, BackendCapabilities
+from retrain.backends.local.adapter import Adapter
+from retrain.backends.local.devices import choose_device
+from retrain.backends.local.learner import Learner
+from retrain.backends.local.machine import choose
+from retrain.backends.local.model import load_base_model
+from retrain.inference_engine.base import InferenceEngine
+from retrain.tokenization import eos_token_ids, load_tokenizer, resolve_model
+from retrain.types import Float32Array, MachineChoices, Row, StepResult
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+
+class LocalBackend(Backend):
+    """Loads the model, attaches the adapter, and builds the engine that samples from both.
+
+    `choices` are those of an earlier start of the same run; without them they are made from the machine. Nothing is printed
+    here: `notes`, `device_name` and `trainable_parameters_line` are for whoever does.
+    """
+
+    capabilities = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
+
+    def __init__(self, config: "TrainConfig", choices: MachineChoices | None = None, *, eos_ids: Sequence[int] | None = None) -> None:
+        """`eos_ids`: the tokens that end a completion, where the caller has them already; else the tokenizer is loaded for them."""
+        self.config = config
+        device, note = choose_device(config)
+        self.notes: tuple[str, ...] = (note,) if note else ()
+        """Lines that the user should see at the start."""
+        if choices is not None:
+            torch.set_num_threads(choices.threads)
+        self._base = load_base_model(config, resolve_model(config.model.model), device)
+        self._adapter = Adapter(self._base, config)
+        self._choices = choices or choose(config, self._base)
+        self._learner = Learner(self._base, self._adapter, config, self._choices, effective_aggregation(config))
+        self.engine = self._build_engine(eos_ids)
+
+    def _build_engine(self, eos_ids: Sequence[int] | None) -> InferenceEngine:
+        from retrain.inference_engine.torch_engine import TorchEngine
+
+        return TorchEngine(self._adapter.peft_model, eos_ids or self._eos_ids(), self._base.device)
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        model = self.config.model
+        tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
+        return eos_token_ids(tokenizer, self._base.model.config, self._base.model.generation_config)
+
+    # -- what the start-up lines say --------------------------------------------------------------------------------
+
+    @property
+    def choices(self) -> MachineChoices:
+        return self._choices
+
+    @property
+    def device_name(self) -> str:
+        """torch's name: cpu, mps, cuda:0."""
+        return str(self._base.device)
+
+    @property
+    def half_precision(self) -> bool:
+        return self._base.dtype != torch.float32
+
+    @property
+    def num_trainable(self) -> int:
+        return self._adapter.num_trainable
+
+    def trainable_parameters_line(self) -> str:
+        """peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 || trainable%: 1.0616"."""
+        return self._adapter.trainable_line()
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def train(self, rows: Sequence[Row], step: int) -> StepResult:
+        raw = self.engine.capabilities.logprobs == "raw" and self.config.training.temperature != 1.0
+        with _deterministic(self._base.device):
+            return self._learner.train(rows, step, sampler_is_raw=raw)
+
+    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+        return self._learner.logprobs(rows)
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def save_adapter(self, folder: Path) -> None:
+        self._adapter.save(folder)
+
+    def save(self, folder: Path) -> None:
+        self.save_adapter(folder)
+        self._learner.optimizer.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self._adapter.load(folder)
+        self._learner.optimizer.load(folder)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """On CUDA, kernels whose sums do not depend on the order in which threads arrive; on a CPU they are so already."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled

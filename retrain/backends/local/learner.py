@@ -1,0 +1,252 @@
+"""The learning pass: rows in, optimizer steps out, with one normalisation an optimizer batch whatever the micro-batches.
+
+The policy is softmax(logits / temperature), as it was sampled. Dropout, where it is on, acts in the training pass only.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from retrain.backends.local.adapter import Adapter
+from retrain.backends.local.logprobs import TokenScores, score_tokens
+from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings, policy_loss, sequence_weights
+from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, build, minibatch_split, split_rows
+from retrain.backends.local.model import BaseModel
+from retrain.backends.local.optimizer import AdapterOptimizer
+from retrain.backends.rows import check_rows
+from retrain.types import Float32Array, MachineChoices, Row, StepResult
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+
+@dataclass
+class _Update:
+    """One optimizer update, done or skipped."""
+
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    nonfinite: str = ""
+    """The tensor that made the update be skipped; empty if it was done."""
+
+
+@dataclass
+class _Ratios:
+    """Log-ratios learner - sampler of action tokens, gathered before the first optimizer step."""
+
+    differences: list[Float32Array] = field(default_factory=list)
+
+    def add(self, new: Float32Array, sampler: Float32Array) -> None:
+        self.differences.append(new - sampler)
+
+    def into(self, result: StepResult) -> StepResult:
+        d = np.concatenate(self.differences).astype(np.float64) if self.differences else np.empty(0)
+        if not len(d):
+            return result
+        with np.errstate(over="ignore", invalid="ignore"):
+            w = np.exp(d)
+            return replace(
+                result,
+                ratio_mean=float(w.mean()),
+                ratio_max=float(w[np.argmax(np.abs(d))]),
+                mismatch_k1=float(-d.mean()),
+                mismatch_k3=float((np.expm1(d) - d).mean()),
+                ess=float(w.sum() ** 2 / (len(w) * np.square(w).sum())),
+            )
+
+
+class Learner:
+    def __init__(self, base: BaseModel, adapter: Adapter, config: "TrainConfig", choices: MachineChoices, aggregation: Aggregation) -> None:
+        self.base, self.adapter, self.choices = base, adapter, choices
+        self.optimizer = AdapterOptimizer(adapter.parameters, config)
+        self.settings = LossSettings.from_config(config, aggregation)
+        self.temperature = config.training.temperature
+        self.seed = config.training.seed
+        self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
+        self._recompute = config.loss.old_logprobs == "recomputed"
+        self._mask_truncated = config.loss.mask_truncated
+        self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
+
+    def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
+        """One step. `sampler_is_raw`: the recorded log-probs are not of the sampled policy, so the learner's own replace them (D22)."""
+        check_rows(rows)
+        batch = [
+            LearnerRow(number, row, row.logprobs, row.logprobs)
+            for number, row in enumerate(rows)
+            if row.num_actions and not (self._mask_truncated and row.truncated)
+        ]
+        ratios = _Ratios()
+        batch = self._with_old_logprobs(batch, ratios, sampler_is_raw)
+        if self.settings.kl_coef:
+            references = self.score(batch, reference=True)
+            batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
+        updates: list[_Update] = []
+        for turn in range(self._passes if batch else 0):
+            for part in minibatch_split(batch, self._minibatches, self.seed, step, turn):
+                updates.append(self._update(part, step, None if ratios.differences else ratios))
+        return ratios.into(_summary(updates))
+
+    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+        """[T] of each row at the training temperature, without gradient or dropout."""
+        check_rows(rows)
+        filled = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.num_actions]
+        scores = iter(self.score(filled))
+        return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
+
+    def score(self, rows: Sequence[LearnerRow], *, reference: bool = False) -> list[Float32Array]:
+        """The learner's log-probs of each row, or those of the frozen base with the adapter off."""
+        found: dict[int, Float32Array] = {}
+        with torch.no_grad(), ExitStack() as stack:
+            if reference:
+                stack.enter_context(self.adapter.disabled())
+            for part in split_rows(rows, self.choices.micro_batch_tokens):
+                micro = build(part, self.base.device)
+                found.update(_by_row(micro, self._forward(micro).logprobs))
+        return [found[row.number] for row in rows]
+
+    # -- one update -------------------------------------------------------------------------------------------------
+
+    def _with_old_logprobs(self, batch: list[LearnerRow], ratios: _Ratios, sampler_is_raw: bool) -> list[LearnerRow]:
+        """Recomputed in one pass before the first update, where the configuration or a raw engine asks for it."""
+        if not batch or not (self._recompute or sampler_is_raw):
+            return batch
+        old = self.score(batch)
+        if sampler_is_raw:
+            batch = [replace(row, sampler=own) for row, own in zip(batch, old, strict=True)]
+        for row, own in zip(batch, old, strict=True):
+            ratios.add(own, row.sampler)
+        return [replace(row, old=own) for row, own in zip(batch, old, strict=True)]
+
+    def _update(self, rows: Sequence[LearnerRow], step: int, ratios: _Ratios | None) -> _Update:
+        """Gradient of one optimizer batch and, if everything is finite, one step. `ratios` gathers the first forward pass."""
+        name = _nonfinite_input(rows)
+        if name:
+            return _Update(nonfinite=name)
+        self.optimizer.zero_gradients()
+        weights = sequence_weights([row.row.num_actions for row in rows], self.settings.aggregation, self.settings.max_tokens)
+        weight_of = {row.number: weight for row, weight in zip(rows, weights, strict=True)}
+        loss = torch.zeros((), device=self.base.device)
+        finite = torch.ones((), dtype=torch.bool, device=self.base.device)
+        for part in split_rows(rows, self.choices.micro_batch_tokens):
+            micro = build(part, self.base.device)
+            part_loss, logprobs = self._backward(micro, [weight_of[row.number] for row in part], step)
+            loss += part_loss
+            finite &= torch.isfinite(logprobs).all()
+            if ratios is not None:
+                for row, new in zip(part, _by_row(micro, logprobs).values(), strict=True):
+                    ratios.add(new, row.sampler)
+        norm = self.optimizer.gradient_norm()
+        update = _Update(loss.item(), norm.item(), self._nonfinite(finite, loss, norm))
+        if not update.nonfinite:
+            self.optimizer.step(step, norm)
+        return update
+
+    def _nonfinite(self, logprobs_finite: Tensor, loss: Tensor, norm: Tensor) -> str:
+        if not logprobs_finite:
+            return "log-probs"
+        if not torch.isfinite(loss):
+            return "loss"
+        if not torch.isfinite(norm):
+            return f"gradient of {self.optimizer.nonfinite_gradient()}"
+        return ""
+
+    def _backward(self, micro: MicroBatch, weights: Sequence[float], step: int) -> tuple[Tensor, Tensor]:
+        """Adds the micro-batch's gradient; returns its share of the loss and its log-probs, detached."""
+        with self._training(micro, step):
+            scores = self._forward(micro, entropy=self.settings.entropy_coef != 0)
+            loss = policy_loss(_action_tokens(micro, scores, weights), self.settings)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), scores.logprobs.detach()
+
+    def _forward(self, micro: MicroBatch, *, entropy: bool = False) -> TokenScores:
+        """Scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
+        with self._half_precision():
+            hidden = self.base.hidden_states(micro.token_ids)
+        states = hidden.flatten(0, 1).index_select(0, micro.predictors)
+        return score_tokens(self.base.head, states, micro.targets, self.temperature, entropy=entropy)
+
+    @contextmanager
+    def _half_precision(self) -> Iterator[None]:
+        """With a bf16 base the adapter's fp32 weights take part in bf16 products, so that no activation is kept in fp32."""
+        if self.base.dtype == torch.float32:
+            yield
+            return
+        with torch.autocast(self.base.device.type, self.base.dtype), self.adapter.uncast_inputs():
+            yield
+
+    @contextmanager
+    def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
+        """Dropout and gradient checkpointing are on inside, for the forward pass and its backward."""
+        for layer in self._checkpointed:
+            layer.training = True  # of this module alone: the base's own dropouts below it stay off
+        try:
+            with self.adapter.dropout.active(step, [row.number for row in micro.rows], self.base.device):
+                yield
+        finally:
+            for layer in self._checkpointed:
+                layer.training = False
+
+
+def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[float]) -> ActionTokens:
+    rows, device = micro.rows, micro.token_ids.device
+    references = [row.reference for row in rows if row.reference is not None]
+    return ActionTokens(
+        new=scores.logprobs,
+        old=micro.flat([row.old for row in rows]),
+        sampler=micro.flat([row.sampler for row in rows]),
+        advantages=micro.flat([row.row.advantages for row in rows]),
+        weights=torch.tensor(weights, dtype=torch.float32, device=device).repeat_interleave(torch.tensor(micro.lengths, device=device)),
+        lengths=micro.lengths,
+        reference=micro.flat(references) if references else None,
+        entropy=scores.entropies,
+    )
+
+
+def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
+    """[N] values on the device to one float32 array a row, by row number."""
+    parts = np.split(values.float().cpu().numpy(), np.cumsum(micro.lengths)[:-1])
+    return {row.number: part for row, part in zip(micro.rows, parts, strict=True)}
+
+
+def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
+    for name, arrays in (
+        ("advantages", [row.row.advantages for row in rows]),
+        ("sampler log-probs", [row.sampler for row in rows]),
+        ("old log-probs", [row.old for row in rows]),
+        ("reference log-probs", [row.reference for row in rows if row.reference is not None]),
+    ):
+        if not all(np.isfinite(array).all() for array in arrays):
+            return name
+    return ""
+
+
+def _summary(updates: Sequence[_Update]) -> StepResult:
+    """Loss and gradient norm are means over the updates that were done; NaN where there was none among some."""
+    done = [update for update in updates if not update.nonfinite]
+    skipped = [update for update in updates if update.nonfinite]
+    return StepResult(
+        loss=(float(np.mean([update.loss for update in done])) if done else math.nan) if updates else None,
+        grad_norm=(float(np.mean([update.grad_norm for update in done])) if done else math.nan) if updates else None,
+        ratio_mean=None,
+        ratio_max=None,
+        mismatch_k1=None,
+        mismatch_k3=None,
+        ess=None,
+        updates=len(done),
+        nonfinite_updates=len(skipped),
+        nonfinite_tensor=skipped[0].nonfinite if skipped else "",
+    )
+
+
+def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
+    """Switches the model's gradient checkpointing on; it acts only where a layer is also in training mode."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
+    return [module for module in base.model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -1,0 +1,99 @@
+"""What is chosen from the machine at the first step and used as stored ever after.
+
+Every choice depends on the model, the configuration and the device's total memory, never on what happens to be free, so two
+fresh runs of one configuration on one machine choose the same.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from retrain.types import MachineChoices
+
+if TYPE_CHECKING:
+    from retrain.backends.local.model import BaseModel
+    from retrain.config import TrainConfig
+
+_LEARNING_SHARE = 0.35
+"""Of the memory beside the weights, for the activations of one micro-batch."""
+_DECODE_SHARE = 0.35
+"""Of the same, for keys and values. What is left is for logits, gradients and fragmentation."""
+_CPU_SHARE = 0.5
+"""Of a computer's memory, for all of this: it has other work."""
+_PROBE_TOKENS = 64
+_PROMPT_ALLOWANCE = 1024
+"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
+_MOST_TOKENS = {"cpu": 4096, "cuda": 32768}
+"""Beyond these a larger micro-batch gains nothing: on a CPU it only leaves the caches (lab model, 2 cores)."""
+_MOST_ROWS = {"cpu": 128, "cuda": 512}
+
+
+def choose(config: "TrainConfig", base: "BaseModel") -> MachineChoices:
+    spare = spare_bytes(base)
+    learning = int(spare * _LEARNING_SHARE)
+    tokens, checkpointing = _learning_choices(config, base, learning)
+    decode_tokens = max(config.training.max_tokens + _PROMPT_ALLOWANCE, int(spare * _DECODE_SHARE) // kv_bytes_per_token(base))
+    return MachineChoices(
+        threads=torch.get_num_threads(),
+        decode_rows=_MOST_ROWS.get(base.device.type, 128),
+        decode_tokens=decode_tokens,
+        micro_batch_tokens=tokens,
+        gradient_checkpointing=checkpointing,
+    )
+
+
+def spare_bytes(base: "BaseModel") -> int:
+    """Memory of the device beside the frozen weights; of a computer, the share that a run may take."""
+    weights = sum(tensor.nbytes for tensor in base.model.parameters())
+    if base.device.type == "cuda":
+        return max(0, torch.cuda.get_device_properties(base.device).total_memory - weights)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(0, int(total * _CPU_SHARE) - weights)
+
+
+def kv_bytes_per_token(base: "BaseModel") -> int:
+    """Keys and values of one token over all layers, in the model's dtype."""
+    text: Any = base.model.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * size * base.dtype.itemsize)
+
+
+def _learning_choices(config: "TrainConfig", base: "BaseModel", memory: int) -> tuple[int, bool]:
+    """(micro_batch_tokens, gradient_checkpointing). Checkpointing is a third more work, so only where the longest row needs it."""
+    wanted, tokens = config.training.gradient_checkpointing, config.training.micro_batch_tokens
+    if wanted != "auto" and tokens:
+        return tokens, wanted
+    per_token = activation_bytes_per_token(base)
+    longest = max(config.training.max_tokens + _PROMPT_ALLOWANCE, tokens)
+    checkpointing = per_token * longest > memory if wanted == "auto" else wanted
+    if tokens:
+        return tokens, checkpointing
+    kept = _checkpointed_bytes_per_token(base, per_token) if checkpointing else per_token
+    return max(1, min(_MOST_TOKENS.get(base.device.type, 4096), memory // kept)), checkpointing
+
+
+def activation_bytes_per_token(base: "BaseModel") -> int:
+    """Bytes that a forward pass keeps for its backward, a token: measured on a few tokens, so it holds for any architecture."""
+    kept: dict[int, int] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in base.model.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    probe = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=base.device)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden = base.hidden_states(probe)
+    del hidden
+    return max(1, sum(kept.values()) // _PROBE_TOKENS)
+
+
+def _checkpointed_bytes_per_token(base: "BaseModel", per_token: int) -> int:
+    """The input of every layer, and one layer's activations while it runs again."""
+    text: Any = base.model.config.get_text_config()
+    return int(text.num_hidden_layers * text.hidden_size * base.dtype.itemsize + per_token // text.num_hidden_layers + 1)

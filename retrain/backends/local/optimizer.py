@@ -1,0 +1,114 @@
+"""AdamW over the adapter: learning rate as a pure function of the step, gradient norm, and state in safetensors and JSON."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+STATE_FILE = "optimizer.safetensors"
+COUNT_FILE = "optimizer.json"
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(peak: float, step: int, schedule: Schedule, warmup_steps: int, max_steps: int) -> float:
+    """The rate of training step `step`, counted from 0.
+
+    It rises linearly to `peak` over the warm-up's steps (the first step is not 0), then stays, or falls to 0 at `max_steps`.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    if schedule == "linear":
+        return peak * (1 - progress)
+    if schedule == "cosine":
+        return peak * (1 + math.cos(math.pi * progress)) / 2
+    return peak
+
+
+class AdapterOptimizer:
+    """Every parameter takes part in every step, with a zero gradient where nothing reached it, so one count serves all."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], config: "TrainConfig") -> None:
+        training, optimizer = config.training, config.optimizer
+        self.parameters = parameters
+        self.steps = 0
+        """Optimizer steps taken."""
+        self._schedule = (training.lr_schedule, training.lr_warmup_steps, training.max_steps)
+        self._peak = training.lr
+        self._max_grad_norm = config.loss.max_grad_norm
+        self._adamw = torch.optim.AdamW(
+            parameters.values(),
+            lr=training.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=training.weight_decay,
+            fused=next(iter(parameters.values())).device.type in ("cpu", "cuda"),
+        )
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
+
+    def gradient_norm(self) -> Tensor:
+        """L2 norm over all parameters, not yet read back from the device."""
+        return torch.nn.utils.get_total_norm(self._gradients())
+
+    def nonfinite_gradient(self) -> str:
+        """The name of the first parameter whose gradient is not finite; empty if there is none."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return name
+        return ""
+
+    def step(self, training_step: int, norm: Tensor) -> None:
+        """One update at the rate of `training_step`, the gradient clipped to max_grad_norm if that is on."""
+        if self._max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_grad_norm, norm)
+        self._adamw.param_groups[0]["lr"] = learning_rate(self._peak, training_step, *self._schedule)
+        self._adamw.step()
+        self.steps += 1
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """First and second moments by parameter name, and the number of steps."""
+        from safetensors.torch import save_file
+
+        moments = {
+            f"{kind}.{name}": self._adamw.state[parameter][key].detach().cpu().contiguous()
+            for name, parameter in self.parameters.items()
+            for kind, key in (("m", "exp_avg"), ("v", "exp_avg_sq"))
+            if self.steps
+        }
+        save_file(moments, folder / STATE_FILE)
+        (folder / COUNT_FILE).write_text(json.dumps({"steps": self.steps}) + "\n", encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        moments = load_file(folder / STATE_FILE)
+        self.steps = int(json.loads((folder / COUNT_FILE).read_text(encoding="utf-8"))["steps"])
+        state = {
+            index: {
+                "step": torch.tensor(float(self.steps)),
+                "exp_avg": moments[f"m.{name}"],
+                "exp_avg_sq": moments[f"v.{name}"],
+            }
+            for index, name in enumerate(self.parameters)
+            if self.steps
+        }
+        self._adamw.load_state_dict(self._adamw.state_dict() | {"state": state})
