@@ -42,8 +42,6 @@ class SEPASettings(Protocol):
     def warmup(self) -> int: ...
 
 
-
-
 class SEPAController:
     """Holds the gate and the variance of execution tokens; lambda itself is a function of the step and this state."""
 
@@ -147,7 +145,10 @@ def maximal_lambda(config: "TrainConfig") -> float:
 
 
 def maximal_lambda_note(config: "TrainConfig") -> str | None:
-    """A sentence for the start of the run if the ramp ends below 1; None if it is complete or the transform does not use it (of a plugin that is not known here)."""
+    """A sentence for the start of the run if the ramp ends below 1; None if it is complete or the transform is not built on SEPA.
+
+    Whether a plugin follows the schedule is known only once it is loaded; CreditPipeline.notes tells.
+    """
     from retrain.advantages.algorithms import condition_parts
     from retrain.advantages.transforms import TRANSFORMS
 

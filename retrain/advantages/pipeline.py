@@ -376,14 +376,10 @@ class CreditPipeline:
         s = surprisal(tokens.logprobs)
         h = capped(tokens.entropies) if tokens.entropies is not None else np.zeros(0)
         known = tokens.entropies is not None
-        (exec_h, exec_h_var), (plan_h, plan_h_var) = (
-            mean_and_variance(h[part] if known else h) for part in (~plan, plan)
-        )
+        (exec_h, exec_h_var), (plan_h, plan_h_var) = (mean_and_variance(h[part] if known else h) for part in (~plan, plan))
         (exec_s, exec_s_var), (plan_s, plan_s_var) = (mean_and_variance(s[part]) for part in (~plan, plan))
         reasons = [
-            self._skip_reason(rewards)
-            for rewards, informative in zip(tokens.rewards, assigned.informative, strict=True)
-            if not informative
+            self._skip_reason(rewards) for rewards, informative in zip(tokens.rewards, assigned.informative, strict=True) if not informative
         ]
         return CreditStatistics(
             exec_entropy_mean=exec_h,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, Segments
+from retrain.advantages.uncertainty import CAP, capped
 
 NEGLIGIBLE_MEAN = 1e-7
 """Nats. Below it a completion was as good as deterministic and its weights are uniform."""
@@ -85,7 +86,7 @@ class TransformSpec:
 
 def sepa_pool(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
     """H' = lam mu + (1 - lam) H on execution tokens, mu their mean in the completion. Keeps the completion's mean of H."""
-    lam = _unit(lam)
+    lam = _checked_lambda(lam, uncertainty, planning)
     if lam == 0.0:
         return uncertainty
     return np.where(planning, uncertainty, lam * _execution_means(uncertainty, planning, segments) + (1.0 - lam) * uncertainty)
@@ -93,7 +94,7 @@ def sepa_pool(uncertainty: Float64Array, planning: BoolArray, segments: Segments
 
 def sepa_amplify(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
     """H' = (1 + lam) H - lam mu on execution tokens: the opposite of pooling. May go negative; keeps the completion's mean."""
-    lam = _unit(lam)
+    lam = _checked_lambda(lam, uncertainty, planning)
     if lam == 0.0:
         return uncertainty
     return np.where(planning, uncertainty, (1.0 + lam) * uncertainty - lam * _execution_means(uncertainty, planning, segments))
@@ -112,10 +113,17 @@ def _execution_means(uncertainty: Float64Array, planning: BoolArray, segments: S
     return segments.spread_floats(means)
 
 
-def _unit(lam: float) -> float:
+def _checked_lambda(lam: float, uncertainty: Float64Array, planning: BoolArray) -> float:
+    """lambda within [0, 1]. Raises ValueError for NaN, or a mask of another length than the uncertainty."""
+    _check_mask(planning, uncertainty)
     if np.isnan(lam):
         raise ValueError("sepa_lambda is NaN")
     return float(min(1.0, max(0.0, lam)))
+
+
+def _check_mask(planning: BoolArray, values: Float64Array) -> None:
+    if len(planning) != len(values):
+        raise ValueError(f"{len(planning)} mask entries for {len(values)} tokens")
 
 
 # -- GTPO: weights from uncertainty ----------------------------------------------------------------------------------
@@ -130,6 +138,14 @@ def gtpo_weights(uncertainty: Float64Array, segments: Segments, beta: float) -> 
     """
     means = segments.spread_floats(segments.means(uncertainty))
     return _weights(uncertainty, means, beta)
+
+
+def gtpo(advantage: float, uncertainty: Sequence[float], beta: float, cap: float = CAP) -> list[float]:
+    """A_t = A w_t for one completion; the uncertainty [T] is capped first. Raises ValueError for an advantage that is not finite."""
+    if not np.isfinite(advantage):
+        raise ValueError(f"the advantage is {advantage}, it must be a finite number")
+    h = capped(np.asarray(uncertainty, dtype=np.float64), cap)
+    return [advantage * weight for weight in gtpo_weights(h, Segments([len(h)]), beta).tolist()]
 
 
 def gtpo_group_weights(
@@ -180,10 +196,10 @@ def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> 
     """
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"hicra alpha is {alpha}, it must lie in [0, 1]")
-    if len(planning) != len(token_advantages):
-        raise ValueError(f"{len(planning)} mask entries for {len(token_advantages)} token advantages")
+    _check_mask(planning, token_advantages)
+    for position in np.flatnonzero(~np.isfinite(token_advantages)):
+        raise ValueError(f"token advantage {position} is {token_advantages[position]}, it must be a finite number")
     return np.where(planning, token_advantages + alpha * np.abs(token_advantages), token_advantages)
-
 
 
 def _sepa(name: str, change: FlatEntropyTransform) -> TransformSpec:

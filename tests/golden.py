@@ -1,0 +1,284 @@
+"""Runs numeric cases against the public functions: `python tests/golden.py FILE...` prints the mismatches and exits 1 if there are any.
+
+A file holds {"default_tol": {rtol, atol}, "cases": [{id, op, inputs, expected, tol?}]}; an expected {"error": "ValueError"} must raise it.
+Operations of modules that do not exist yet are printed as "not built" and not counted.
+"""
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrain.advantages import masking, planning, transforms, uncertainty
+from retrain.advantages.episode import ADVANTAGES, grpo, grpo_std, maxrl, reinforce_pp, rloo
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.ragged import Segments, flatten
+from retrain.advantages.step import StepTokens
+from retrain.backends.local import loss
+from retrain.config import TrainConfig
+from retrain.config.values import parse_grams
+from retrain.evaluation import pass_at_k
+from retrain.rewards import extract_boxed, hendrycks_is_equiv
+from retrain.sepa import SEPAController, check_ramp
+
+NOT_BUILT = ("usl.", "squeeze.", "stats.")
+"""Families without a module; single operations of them that exist stand in OPERATIONS."""
+TEXT_INPUTS = frozenset({"text", "a", "b", "token_pieces", "grams"})
+"""Inputs in which "nan" and "inf" are words, not numbers."""
+FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+Rows = list[list[float]]
+
+
+def expected_gradient_coefficient(mode: str, N: int, p: float, eps: float) -> float:
+    """E[mean_i A_i score_i] / (p (1 - p)) over K ~ Bin(N, p) successes, where the score is 1 - p for a success and -p for a failure."""
+    builtin = ADVANTAGES[mode]
+    params = {"eps": eps} if "eps" in builtin.parameters else {}
+    total = 0.0
+    for successes in range(N + 1):
+        rewards = [1.0] * successes + [0.0] * (N - successes)
+        advantages: Any = builtin.function([rewards], **params)[0] if builtin.batch_level else builtin.function(rewards, **params)
+        scores = [1.0 - p] * successes + [-p] * (N - successes)
+        probability = math.comb(N, successes) * p**successes * (1.0 - p) ** (N - successes)
+        total += probability * math.fsum(a * s for a, s in zip(advantages, scores, strict=True)) / N
+    return total / (p * (1.0 - p))
+
+
+def sepa(change: transforms.FlatEntropyTransform) -> Callable[..., list[float]]:
+    def operation(uncertainty: list[float], mask: list[int], lam: float, cap: float) -> list[float]:
+        h = capped(uncertainty, cap)
+        changed: list[float] = change(h, np.array(mask, dtype=np.bool_), Segments([len(h)]), lam).tolist()
+        return changed
+
+    return operation
+
+
+def capped(values: list[float], cap: float) -> Any:
+    return uncertainty.capped(np.array(values, dtype=np.float64), cap)
+
+
+def hicra(token_advantages: list[float], mask: list[int], alpha: float) -> list[float]:
+    result: list[float] = transforms.hicra(np.array(token_advantages, dtype=np.float64), np.array(mask, dtype=np.bool_), alpha).tolist()
+    return result
+
+
+def planning_regex(token_pieces: list[str], grams: str) -> list[int]:
+    chosen = [] if grams == "default18" else parse_grams(grams)
+    return [int(mark) for mark in planning.RegexDetector(chosen).detect(token_pieces)]
+
+
+def sepa_trace(config: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
+    settings = SimpleNamespace(**config)
+    check_ramp(settings)
+    controller = SEPAController(settings)
+    lambdas = []
+    for event in events:
+        lambdas.append(controller.resolve(event["step"]))
+        controller.observe(event["correct_rate"], event["step"])
+        controller.update_auto(event["exec_uncertainty"])
+    return {"lambda": lambdas, "state": controller.state_dict()}
+
+
+def pipeline(
+    rewards: list[float],
+    logprobs: Rows,
+    masks: list[list[int]],
+    advantage_mode: str,
+    transform_mode: str,
+    beta: float,
+    alpha: float,
+    lam: float,
+) -> Rows:
+    config = TrainConfig.model_validate(
+        {
+            "algorithm": {"advantage_mode": advantage_mode, "transform_mode": transform_mode},
+            "gtpo": {"beta": beta},
+            "hicra": {"alpha": alpha},
+        }
+    )
+    segments = Segments([len(row) for row in logprobs])
+    tokens = StepTokens(
+        rewards=[rewards],
+        segments=segments,
+        logprobs=flatten(logprobs),
+        entropies=None,
+        planning=flatten(masks).astype(np.bool_),
+        in_loss=np.ones(len(logprobs), dtype=np.bool_),
+    )
+    assigned = CreditPipeline(config, lambda ids: [""] * len(ids)).compute(tokens, 0, lam)
+    return [piece.tolist() for piece in segments.split(assigned.final)]
+
+
+def surprisal_mask(uncertainty: Rows, rho: float, scope: str) -> dict[str, Any]:
+    segments = Segments([len(row) for row in uncertainty])
+    single = scope != "completion"
+    pools = np.zeros(segments.total, dtype=np.int64) if single else np.repeat(np.arange(len(segments)), segments.lengths)
+    result = masking.top_rho(flatten(uncertainty), pools, 1 if single else len(segments), rho)
+    keep = [row.astype(int).tolist() for row in segments.split(result.keep.astype(np.float64))]
+    return {"keep": keep, "threshold": result.thresholds[0] if single else result.thresholds}
+
+
+def batch(rows: Rows) -> tuple[torch.Tensor, list[int]]:
+    lengths = [len(row) for row in rows]
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64), lengths
+
+
+def cut(values: torch.Tensor, lengths: Sequence[int]) -> Rows:
+    return [piece.tolist() for piece in torch.split(values, list(lengths))]  # type: ignore[no-untyped-call]
+
+
+def importance_sampling(new: Rows, old: Rows, adv: Rows, aggregation: Any, max_tokens: int = 0) -> float:
+    values, lengths = batch(new)
+    return float(loss.importance_sampling_loss(values, batch(old)[0], batch(adv)[0], lengths, aggregation, max_tokens))
+
+
+def ppo_clip(new: Rows, old: Rows, adv: Rows, clip_low: float, clip_high: float, aggregation: Any, max_tokens: int = 0) -> float:
+    values, lengths = batch(new)
+    return float(
+        loss.ppo_loss(values, batch(old)[0], batch(adv)[0], lengths, clip_low, clip_high, aggregation=aggregation, max_tokens=max_tokens)
+    )
+
+
+def gspo_ratio(new: Rows, old: Rows) -> list[float]:
+    values, lengths = batch(new)
+    ratios: list[float] = loss.gspo_ratio(values, batch(old)[0], lengths).tolist()
+    return ratios
+
+
+def cispo_weight(new: Rows, old: Rows, low: float, high: float) -> Rows:
+    values, lengths = batch(new)
+    return cut(loss.cispo_weight(values, batch(old)[0], low, high), lengths)
+
+
+def tis_weight(train: Rows, sampler: Rows, cap: float) -> Rows:
+    values, lengths = batch(train)
+    return cut(loss.tis_weight(values, batch(sampler)[0], cap), lengths)
+
+
+def icepop_weight(train: Rows, sampler: Rows, low: float, high: float) -> Rows:
+    values, lengths = batch(train)
+    return cut(loss.icepop_weight(values, batch(sampler)[0], low, high), lengths)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "advantage.grpo": grpo,
+    "advantage.maxrl": maxrl,
+    "advantage.rloo": rloo,
+    "advantage.grpo_std": grpo_std,
+    "advantage.reinforce_pp": reinforce_pp,
+    "property.expected_gradient_coefficient": expected_gradient_coefficient,
+    "transform.gtpo": transforms.gtpo,
+    "transform.hicra": hicra,
+    "planning.regex": planning_regex,
+    "transform.sepa_pool": sepa(transforms.sepa_pool),
+    "transform.sepa_amp": sepa(transforms.sepa_amplify),
+    "transform.sepa_amp_clamped": sepa(transforms.sepa_amplify_clamped),
+    "sepa.trace": sepa_trace,
+    "pipeline": pipeline,
+    "uncertainty.surprisal": lambda logprobs, cap=uncertainty.CAP: uncertainty.surprisal(logprobs, cap).tolist(),
+    "uncertainty.predictive_variance": lambda logprobs: uncertainty.predictive_variance(logprobs).tolist(),
+    "uncertainty.shannon_entropy_from_logits": uncertainty.shannon_entropy_from_logits,
+    "transform.surprisal_mask": surprisal_mask,
+    "transform.surprisal_mask_count": lambda n, rho: [masking.kept_count(*pair) for pair in zip(n, rho, strict=True)],
+    "loss.importance_sampling": importance_sampling,
+    "loss.ppo_clip": ppo_clip,
+    "loss.gspo_ratio": gspo_ratio,
+    "loss.cispo_weight": cispo_weight,
+    "loss.tis_weight": tis_weight,
+    "loss.icepop_weight": icepop_weight,
+    "reward.extract_boxed": extract_boxed,
+    "reward.hendrycks_is_equiv": hendrycks_is_equiv,
+    "stats.pass_at_k": pass_at_k,
+}
+
+
+def numeric(value: Any) -> Any:
+    """An input with its words for floats replaced."""
+    if isinstance(value, str):
+        return FLOATS.get(value, value)
+    if isinstance(value, list):
+        return [numeric(item) for item in value]
+    if isinstance(value, dict):
+        return {key: numeric(item) for key, item in value.items()}
+    return value
+
+
+def difference(expected: Any, got: Any, rtol: float, atol: float, path: str = "") -> str:
+    """Where and how the two differ first; "" if they agree. Keys that are not expected do not matter."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        pairs = [(f"{path}.{key}", value, got.get(key)) for key, value in expected.items()]
+    elif isinstance(expected, list) and isinstance(got, list | tuple):
+        if len(expected) != len(got):
+            return f"{path or 'result'}: {len(got)} items, expected {len(expected)}"
+        pairs = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(expected, got, strict=True))]
+    else:
+        return "" if same(expected, got, rtol, atol) else f"{path or 'result'}: {got!r}, expected {expected!r}"
+    return next((found for where, e, g in pairs if (found := difference(e, g, rtol, atol, where))), "")
+
+
+def same(expected: Any, got: Any, rtol: float, atol: float) -> bool:
+    expected = FLOATS.get(expected, expected) if isinstance(expected, str) and not isinstance(got, str) else expected
+    if isinstance(expected, bool) or isinstance(got, bool) or expected is None or isinstance(expected, str):
+        return type(expected) is type(got) and bool(expected == got)
+    if not isinstance(got, int | float):
+        return False
+    if math.isnan(expected) or math.isinf(expected):
+        return (math.isnan(expected) and math.isnan(got)) or bool(expected == got)
+    return bool(abs(got - expected) <= atol + rtol * abs(expected))
+
+
+def check(case: dict[str, Any], tolerance: dict[str, float]) -> str:
+    """The mismatch of one case in words; "" if there is none."""
+    inputs = {key: value if key in TEXT_INPUTS else numeric(value) for key, value in case["inputs"].items()}
+    expected = case["expected"]
+    error = expected.get("error") if isinstance(expected, dict) else None
+    try:
+        got = OPERATIONS[case["op"]](**inputs)
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as raised:
+        kinds = {kind.__name__ for kind in type(raised).__mro__}
+        return "" if error in kinds else f"raised {type(raised).__name__}: {raised}, expected {error or expected!r}"
+    if error:
+        return f"gave {got!r}, expected {error}"
+    return difference(expected, got, tolerance["rtol"], tolerance["atol"])
+
+
+def run(path: Path) -> tuple[int, int, Counter[str]]:
+    """(cases checked, mismatches, cases of operations that are not built); prints each mismatch."""
+    document = json.loads(path.read_text())
+    checked, mismatches, not_built = 0, 0, Counter[str]()
+    for case in document["cases"]:
+        if case["op"] not in OPERATIONS and case["op"].startswith(NOT_BUILT):
+            not_built[case["op"]] += 1
+            continue
+        checked += 1
+        tolerance = document["default_tol"] | case.get("tol", {})
+        problem = check(case, tolerance) if case["op"] in OPERATIONS else "unknown operation"
+        if problem:
+            mismatches += 1
+            print(f"{path}: {case['id']} ({case['op']}): {problem}")
+    return checked, mismatches, not_built
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments:
+        print("usage: python tests/golden.py FILE...", file=sys.stderr)
+        return 2
+    failed = False
+    for name in arguments:
+        checked, mismatches, not_built = run(Path(name))
+        for operation, count in sorted(not_built.items()):
+            print(f"{name}: {operation}: not built ({count} cases)")
+        print(f"{name}: {checked - mismatches} of {checked} cases agree")
+        failed = failed or mismatches > 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
