@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from retrain.errors import ConfigurationError
 from retrain.noise import uniform
 from retrain.types import Example
 
@@ -123,9 +124,12 @@ _PATTERNS = {"sum3": "++", "chain4": "±±±", "product": "*±", "expression": "
 
 
 def families(difficulty: int) -> tuple[str, ...]:
-    """Raises ValueError for a difficulty outside 1..MAX_DIFFICULTY."""
+    """The families that make up a difficulty. Raises ConfigurationError outside 1..MAX_DIFFICULTY."""
     if not 1 <= difficulty <= MAX_DIFFICULTY:
-        raise ValueError(f"difficulty {difficulty} of the lab is not in 1..{MAX_DIFFICULTY}")
+        raise ConfigurationError(
+            f"[data] difficulty = {difficulty}: the lab has 1 to {MAX_DIFFICULTY}, which are "
+            f"{', '.join(FAMILIES)} and a mixture of them; choose one of these."
+        )
     return FAMILIES if difficulty == MAX_DIFFICULTY else (FAMILIES[difficulty - 1],)
 
 
@@ -159,6 +163,6 @@ def _example(problem: Problem) -> Example:
 def examples(split: Split = "train", difficulty: int = 1) -> list[Example]:
     """4,096 examples for training or 512 held out, the same in every process and for every seed.
 
-    Raises ValueError for a difficulty outside 1..MAX_DIFFICULTY.
+    Raises ConfigurationError for a difficulty outside 1..MAX_DIFFICULTY.
     """
     return list(_examples(split, difficulty))
