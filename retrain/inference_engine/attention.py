@@ -5,6 +5,7 @@ every attention layer hands its queries, keys and values to `attend`, with the b
 The batch knows which tokens a query may see. Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
 """
 
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,8 @@ from retrain.errors import ConfigurationError
 KERNEL = "retrain"
 """The name under which transformers knows the engine's attention."""
 
-_SOFTCAP_QUERIES = 512
-"""Queries scored together where soft-capping forbids a fused kernel, so that memory stays linear in the prompt."""
+_MASKED_QUERIES = 512
+"""Queries of a prompt scored together where a window or a soft cap needs a mask, so that memory stays linear in the prompt."""
 
 
 class AttentionBatch(Protocol):
@@ -59,39 +60,102 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def decode_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
-    """One query per row, [R, Hq, 1, D], over [R, Hk, L, D]. `bias` [R, 1, 1, L] is 0 where a row may look and -inf elsewhere.
+class Kernel(Protocol):
+    """An implementation of the two attentions that the engine needs; `window` is the number of last tokens that are seen."""
 
-    The queries of a key-value head are laid side by side, so no key is repeated.
-    """
-    rows, heads, _, dim = query.shape
-    grouped = query.view(rows, key.shape[1], heads // key.shape[1], dim)
-    if softcap is None:
-        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scaling)
-    else:
-        output = _softcapped(grouped, key, value, bias, scaling, softcap)
-    return output.reshape(rows, heads, 1, value.shape[-1])
+    def decode(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: "RowLengths", scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """One query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]."""
+        ...
+
+    def prompt(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """Causal attention of one prompt with itself: [1, Hq, P, D] over [1, Hk, P, D]."""
+        ...
 
 
-def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-    """Causal attention of one prompt with itself: [1, Hq, P, D] over [1, Hk, P, D], the last `window` tokens if given."""
-    length = query.shape[2]
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    windowed = window is not None and length > window
-    if softcap is None and not windowed:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    outputs = []
-    for start in range(0, length, _SOFTCAP_QUERIES):
-        stop = min(start + _SOFTCAP_QUERIES, length)
-        bias = _causal_bias(start, stop, window, query)
-        part, seen_key, seen_value = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+class RowLengths:
+    """How many tokens each row sees, the one being decoded included, and the masks that follow, built once for all layers."""
+
+    def __init__(self, lengths: Tensor, longest: int, ragged: bool) -> None:
+        self.lengths, self.longest, self._ragged = lengths, longest, ragged
+        self._biases: dict[int | None, Tensor | None] = {}
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[R, 1, 1, L], or None where every row sees everything."""
+        if window is not None and window >= self.longest:
+            window = None
+        if window not in self._biases:
+            everything = window is None and not self._ragged
+            self._biases[window] = None if everything else visible_bias(self.lengths, self.longest, window, dtype)
+        return self._biases[window]
+
+
+class FusedAttention:
+    """PyTorch's fused attention, on every device; a soft cap takes plain matrix products."""
+
+    def decode(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """The queries of a key-value head are laid side by side, so no key is repeated."""
+        count, heads, _, dim = query.shape
+        grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
+        bias = rows.bias(window, query.dtype)
         if softcap is None:
-            outputs.append(F.scaled_dot_product_attention(part, seen_key, seen_value, attn_mask=bias, scale=scaling))
+            output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scaling)
         else:
-            outputs.append(_softcapped(part, seen_key, seen_value, bias, scaling, softcap))
-    return torch.cat(outputs, dim=2)
+            output = _softcapped(grouped, key, value, bias, scaling, softcap)
+        return output.reshape(count, heads, 1, value.shape[-1])
+
+    def prompt(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        length = query.shape[2]
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        windowed = window is not None and length > window
+        if softcap is None and not windowed:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        outputs = []
+        for start in range(0, length, _MASKED_QUERIES):
+            stop = min(start + _MASKED_QUERIES, length)
+            bias = _causal_bias(start, stop, window, query)
+            part, seen_key, seen_value = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+            if softcap is None:
+                outputs.append(F.scaled_dot_product_attention(part, seen_key, seen_value, attn_mask=bias, scale=scaling))
+            else:
+                outputs.append(_softcapped(part, seen_key, seen_value, bias, scaling, softcap))
+        return torch.cat(outputs, dim=2)
+
+
+class FlashAttention:
+    """The flash-attn package (CUDA, bf16): reads ragged rows without a mask and knows windows and soft caps."""
+
+    def __init__(self) -> None:
+        flash = import_module("flash_attn")
+        self._prompt, self._decode = flash.flash_attn_func, flash.flash_attn_with_kvcache
+
+    def decode(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        output: Tensor = self._decode(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            cache_seqlens=rows.lengths.int(),
+            **self._settings(scaling, window, softcap),
+        )
+        return output.transpose(1, 2)
+
+    def prompt(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        parts = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output: Tensor = self._prompt(*parts, **self._settings(scaling, window, softcap))
+        return output.transpose(1, 2)
+
+    @staticmethod
+    def _settings(scaling: float, window: int | None, softcap: float | None) -> dict[str, Any]:
+        """flash-attn counts the tokens before the query's own."""
+        left = -1 if window is None else window - 1
+        return {"softmax_scale": scaling, "causal": True, "window_size": (left, 0 if window else -1), "softcap": softcap or 0.0}
 
 
 def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:

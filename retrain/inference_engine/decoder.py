@@ -24,12 +24,13 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class Decoder:
     """A causal language model of transformers, bare or wrapped by peft, with weights shared with whoever trains it."""
 
-    def __init__(self, model: nn.Module, flash: bool = False) -> None:
+    def __init__(self, model: nn.Module, flash: bool) -> None:
         self._model = model
-        self._base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
-        self._config = self._base.config
-        self._text_config = self._config.get_text_config()
-        self._flash = flash
+        base: Any = model
+        self._base: Any = base.get_base_model() if hasattr(model, "peft_config") else base
+        self._config: Any = self._base.config
+        self._text_config: Any = self._config.get_text_config()
+        self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base, self._text_config)
         attention.register()
 
@@ -50,10 +51,6 @@ class Decoder:
             return self.context
         original = rope.get("original_max_position_embeddings") or getattr(self._text_config, "original_max_position_embeddings", None)
         return int(original or self.context)
-
-    def weights_version(self) -> tuple[tuple[int, int], ...]:
-        """Changes whenever a trained weight is written in place or replaced."""
-        return tuple((p.data_ptr(), p._version) for p in self._model.parameters() if p.requires_grad)
 
     @contextmanager
     def sampling(self, adapter_slot: int) -> Iterator[None]:
@@ -84,7 +81,7 @@ class Decoder:
     def prefill(self, prompts: Sequence[Int32Array]) -> list[PromptState]:
         """Run the prompts packed into one row; the head sees only their last tokens."""
         lengths = [len(prompt) for prompt in prompts]
-        batch = PromptPass(lengths)
+        batch = PromptPass(lengths, self._kernel)
         positions = np.concatenate([np.arange(length) for length in lengths])
         last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
         logits = self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last)[0]
@@ -92,7 +89,7 @@ class Decoder:
 
     def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
         """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones."""
-        batch = DecodePass(arena, lengths)
+        batch = DecodePass(arena, lengths, self._kernel)
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1)[:, 0]
 
     def _forward(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from retrain.inference_engine.attention import decode_attention, prompt_attention, visible_bias
+from retrain.inference_engine.attention import Kernel, RowLengths
 from retrain.types import Int32Array
 
 _SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -118,11 +118,12 @@ class KVArena:
             stored.grow(self.capacity, active, used)
 
 
-class PromptPass(Cache):
+class PromptPass(Cache):  # type: ignore[misc]
     """Several prompts packed into one row [1, sum P]: each attends to itself only, and leaves its keys and values here."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], kernel: Kernel) -> None:
         super().__init__(layers=[])
+        self._kernel = kernel
         stops = np.cumsum(lengths)
         self.segments = [(int(stop) - length, int(stop)) for stop, length in zip(stops, lengths, strict=True)]
         self.keys: dict[int, Tensor] = {}
@@ -137,7 +138,7 @@ class PromptPass(Cache):
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         parts = [
-            prompt_attention(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], scaling, window, softcap)
+            self._kernel.prompt(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], scaling, window, softcap)
             for start, stop in self.segments
         ]
         return torch.cat(parts, dim=2)
@@ -156,36 +157,25 @@ class PromptPass(Cache):
         ]
 
 
-class DecodePass(Cache):
+class DecodePass(Cache):  # type: ignore[misc]
     """One new token for each of the rows 0 .. R-1 of the arena, each written and masked at its own length."""
 
-    def __init__(self, arena: KVArena, lengths: npt.NDArray[np.int64]) -> None:
+    def __init__(self, arena: KVArena, lengths: npt.NDArray[np.int64], kernel: Kernel) -> None:
         """`lengths` [R] tokens already cached per row; the new token's position is the same number."""
         super().__init__(layers=[])
-        self._arena = arena
-        self._rows = torch.arange(len(lengths), device=arena.device)
+        self._arena, self._kernel = arena, kernel
+        self._index = torch.arange(len(lengths), device=arena.device)
         self.positions = torch.from_numpy(lengths).to(arena.device)
-        self._longest = int(lengths.max()) + 1
-        self._ragged = bool((lengths != lengths[0]).any())
-        self._biases: dict[int | None, Tensor | None] = {}
+        self._rows = RowLengths(self.positions + 1, int(lengths.max()) + 1, ragged=bool((lengths != lengths[0]).any()))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         keys, values = self._arena.keys[layer_idx], self._arena.values[layer_idx]
-        keys.write(self._rows, self.positions, key_states[:, :, 0])
-        values.write(self._rows, self.positions, value_states[:, :, 0])
-        return keys.read(len(self._rows), self._longest), values.read(len(self._rows), self._longest)
+        keys.write(self._index, self.positions, key_states[:, :, 0])
+        values.write(self._index, self.positions, value_states[:, :, 0])
+        return keys.read(len(self._index), self._rows.longest), values.read(len(self._index), self._rows.longest)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._longest - 1
+        return self._rows.longest - 1
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        return decode_attention(query, key, value, self._bias(window, query.dtype), scaling, softcap)
-
-    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The mask of this step, built once for all layers with the same window; None where every row sees everything."""
-        if window is not None and window >= self._longest:
-            window = None
-        if window not in self._biases:
-            everything = window is None and not self._ragged
-            self._biases[window] = None if everything else visible_bias(self.positions + 1, self._longest, window, dtype)
-        return self._biases[window]
+        return self._kernel.decode(query, key, value, self._rows, scaling, window, softcap)

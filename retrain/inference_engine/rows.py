@@ -5,6 +5,7 @@ Shape letters: R active rows, T tokens of the longest completion.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +54,7 @@ class Rows:
         self._tokens = np.zeros((rows, longest), dtype=np.int32)
         self._logprobs = np.zeros((rows, longest), dtype=np.float32)
         self._entropies = np.zeros((rows, longest), dtype=np.float32)
-        self._all = [
+        self._all: list[npt.NDArray[Any]] = [
             self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens, self._noise_keys,
             self._noise, self._noise_start, self._tokens, self._logprobs, self._entropies,
         ]  # fmt: skip
@@ -79,7 +80,8 @@ class Rows:
         if offset.max(initial=0) >= _NOISE_AHEAD:
             self._refill_noise(index)
             offset = np.zeros_like(offset)
-        return self._noise[index, offset]
+        noise: npt.NDArray[np.float64] = self._noise[index, offset]
+        return noise
 
     def _refill_noise(self, rows: npt.NDArray[np.int64]) -> None:
         self._noise_start[rows] = self.sampled[rows]

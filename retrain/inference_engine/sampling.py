@@ -54,24 +54,25 @@ def draw(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.ND
 def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: Tensor, out: Tensor) -> None:
     """Fill `out` [r, 3] with token, log-prob and entropy of each row."""
     rows, vocabulary = logits.shape
-    blocks = -(-vocabulary // _BLOCK)
-    shifted = torch.empty(rows, blocks * _BLOCK, dtype=torch.float32, device=logits.device)
+    size = min(_BLOCK, vocabulary)
+    blocks = -(-vocabulary // size)
+    shifted = torch.empty(rows, blocks * size, dtype=torch.float32, device=logits.device)
     shifted[:, vocabulary:] = _LOG_FLOOR
     z = _scaled(logits, temperatures)
     torch.sub(z, z.amax(-1, keepdim=True), out=shifted[:, :vocabulary])
     shifted.clamp_(min=_LOG_FLOOR)
     weights = shifted.exp()  # softmax times `total`
 
-    block_sums = weights.view(rows, blocks, _BLOCK).sum(-1).double()
+    block_sums = weights.view(rows, blocks, size).sum(-1).double()
     cumulative = F.pad(block_sums.cumsum(-1), (1, 0))
     total = cumulative[:, -1:]
-    tokens = _invert(weights.view(rows, blocks, _BLOCK), cumulative, uniforms[:, None]).clamp_(max=vocabulary - 1)
+    tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None]).clamp_(max=vocabulary - 1)
 
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
     greedy = torch.from_numpy(temperatures == 0).to(logits.device)[:, None] if not temperatures.all() else None
     best = _first_maximum(shifted[:, :vocabulary]) if greedy is not None else tokens
-    moments = shifted.mul_(weights).view(rows, blocks, _BLOCK).sum(-1).double().sum(-1, keepdim=True)
+    moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
     if greedy is not None:
         certain = greedy & logprobs.isfinite()

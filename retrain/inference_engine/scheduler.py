@@ -156,5 +156,5 @@ class DecodeRun:
         raise RunFailed(
             f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample {one.sample}, completion token "
             f"{int(self._rows.sampled[row])}: the adapter has diverged or the dtype is too narrow; lower [training] lr, or resume from an "
-            'earlier checkpoint, or set [model] dtype = "float32".'
+            'earlier checkpoint, or set [model] dtype = "fp32".'
         )

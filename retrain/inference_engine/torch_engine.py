@@ -12,9 +12,11 @@ from torch import nn
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import BASE_MODEL, EngineCapabilities, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
+from retrain.inference_engine.options import resolve
 from retrain.inference_engine.prefix_store import PrefixStore
 from retrain.inference_engine.rows import Waiting
 from retrain.inference_engine.scheduler import DecodeLimits, DecodeRun
+from retrain.inference_engine.weights import CastCopy, weights_version
 from retrain.types import Completion
 
 _STORE_SHARE = 8
@@ -34,26 +36,40 @@ class TorchEngine(InferenceEngine):
         self,
         model: nn.Module,
         eos_ids: Sequence[int],
-        *,
         device: torch.device | str,
+        *,
         decode_rows: int = 128,
         decode_tokens: int = 1 << 20,
-        dtype: torch.dtype | None = None,
         attention_kernel: str = "default",
+        dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         prefix_caching: bool = True,
     ) -> None:
-        self._decoder = Decoder(model)
+        """`model` is a causal language model of transformers on `device`, bare or wrapped by peft; it stays the caller's.
+
+        The last four are the keys of `[inference]`; a value that cannot be served is refused (`options.resolve`).
+        """
+        options = resolve(
+            attention_kernel=attention_kernel,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            prefix_caching=prefix_caching,
+            device_type=torch.device(device).type,
+            model_dtype=_dtype_of(model),
+        )
+        self._model = model
+        self._copy = CastCopy(model, options.weights) if options.weights is not None else None
+        self._decoder = Decoder(self._copy.model if self._copy else model, options.flash)
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
         self._prefixes = PrefixStore(decode_tokens // _STORE_SHARE) if prefix_caching else None
-        self._weights_version = self._decoder.weights_version()
-        self._kv_storage: torch.dtype | None = None
+        self._kv_storage = options.kv_storage
+        self._weights_version = weights_version(model)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions of different adapter slots decode one slot after the other, each in its own batch."""
         waiting = [self._waiting(index, request) for index, request in enumerate(requests)]
-        self._forget_stale_prefixes()
+        self._follow_weights()
         for slot in sorted({request.adapter_slot for request in requests}, reverse=True):
             of_slot = [one for group in waiting for one in group if one.request.adapter_slot == slot]
             if not of_slot:
@@ -80,11 +96,13 @@ class TorchEngine(InferenceEngine):
         prompt_tokens = len(request.prompt_ids)
         limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
         if request.adapter_slot not in (0, BASE_MODEL):
-            raise ConfigurationError(f"The pytorch engine holds one adapter (slot 0) and the base model; slot {request.adapter_slot} is unknown.")
+            raise ConfigurationError(
+                f"The pytorch engine holds one adapter (slot 0) and the base model (slot -1); slot {request.adapter_slot} is unknown."
+            )
         if prompt_tokens < 1 or limit < 1 or request.temperature < 0:
             raise ConfigurationError(
-                f"A request for {request.max_tokens} tokens after a prompt of {prompt_tokens} at temperature {request.temperature} cannot be "
-                f"sampled: the model's context is {self._decoder.context} tokens, a prompt has at least one, max_tokens is at least 1."
+                f"A request for {request.max_tokens} tokens after a prompt of {prompt_tokens} at temperature {request.temperature} cannot "
+                f"be sampled: the model's context is {self._decoder.context} tokens, a prompt has at least one, max_tokens is at least 1."
             )
         if prompt_tokens + limit > self._decoder.uniform_positions:
             raise ConfigurationError(
@@ -94,9 +112,17 @@ class TorchEngine(InferenceEngine):
             )
         return [Waiting(index, request, request.first_sample + each, limit) for each in range(request.count)]
 
-    def _forget_stale_prefixes(self) -> None:
-        """A prompt's keys and values are only good for the weights that made them."""
-        version = self._decoder.weights_version()
+    def _follow_weights(self) -> None:
+        """A prompt's keys and values are only good for the weights that made them, and a copy has to follow its source."""
+        version = weights_version(self._model)
         if version != self._weights_version:
             self.release()
+            if self._copy is not None:
+                self._copy.follow()
             self._weights_version = version
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of the frozen weights; an adapter may be kept in a wider one."""
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    return max(set(dtypes), key=lambda dtype: sum(p.numel() for p in model.parameters() if p.dtype == dtype))

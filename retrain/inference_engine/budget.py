@@ -1,0 +1,41 @@
+"""How many rows and KV tokens decode together in a given amount of memory."""
+
+from typing import Any
+
+from retrain.errors import EnvironmentFailure
+from retrain.inference_engine.scheduler import DecodeLimits
+
+_ROW_CAPS = {"cpu": 128, "cuda": 512}
+"""More rows do not decode faster: a CPU is at its arithmetic limit by then, a GPU waits for the KV cache."""
+_STORE_ALLOWANCE = 1.25
+"""Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
+_SCALE_BYTES = 4
+_QUANTISED = ("int8", "fp8")
+
+
+def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:
+    """Keys and values of one token over all layers of a transformers configuration; `compute_bytes` is the model dtype's item size."""
+    text = model_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    per_head = {"auto": size * compute_bytes, "bf16": size * 2}.get(kv_cache_dtype, size + _SCALE_BYTES)
+    return int(2 * text.num_hidden_layers * heads * per_head)
+
+
+def plan_decode(
+    model_config: Any, *, device_type: str, memory_bytes: int, tokens_per_row: int, compute_bytes: int, kv_cache_dtype: str = "auto"
+) -> DecodeLimits:
+    """The budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and completion together.
+
+    Raises EnvironmentFailure where not even one row fits. A quantised cache is unpacked one layer at a time, which is counted.
+    """
+    per_token = kv_bytes_per_token(model_config, compute_bytes, kv_cache_dtype)
+    if kv_cache_dtype in _QUANTISED:
+        per_token += kv_bytes_per_token(model_config, compute_bytes) // model_config.get_text_config().num_hidden_layers
+    tokens = int(memory_bytes / (per_token * _STORE_ALLOWANCE))
+    if tokens < tokens_per_row:
+        raise EnvironmentFailure(
+            f"One completion of {tokens_per_row} tokens needs {per_token * _STORE_ALLOWANCE * tokens_per_row / 2**30:.1f} GiB of KV cache and "
+            f'{memory_bytes / 2**30:.1f} GiB are left for it; lower [training] max_tokens, or set [inference] kv_cache_dtype = "int8".'
+        )
+    return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, 128), tokens // tokens_per_row), tokens=tokens)
