@@ -24,7 +24,7 @@ mismatch_k3 grad_norm completion_tokens_mean exec_entropy_mean exec_entropy_var 
 exec_surprisal_mean exec_surprisal_var plan_surprisal_mean plan_surprisal_var uncertainty_kind reward_could_not_judge
 groups_skipped_all_correct groups_skipped_all_wrong groups_skipped_other max_abs_advantage sepa_gate_step surprisal_kept_fraction
 surprisal_tau ratio_mean ess truncated_reward_mean nonfinite_updates time_sample_s time_reward_s time_credit_s time_learn_s
-step_time_s tokens_per_s peak_memory_gib""".split()
+step_time_s tokens_per_s peak_memory_gib""".split()  # noqa: SIM905
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -22,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _tolerate_any_text()
     sys.excepthook = _masked_traceback
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a reader that went away is expected
+        return code
     except RetrainError as error:
         _say_error(error)
         return error.exit_code

@@ -1,0 +1,134 @@
+"""`retrain init` and `retrain migrate-config`: what they write, and what they never touch."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrain.cli.init import template_names
+from retrain.cli.main import main
+from retrain.config import load_config
+
+LEGACY = """\
+# my run
+[backend]
+backend = "prime_rl"          # the external trainer
+prime_rl_transport = "filesystem"
+prime_rl_sync_wait_s = 10
+
+[training]
+seed = 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+@pytest.fixture
+def legacy() -> Path:
+    path = Path("old.toml")
+    path.write_text(LEGACY)
+    return path
+
+
+@pytest.mark.parametrize("name", ["quickstart", "lab"])
+def test_templates_load(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--template", name]) == 0
+    assert "retrain.toml" in capsys.readouterr().out
+    assert load_config().evaluation.at_end
+
+
+def test_quickstart_and_lab_are_the_templates() -> None:
+    assert template_names() == ["lab", "quickstart"]
+
+
+def test_init_never_overwrites(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("retrain.toml").write_text("mine")
+    assert main(["init"]) == 2
+    assert Path("retrain.toml").read_text() == "mine" and "not overwritten" in capsys.readouterr().err
+    assert main(["init", "--output", "other.toml"]) == 0
+    assert Path("other.toml").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--template", "quickstrat"], ["--output", "no/folder/x.toml"]])
+def test_init_explains_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", *arguments]) == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_preview_shows_the_difference_and_writes_nothing(legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate-config", "old.toml"]) == 0
+    shown = capsys.readouterr().out
+    assert '-prime_rl_transport = "filesystem"' in shown and "+[backend.options]" in shown
+    assert legacy.read_text() == LEGACY
+
+
+def test_check_exits_with_1_until_the_file_is_migrated(legacy: Path) -> None:
+    assert main(["old.toml"]) == 2
+    assert main(["migrate-config", "old.toml", "--check"]) == 1
+    assert legacy.read_text() == LEGACY
+    assert main(["migrate-config", "old.toml", "--write"]) == 0
+    assert main(["migrate-config", "old.toml", "--check"]) == 0
+    config = load_config(legacy)
+    assert config.backend.options["transport"] == "filesystem"
+
+
+def test_write_keeps_comments_mode_and_a_backup(legacy: Path) -> None:
+    legacy.chmod(0o600)
+    assert main(["migrate-config", "old.toml", "--write", "--backup"]) == 0
+    assert "# my run" in legacy.read_text() and "# the external trainer" in legacy.read_text()
+    assert Path("old.toml.bak").read_text() == LEGACY
+    assert legacy.stat().st_mode & 0o777 == 0o600
+    assert main(["migrate-config", "old.toml", "--write", "--backup"]) == 0
+    assert Path("old.toml.bak").read_text() == LEGACY and not Path("old.toml.bak2").exists()
+
+
+def test_an_older_backup_is_kept(legacy: Path) -> None:
+    Path("old.toml.bak").write_text("older")
+    assert main(["migrate-config", "old.toml", "--write", "--backup"]) == 0
+    assert Path("old.toml.bak").read_text() == "older" and Path("old.toml.bak2").read_text() == LEGACY
+
+
+def test_output_leaves_the_source_and_other_files_alone(legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert main(["migrate-config", "old.toml", "--output", "new.toml"]) == 0
+    assert legacy.read_text() == LEGACY and "[backend.options]" in Path("new.toml").read_text()
+    Path("new.toml").write_text("mine")
+    assert main(["migrate-config", "old.toml", "--output", "new.toml"]) == 2
+    assert Path("new.toml").read_text() == "mine"
+
+
+def test_stream_mode_is_a_filter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(LEGACY))
+    assert main(["migrate-config", "--stdin", "--stdout"]) == 0
+    once = capsys.readouterr().out
+    assert "[backend.options]" in once and "prime_rl_" not in once
+    monkeypatch.setattr(sys, "stdin", io.StringIO(once))
+    assert main(["migrate-config", "--stdin", "--stdout"]) == 0
+    assert capsys.readouterr().out == once
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["old.toml", "--stdin"],
+        ["old.toml", "--check", "--write"],
+        ["old.toml", "--backup"],
+        ["--stdin", "--write"],
+        ["missing.toml"],
+        ["broken.toml"],
+        ["binary.toml"],
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_changes_nothing(arguments: list[str], legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("broken.toml").write_text("[backend\n")
+    Path("binary.toml").write_bytes(b"\xff\xfe")
+    assert main(["migrate-config", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("retrain: ") and error.count("\n") == 1
+    assert legacy.read_text() == LEGACY

@@ -1,0 +1,177 @@
+"""The command line: what the first argument means, exit codes, one sentence for each mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrain.cli.main import is_path, main
+from retrain.cli.run import parse_arguments
+from retrain.cli.usage import COMMANDS, FLAGS, usage
+from retrain.config.keys import all_keys
+from retrain.config.overrides import flag_table
+
+HEAVY = (
+    "torch", "transformers", "peft", "datasets", "wandb", "scipy", "pandas", "numpy", "pydantic", "rich", "tomlkit", "typer", "httpx",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The modules that a fresh process has after running the command."""
+    code = f"import sys; from retrain.cli.main import main; main({list(arguments)!r}); sys.stderr.write('\\n'.join(sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split("\n"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert not set(HEAVY) & imported_by("--help")
+
+
+def test_commands_import_no_model_library() -> None:
+    assert not {"torch", "transformers", "peft", "datasets", "wandb", "pandas", "scipy"} & imported_by("version")
+
+
+def test_help_lists_ten_flags_that_exist_and_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert len(FLAGS) == 10 and set(FLAGS) <= {row.flag for row in flag_table()}
+    assert all(name in shown for name in (*FLAGS, *COMMANDS))
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_a_help_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"retrain {name}" in capsys.readouterr().out
+
+
+def test_without_a_file_init_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert "retrain.toml" in shown.err and "retrain init" in shown.err and shown.out == ""
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argument", ["a/b", "x.toml", "./x"])
+def test_what_looks_like_a_path_is_one(argument: str) -> None:
+    assert is_path(argument)
+
+
+def test_a_file_that_exists_is_a_path() -> None:
+    assert not is_path("plain")
+    Path("plain").touch()
+    assert is_path("plain")
+
+
+def test_a_mistyped_command_gets_its_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate"]) == 2
+    assert "did you mean `retrain migrate-config`?" in capsys.readouterr().err
+    assert main(["zzz"]) == 2
+    assert "the commands are" in capsys.readouterr().err
+
+
+def test_every_wrong_flag_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["x.toml", "--lrr", "1", "--batchsize", "2"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "did you mean --lr?" in errors[0] and "did you mean --batch-size?" in errors[1]
+
+
+def test_a_missing_file_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere.toml"]) == 2
+    assert "nowhere.toml" in capsys.readouterr().err
+
+
+def test_a_wrong_option_of_a_command_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version", "--loud"]) == 2
+    assert "--loud" in capsys.readouterr().err
+
+
+def test_the_reference_shows_every_flag_and_one_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0 and capsys.readouterr().out == usage()
+    assert main(["help", "config"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {key.flag}" in shown for key in all_keys())
+    assert main(["help", "config", "sepa"]) == 0
+    shown = capsys.readouterr().out
+    assert "--sepa-steps" in shown and "--lr " not in shown
+    assert main(["help", "config", "trainig"]) == 2
+    assert "did you mean training?" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_gets_no_traceback() -> None:
+    command = f"{sys.executable} -c 'from retrain.cli.main import main; raise SystemExit(main([\"help\", \"config\"]))' | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.stderr == ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0 and main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("retrain 0.")
+
+
+def test_switches_flags_and_the_file_come_in_any_order() -> None:
+    parsed = parse_arguments(["--quiet", "--lr", "1e-4", "run.toml", "--overwrite", "--batch-size=4"])
+    assert parsed.path == Path("run.toml") and parsed.quiet and parsed.overwrite
+    assert {override.path: override.value for override in parsed.overrides.given} == {"training.lr": 1e-4, "training.batch_size": 4}
+
+
+@pytest.mark.parametrize("arguments", [["a.toml", "b.toml"], ["a.toml", "--quiet=1"]])
+def test_what_cannot_be_understood_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("retrain: ")
+
+
+def test_an_error_masks_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "open-sesame")
+    assert main(["open-sesame"]) == 2
+    assert "open-sesame" not in capsys.readouterr().err
+
+
+def test_a_bug_prints_a_masked_traceback_and_exits_with_1() -> None:
+    code = (
+        "import sys, retrain.cli.main as cli\n"
+        "def broken(arguments): raise ZeroDivisionError('with open-sesame')\n"
+        "cli._dispatch = broken\n"
+        "sys.exit(cli.main(['x']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"MY_API_KEY": "open-sesame", "PATH": ""}, check=False
+    )
+    assert result.returncode == 1
+    assert "ZeroDivisionError: with ***" in result.stderr and "bug in retrain" in result.stderr
+
+
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("retrain.cli.main._dispatch", interrupted)
+    assert main(["x"]) == 130
+
+
+def test_dotenv_is_read_and_never_overrides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import os
+
+    monkeypatch.setenv("FROM_SHELL", "shell")
+    monkeypatch.setenv("RETRAIN_TRAINING_LR", "placeholder")  # so that it is restored afterwards
+    monkeypatch.delenv("RETRAIN_TRAINING_LR")
+    Path(".env").write_text("FROM_SHELL=file\nRETRAIN_TRAINING_LR=fast\n")
+    Path("run.toml").write_text("[training]\nseed = 1\n")
+    assert main(["run.toml"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "Loaded .env\n"
+    assert os.environ["FROM_SHELL"] == "shell" and "RETRAIN_TRAINING_LR" in shown.err
+    assert main(["run.toml", "--quiet"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_broken_dotenv_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    Path(".env").write_bytes(b"KEY=\xff\xfe\n")
+    Path("run.toml").touch()
+    assert main(["run.toml"]) == 2
+    assert ".env cannot be read" in capsys.readouterr().err
