@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from retrain.rollout import Sampler, SamplingPlan, Watcher
+from retrain.tracking.record import EvaluationRecord
 from retrain.types import Group, Outcome, Prompt
 
 _Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
@@ -48,31 +49,18 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
 
 
 @dataclass(frozen=True)
-class ProblemResult:
-    """What one held-out problem gave; one line of evaluation.jsonl."""
-
-    example_id: str
-    task: str
-    samples: int
-    """Judged samples."""
-    correct: int
-    could_not_judge: int
-    reward_mean: float | None
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """One evaluation; everything that is reported is a function of its problems, so evaluation.jsonl holds it whole."""
 
     step: int
     """Steps completed when it was made."""
-    problems: Sequence[ProblemResult]
+    problems: Sequence[EvaluationRecord]
     ks: Sequence[int] = (1,)
     seconds: float = 0.0
     tokens: int = 0
 
     @property
-    def _judged(self) -> list[ProblemResult]:
+    def _judged(self) -> list[EvaluationRecord]:
         return [problem for problem in self.problems if problem.samples]
 
     @property
@@ -113,16 +101,17 @@ class Evaluator:
         rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
         return Evaluation(
             step=step,
-            problems=[_problem(group) for group in rollout.groups],
+            problems=[_problem(group, step) for group in rollout.groups],
             ks=self.ks,
             seconds=rollout.sample_seconds + rollout.reward_seconds,
             tokens=rollout.tokens,
         )
 
 
-def _problem(group: Group) -> ProblemResult:
+def _problem(group: Group, step: int) -> EvaluationRecord:
     rewards = group.judged().rewards
-    return ProblemResult(
+    return EvaluationRecord(
+        step=step,
         example_id=group.prompt.prompt_id,
         task=group.prompt.example.task,
         samples=len(rewards),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def reward_statistics(rollout: Rollout) -> RewardStatistics:
     )
 
 
-def result_fields(result: StepResult) -> dict[str, float | int | bool | None]:
+def result_fields(result: StepResult) -> dict[str, Any]:
     """What the learner reports, in the record's names."""
     placeholder = result.loss_is_placeholder
     return {
@@ -88,14 +89,14 @@ def result_fields(result: StepResult) -> dict[str, float | int | bool | None]:
     }
 
 
-def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, float | int | None]:
+def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
     """What credit assignment reports; groups that could not be judged are skipped for another reason than their rewards."""
     fields = asdict(credit.statistics)
     fields["groups_skipped_other"] += dropped_groups
     return fields
 
 
-def reward_fields(statistics: RewardStatistics) -> dict[str, float | int | None]:
+def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
     return {
         "mean_reward": statistics.mean_reward,
         "correct_rate": statistics.correct_rate,

@@ -60,4 +60,5 @@ def uniform(seed: int, stream: int, a: Counter, b: Counter, c: Counter, d: Count
     words = philox(seed, stream, (a, b, c, d))
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
     bits = (high.astype(np.float64) * 67108864.0) + low.astype(np.float64)
-    return (bits + 0.5) / 9007199254740992.0
+    draws: npt.NDArray[np.float64] = (bits + 0.5) / 9007199254740992.0
+    return draws

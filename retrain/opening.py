@@ -107,7 +107,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
     if differences:
         raise ConfigurationError(differences)
     notes: list[str] = []
-    store = CheckpointStore(_stored_checkpoints(folder), config.training.keep_checkpoints)
+    store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
     checkpoint = store.newest(notes.append)
     if checkpoint:
         state = checkpoint.state()
@@ -151,7 +151,8 @@ def _claim(target: Path, folder: RunFolder) -> None:
     replace_file(folder.checkpoint_pointer, json.dumps({"path": str(target), "run_id": run_id}) + "\n")
 
 
-def _stored_checkpoints(folder: RunFolder) -> Path:
+def stored_checkpoints(folder: RunFolder) -> Path:
+    """Where the checkpoints of an existing run lie."""
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
     return Path(json.loads(folder.checkpoint_pointer.read_text(encoding="utf-8"))["path"])

@@ -6,6 +6,9 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from retrain.advantages.pipeline import Credit
 from retrain.checkpoint import replace_file
 from retrain.config import TrainConfig
@@ -276,8 +279,8 @@ def usable_groups(rollout: Rollout) -> list[Group]:
     return [part for part, whole in zip(judged, rollout.groups, strict=True) if len(part) == len(whole) or len(part) >= 2]
 
 
-def _fraction(mask: Sequence[bool]) -> float | None:
-    return float(sum(mask)) / len(mask) if len(mask) else None
+def _fraction(mask: npt.NDArray[np.bool_]) -> float | None:
+    return float(mask.mean()) if len(mask) else None
 
 
 def _stored_evaluations(path: Path, ks: Sequence[int]) -> Iterator[Evaluation]:
@@ -285,7 +288,7 @@ def _stored_evaluations(path: Path, ks: Sequence[int]) -> Iterator[Evaluation]:
     if path.exists():
         records = [EvaluationRecord.from_json(line) for line in read_jsonl(path)]
         for step, problems in groupby(records, key=lambda record: record.step):
-            yield Evaluation(step=step, problems=list(problems), ks=sorted({1, *ks}))
+            yield Evaluation(step=step, problems=[*problems], ks=sorted({1, *ks}))
 
 
 def _last_record(path: Path) -> StepRecord | None:

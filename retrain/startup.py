@@ -67,9 +67,9 @@ def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
     say("Loading dataset...")
     loaded = load_examples(config, "train")
     say(f"Loaded {len(loaded)} examples")
-    prompts = encode_prompts(loaded, text.tokenizer, text.context, config.training.max_tokens)
+    prompts = encode_prompts(config, text, loaded)
     say(f"Pre-encoded {len(prompts)} prompts")
-    for note in (*loaded.notes, *prompts.notes):
+    for note in prompts.notes:
         say(note)
     return prompts
 
@@ -77,10 +77,10 @@ def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
 def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say: Say) -> list[Prompt]:
     """The held-out problems, the same ones in the same order for every run of a data set."""
     loaded = load_examples(config, "heldout")
-    prompts = encode_prompts(loaded, text.tokenizer, text.context, config.training.max_tokens)
+    prompts = encode_prompts(config, text, loaded)
     shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
     say(f"Held-out evaluation on {len(prompts)} problems")
-    for note in filter(None, (*loaded.notes, *prompts.notes, shared)):
+    for note in filter(None, (*prompts.notes, shared)):
         say(note)
     return list(prompts.prompts)
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.evaluation import Evaluation, ProblemResult, clustered_interval, pass_at_k
+from retrain.evaluation import Evaluation, clustered_interval, pass_at_k
+from retrain.tracking import EvaluationRecord
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -54,8 +55,8 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_problems_that_could_not_be_judged_are_left_out_of_the_mean() -> None:
-    judged = ProblemResult("a", "t", samples=4, correct=2, could_not_judge=0, reward_mean=0.5)
-    unknown = ProblemResult("b", "t", samples=0, correct=0, could_not_judge=4, reward_mean=None)
+    judged = EvaluationRecord(0, "a", "t", samples=4, correct=2, could_not_judge=0, reward_mean=0.5)
+    unknown = EvaluationRecord(0, "b", "t", samples=0, correct=0, could_not_judge=4, reward_mean=None)
     evaluation = Evaluation(step=0, problems=[judged, unknown], ks=[1, 4, 8])
     assert evaluation.pass_at == {1: 0.5, 4: 1.0}
     assert evaluation.summary()["could_not_judge"] == 4

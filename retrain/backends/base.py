@@ -56,8 +56,12 @@ class Backend(ABC):
         """The learner's log-probs at the training temperature of each row's action tokens, [T] each, without gradient."""
 
     @abstractmethod
+    def save_adapter(self, folder: Path) -> None:
+        """Write the PEFT adapter alone: adapter_model.safetensors, adapter_config.json, README.md."""
+
+    @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the PEFT adapter (adapter_model.safetensors, adapter_config.json, README.md) and the backend's own state."""
+        """Write the adapter and the backend's own state."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:

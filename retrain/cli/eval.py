@@ -1,6 +1,7 @@
 """`retrain eval RUN|CONFIG`: held-out pass@1 and pass@k of a run's checkpoint, or of the model that a configuration names."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +29,9 @@ def command(
     if not target.exists():
         raise ConfigurationError(f"{target} does not exist; name a run's folder or a configuration.")
     load_dotenv()
-    from retrain.evaluation import evaluate_run
+    from retrain.evaluate import evaluate_run
     from retrain.tracking.console import evaluation_line
     from retrain.tracking.jsonl import finite
 
-    result = evaluate_run(target, checkpoint=checkpoint, overrides=overrides)
+    result = evaluate_run(target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps(finite(result.summary())) if as_json else evaluation_line(result))

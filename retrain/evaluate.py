@@ -1,0 +1,56 @@
+"""`retrain eval`: the held-out accuracy of a run's checkpoint, or of a configuration's untrained model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from retrain.checkpoint import Checkpoint, CheckpointStore
+from retrain.config import TrainConfig, load_config, replaced
+from retrain.config.overrides import Overrides
+from retrain.errors import ConfigurationError
+from retrain.evaluation import Evaluation
+from retrain.interrupts import Interrupts
+from retrain.opening import stored_checkpoints
+from retrain.preflight import refuse_not_built
+from retrain.rollout import Watcher
+from retrain.startup import load_parts
+from retrain.tracking import RunFolder
+from retrain.types import Completion
+
+
+def evaluate_run(path: Path, *, checkpoint: int | None = None, overrides: Overrides, say: Callable[[str], None]) -> Evaluation:
+    """Evaluate the run in the folder `path` at a checkpoint (the newest by default), or the untrained model of a TOML.
+
+    Nothing is written. Raises ConfigurationError for a folder without a run and for a checkpoint of a TOML.
+    """
+    folder = RunFolder(path)
+    if path.is_dir() and not folder.config.is_file():
+        raise ConfigurationError(f"{path} holds no run of retrain (no {folder.config.name}); name a run's folder or a configuration.")
+    if not path.is_dir() and checkpoint is not None:
+        raise ConfigurationError(f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration.")
+    config = replaced(load_config(folder.config if path.is_dir() else path, overrides), {"evaluation.at_end": True})
+    refuse_not_built(config)
+    found = _checkpoint(folder, checkpoint, say) if path.is_dir() else None
+    return _evaluate(config, found, say)
+
+
+def _checkpoint(folder: RunFolder, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:
+    store = CheckpointStore(stored_checkpoints(folder))
+    found = store.newest(say) if step is None else store.at(step)
+    say(f"Evaluating {found.folder}" if found else f"{folder.path} has no checkpoint: evaluating the untrained model")
+    return found
+
+
+def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Evaluation:
+    parts = load_parts(config, checkpoint.state().choices if checkpoint else None, say)
+    try:
+        if checkpoint:
+            parts.backend.load(checkpoint.folder)
+        assert parts.evaluator is not None  # evaluation.at_end asked for it
+        with Interrupts() as interrupts:
+            return parts.evaluator.run(checkpoint.step if checkpoint else 0, Watcher(interrupts.check, _ignore))
+    finally:
+        parts.close()
+
+
+def _ignore(completion: Completion) -> None:
+    """Nothing shows progress here."""
