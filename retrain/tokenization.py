@@ -109,7 +109,7 @@ def _from_pretrained(load: Callable[..., Any], part: str, name: str, revision: s
     is_local = Path(path).is_dir()
     online = is_local or (_is_hub_id(path) and hub.reachable())
     if not is_local and not _is_hub_id(path):
-        raise EnvironmentFailure(f'[model] model = "{name}" is no folder on this machine; {_ALLOWED}.')
+        raise EnvironmentFailure(f'[model] model = "{name}" is no folder on this machine; name one, a hub id such as owner/name, or "lab".')
     try:
         return load(path, revision=revision or None, trust_remote_code=trust_remote_code, local_files_only=is_local or not online)
     except (OSError, ValueError, KeyError) as error:  # transformers raises all three for missing and broken files

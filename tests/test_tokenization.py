@@ -1,0 +1,194 @@
+"""Prompts as the model wants them, the tokens that end a turn, and loading that fails fast."""
+
+import subprocess
+import sys
+import time
+from copy import deepcopy
+
+import pytest
+from tokenizers_for_tests import byte_level, characters, sentencepiece
+from transformers import GenerationConfig, LlamaConfig
+
+from retrain.config.schema import Data, Model
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.tokenization import BOXED_INSTRUCTION, encode_texts, eos_token_ids, load_text_model, load_tokenizer, render_prompt
+from retrain.types import ChatMessage, Example
+
+EXAMPLE = Example("What is 12+30?", "42", example_id="one")
+
+
+def conversation(*turns: tuple[str, str]) -> Example:
+    return Example([ChatMessage(role=role, content=content) for role, content in turns], "42", example_id="talk")
+
+
+def data(**keys) -> Data:
+    return Data.model_validate({"source": "lab"} | keys)
+
+
+# ---- prompts
+
+
+def test_a_text_prompt_becomes_one_user_message_and_ends_where_the_assistant_begins():
+    text, _ = render_prompt(byte_level(), EXAMPLE, data())
+    assert text == "<|im_start|>user\nWhat is 12+30?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_ids_are_those_of_the_chat_template():
+    tokenizer = byte_level()
+    _, ids = render_prompt(tokenizer, EXAMPLE, data(system_prompt="Be brief."))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": EXAMPLE.prompt}]
+    own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert ids.tolist() == own
+    assert ids.dtype == "int32"
+
+
+@pytest.mark.parametrize("source", ["math", "gsm8k"])
+def test_math_and_gsm8k_prompts_end_with_the_box_instruction(source):
+    text, _ = render_prompt(byte_level(), EXAMPLE, data(source=source))
+    assert f"{EXAMPLE.prompt}\n\n{BOXED_INSTRUCTION}<|im_end|>" in text
+    assert BOXED_INSTRUCTION == r"Reason step by step and put the final answer in \boxed{}."
+
+
+def test_a_template_that_was_set_replaces_the_instruction_and_keeps_other_braces():
+    text, _ = render_prompt(byte_level(), EXAMPLE, data(source="math", prompt_template=r"Q: {prompt} Answer in \boxed{}"))
+    assert r"user" + "\n" + r"Q: What is 12+30? Answer in \boxed{}<|im_end|>" in text
+    assert "Reason step" not in text
+
+
+def test_a_bare_template_leaves_the_prompt_as_it_is():
+    text, _ = render_prompt(byte_level(), EXAMPLE, data(source="math", prompt_template="{prompt}"))
+    assert "user\nWhat is 12+30?<|im_end|>" in text
+
+
+def test_a_prompt_with_the_placeholder_in_it_is_not_expanded():
+    text, _ = render_prompt(byte_level(), Example("say {prompt}", "x"), data(prompt_template="<{prompt}>"))
+    assert "<say {prompt}>" in text
+
+
+def test_the_template_goes_around_the_last_user_message_of_a_conversation():
+    talk = conversation(("user", "hello"), ("assistant", "hi"), ("user", "12+30?"))
+    text, _ = render_prompt(byte_level(), talk, data(prompt_template="Solve: {prompt}"))
+    assert "user\nhello<|im_end|>" in text
+    assert "user\nSolve: 12+30?<|im_end|>" in text
+
+
+def test_an_examples_own_system_message_wins():
+    talk = conversation(("system", "Own."), ("user", "12+30?"))
+    text, _ = render_prompt(byte_level(), talk, data(system_prompt="Configured."))
+    assert "Own." in text
+    assert "Configured." not in text
+
+
+def test_chat_template_args_reach_the_template():
+    text, _ = render_prompt(byte_level(), EXAMPLE, data(chat_template_args={"enable_thinking": False}))
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_an_argument_that_retrain_sets_itself_is_refused():
+    with pytest.raises(ConfigurationError, match="add_generation_prompt is set by retrain"):
+        render_prompt(byte_level(), EXAMPLE, data(chat_template_args={"add_generation_prompt": False}))
+
+
+def test_a_chat_template_that_refuses_a_role_is_named_in_one_sentence():
+    tokenizer = deepcopy(byte_level())
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with pytest.raises(ConfigurationError, match="roles system, user: System role not supported"):
+        render_prompt(tokenizer, EXAMPLE, data(system_prompt="Be brief."))
+
+
+def test_without_a_chat_template_a_prompt_is_plain_text():
+    text, ids = render_prompt(characters(), EXAMPLE, data(system_prompt="Add."))
+    assert text == "Add.\n\nWhat is 12+30?"
+    assert len(ids) == len(text)
+
+
+def test_without_a_chat_template_a_conversation_is_refused():
+    with pytest.raises(ConfigurationError, match="has no chat template"):
+        render_prompt(characters(), conversation(("user", "a"), ("assistant", "b"), ("user", "c")), data())
+
+
+def test_a_plain_prompt_gets_one_bos_and_no_eos():
+    tokenizer = sentencepiece()
+    for text in ("Let me check", "<s>Let me check"):
+        (ids,) = encode_texts(tokenizer, [text])
+        assert ids.tolist().count(tokenizer.bos_token_id) == 1
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.eos_token_id not in ids
+
+
+def test_a_template_that_writes_bos_does_not_get_a_second_one():
+    tokenizer = deepcopy(sentencepiece())
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    _, ids = render_prompt(tokenizer, EXAMPLE, data())
+    assert ids.tolist().count(tokenizer.bos_token_id) == 1
+    assert tokenizer.eos_token_id not in ids
+
+
+# ---- the tokens that end a completion
+
+
+def test_every_end_token_is_found_once():
+    tokenizer = byte_level(eos="<|endoftext|>")  # a base model's EOS: the template ends turns with another token
+    end, turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert eos_token_ids(tokenizer) == tuple(sorted((end, turn)))
+    config = LlamaConfig(eos_token_id=7)
+    assert eos_token_ids(tokenizer, config, GenerationConfig(eos_token_id=[turn, 9])) == tuple(sorted({end, turn, 7, 9}))
+
+
+def test_a_turn_that_ends_with_an_ordinary_character_adds_no_end_token():
+    tokenizer = deepcopy(byte_level())
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    assert eos_token_ids(tokenizer) == (tokenizer.eos_token_id,)
+
+
+def test_a_model_without_any_end_token_is_refused():
+    tokenizer = deepcopy(characters())
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigurationError, match="no completion could end"):
+        eos_token_ids(tokenizer)
+
+
+# ---- loading
+
+
+def test_the_text_side_of_a_folder_needs_no_weights(tmp_path):
+    byte_level().save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=512, max_position_embeddings=128, eos_token_id=2).save_pretrained(tmp_path)
+    text = load_text_model(Model(model=str(tmp_path)))
+    assert (len(text.vocabulary), text.context, text.eos_ids) == (512, 128, (2,))
+    assert text.tokenizer("Let me")["input_ids"] == byte_level()("Let me")["input_ids"]
+
+
+def test_a_missing_folder_is_one_sentence(tmp_path):
+    with pytest.raises(EnvironmentFailure, match='is no folder on this machine; name one, .* or "lab"') as failure:
+        load_tokenizer(str(tmp_path / "nothing"))
+    assert "\n" not in str(failure.value)
+
+
+def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path):
+    with pytest.raises(EnvironmentFailure, match="could not be loaded from the folder") as failure:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(failure.value)
+
+
+OFFLINE = """
+import time
+from retrain.errors import EnvironmentFailure
+from retrain.tokenization import load_tokenizer
+start = time.monotonic()
+try:
+    load_tokenizer("nobody/no-such-model")
+except EnvironmentFailure as failure:
+    print(failure)
+assert time.monotonic() - start < 30, "unreachable hub was waited for"
+"""
+
+
+def test_an_unreachable_hub_fails_within_seconds_and_says_what_works_offline(tmp_path):
+    environment = {"PATH": "", "HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}  # a port that nothing listens on
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "the hub (http://127.0.0.1:9) could not be reached" in done.stdout
+    assert 'model = "lab"' in done.stdout
+    assert time.monotonic() - start < 60
