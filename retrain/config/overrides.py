@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.merging import deep_merge
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from retrain.config.keys import Key
 
 VARIABLE_PREFIX = "RETRAIN_"
-OTHER_VARIABLES: frozenset[str] = frozenset()
-"""Variables with our prefix that set no key and are read elsewhere."""
 
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
 _TOML_STRUCTURE = ("[", "{", '"', "'")
@@ -73,8 +72,7 @@ def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = 
 
 def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
     """The values of RETRAIN_<SECTION>_<KEY>; a variable that looks like one and is none is refused."""
-    from retrain.config.keys import all_keys, section_models
-    from retrain.config.names import nearest
+    from retrain.config.keys import all_keys
 
     variables = {key.variable: key for key in all_keys()}
     found: list[Override] = []
@@ -82,22 +80,22 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
     for name, text in environ.items():
         if key := variables.get(name):
             found.append(Override(key.path, convert(key, text), f"environment {name}"))
-        elif name.startswith(VARIABLE_PREFIX) and name not in OTHER_VARIABLES:
-            section = name.removeprefix(VARIABLE_PREFIX).partition("_")[0].lower()
-            near = nearest(section, tuple(section_models()))
-            if near:
-                problems.append(_unknown_variable(name, tuple(variables)))
+        elif name.startswith(VARIABLE_PREFIX) and (problem := _unknown_variable(name, tuple(variables))):
+            problems.append(problem)
     if problems:
         raise ConfigurationError(problems)
     return found
 
 
 def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
-    from difflib import get_close_matches
+    """A sentence for a variable of one of our sections, or close to one of ours; empty for what other programs may use."""
+    from retrain.config.keys import section_models
 
-    near = get_close_matches(name, variables, n=1)
-    hint = f"did you mean {near[0]}?" if near else "variables are RETRAIN_<SECTION>_<KEY>."
-    return f"environment {name} sets no key; {hint}"
+    section = name.removeprefix(VARIABLE_PREFIX).partition("_")[0].lower()
+    near = get_close_matches(name, variables, n=1, cutoff=0.6 if section in section_models() else 0.9)
+    if not near and section not in section_models():
+        return ""
+    return f"environment {name} sets no key; {f'did you mean {near[0]}?' if near else 'variables are RETRAIN_<SECTION>_<KEY>.'}"
 
 
 def convert(key: "Key", text: str) -> Any:
@@ -289,8 +287,6 @@ class _Parser:
         self._values[path] = Override(path, value, f"flag {flag}", adds)
 
     def _unknown(self, flag: str) -> str:
-        from difflib import get_close_matches
-
         from retrain.config.keys import keys_by_path
 
         dotted = [f"--{path}" for path in keys_by_path()] if "." in flag else []
