@@ -111,7 +111,7 @@ def values_of(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
     if annotation is bool:
         return st.booleans()
     if annotation is str:
-        return st.text() | st.sampled_from(["cpu", "gpu:0,gpu:1", "cuda:3", "{prompt}", "a, b", '["x y"]', "\x7f\t\n\\\""])
+        return st.text() | st.sampled_from(["cpu", "gpu:0,gpu:1", "cuda:3", "{prompt}", "a, b", '["x y"]', '\x7f\t\n\\"'])
     members = [member for member in get_args(annotation) if member is not type(None)]
     return st.one_of([values_of(member, metadata) for member in members])
 
@@ -126,7 +126,8 @@ def _field(annotation: Any, metadata: list[Any]) -> Any:
 
 KEYS = [key for key in all_keys() if key.path != "campaign.conditions"]
 SOME_VALUES = st.lists(
-    st.sampled_from(KEYS).flatmap(lambda key: st.tuples(st.just(key), values_of(key.field.annotation, list(key.field.metadata)))), max_size=6
+    st.sampled_from(KEYS).flatmap(lambda key: st.tuples(st.just(key), values_of(key.field.annotation, list(key.field.metadata)))),
+    max_size=6,
 )
 
 
@@ -146,7 +147,9 @@ def test_a_stored_configuration_loads_as_the_same(chosen: list[tuple[Key, Any]])
     assert all(stored.is_set(key.path) == config.is_set(key.path) for key in KEYS if key.meaningful_unset)
 
 
-@given(st.recursive(st.text() | st.booleans() | st.integers() | st.floats(allow_nan=False), lambda inner: st.dictionaries(st.text(), inner)))
+@given(
+    st.recursive(st.text() | st.booleans() | st.integers() | st.floats(allow_nan=False), lambda inner: st.dictionaries(st.text(), inner))
+)
 def test_every_value_is_written_as_toml_reads_it(value: Any) -> None:
     assert tomllib.loads(f"value = {toml_value(value)}")["value"] == value
 
@@ -174,7 +177,7 @@ def test_the_annotated_file_shows_every_key_and_its_commented_lines_load() -> No
 
 
 def _is_setting(text: str) -> bool:
-    return text.startswith("[") or text.split(" = ")[0].isidentifier() and " = " in text
+    return text.startswith("[") or (text.split(" = ")[0].isidentifier() and " = " in text)
 
 
 def test_the_flag_table_never_changes() -> None:

@@ -12,17 +12,21 @@ ALIASES: dict[str, str] = {
 
 
 def canonical_keys(data: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `data` in which aliases have moved, and dr_grpo has brought its aggregation along."""
-    data = {name: dict(section) if isinstance(section, dict) else section for name, section in data.items()}
-    both = [
-        Violation((alias, canonical), _both_given(alias, canonical))
-        for alias, canonical in ALIASES.items()
-        if not _move(data, alias, canonical)
-    ]
+    """A copy of `data` in which aliases have moved, and dr_grpo has brought its aggregation along.
+
+    Raises RuleViolations where a key and its alias are both given.
+    """
+    data, both = moved_aliases(data)
     if both:
-        raise RuleViolations(both)
+        raise RuleViolations([Violation((alias, ALIASES[alias]), _both_given(alias, ALIASES[alias])) for alias in both])
     _complete_dr_grpo(data)
     return data
+
+
+def moved_aliases(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A copy of `data` with aliases under their canonical key, and the aliases that stayed because both are given."""
+    copy = {name: dict(section) if isinstance(section, dict) else section for name, section in data.items()}
+    return copy, [alias for alias, canonical in ALIASES.items() if not _move(copy, alias, canonical)]
 
 
 def _move(data: dict[str, Any], alias: str, canonical: str) -> bool:

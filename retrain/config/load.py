@@ -7,11 +7,13 @@ import os
 import secrets
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from retrain.config.aliases import ALIASES, moved_aliases
 from retrain.config.merging import deep_merge
 from retrain.config.origin import Origin
 from retrain.config.overrides import Override, Overrides, parse_overrides, variable_overrides
@@ -107,6 +109,8 @@ def _flags_only(argv: Sequence[str]) -> Overrides:
 
 
 def _build(data: Sections, given: list[Override], file: Path | None) -> TrainConfig:
+    data, _ = moved_aliases(data)  # before the merge, so that a flag for the key wins over its alias in the file
+    given = [replace(override, path=ALIASES.get(override.path, override.path)) for override in given]
     if isinstance(data.get("campaign"), dict):
         given = [_for_campaign(override) for override in given]
     else:
@@ -119,9 +123,9 @@ def _build(data: Sections, given: list[Override], file: Path | None) -> TrainCon
 def _for_campaign(override: Override) -> Override:
     """On a campaign's file, --max-steps and --seed mean the campaign's."""
     if override.path == "training.max_steps":
-        return Override("campaign.max_steps", override.value, override.origin)
+        return replace(override, path="campaign.max_steps")
     if override.path == "training.seed":
-        return Override("campaign.seeds", [override.value], override.origin)
+        return replace(override, path="campaign.seeds", value=[override.value])
     return override
 
 

@@ -7,7 +7,7 @@ these classes. A key's documentation says what it does; its type and range say w
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from retrain.config.aliases import canonical_keys
 from retrain.config.names import condition_label
@@ -21,6 +21,7 @@ from retrain.config.values import (
     check_grams,
     check_svd_device,
     check_table,
+    check_text,
     parse_devices,
     parse_grams,
     table_from_json,
@@ -49,6 +50,11 @@ class Section(BaseModel):
     """Strict, frozen, and closed: an unknown key is an error, "5" is not 5, and nan and inf are not numbers."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        return check_text(value)
 
 
 class Backend(Section):

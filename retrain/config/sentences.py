@@ -159,6 +159,8 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
 
 def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
     kind = detail["type"]
+    if value == [] and list in key.kinds:
+        return "is empty"
     if kind == "finite_number":
         return "holds a number that is not finite" if isinstance(value, list) else "is not a finite number"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):

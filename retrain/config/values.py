@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 def refuse(problem: str, hint: str = "") -> PydanticCustomError:
     """A refusal that the loader turns into a sentence: what is wrong with the value, and what else could be meant."""
-    return PydanticCustomError("refused", "{problem}", {"problem": problem, "hint": hint})
+    printable = problem.encode(errors="backslashreplace").decode()  # pydantic cannot hold a lone surrogate
+    return PydanticCustomError("refused", "{problem}", {"problem": printable, "hint": hint})
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,25 @@ def _check_item(item: Any, may_hold_null: bool) -> None:
         raise refuse(f"holds {item}, which is not a finite number")
     elif not isinstance(item, str | int | float) and not (item is None and may_hold_null):
         raise refuse(f"holds {item}, which is a {type(item).__name__}; write it as a string")
+
+
+def check_text(value: Any) -> Any:
+    """Refuse text with half a character (a lone surrogate, as from an argument that is not UTF-8): no file can hold it."""
+    if any(0xD800 <= ord(character) <= 0xDFFF for text in _texts(value) for character in text):
+        raise refuse("holds half a character, as text that is not UTF-8 does")
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(name)
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def table_from_json(value: Any) -> Any:

@@ -1,0 +1,426 @@
+"""Precedence, flags, variables, provenance; kinds of files; drawn seeds; resuming; keys without effect; migration."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.config import (
+    TrainConfig,
+    config_from_mapping,
+    config_hash,
+    dump_toml,
+    load_config,
+    load_stored,
+    load_text,
+    not_built,
+    replaced,
+    resume_differences,
+    unused_keys,
+    with_drawn_seed,
+)
+from retrain.config.keys import Key, all_keys, flags
+from retrain.config.migrate import migrate_text, unified_diff
+from retrain.config.names import BUILTIN_NAMES, register_name
+from retrain.config.overrides import parse_overrides
+from retrain.errors import ConfigurationError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('[training]\nlr = 1e-4\nseed = 7\n[algorithm]\ntransform_params = { cap = 1, kind = "a" }\n')
+    return path
+
+
+# -- precedence ----------------------------------------------------------------------------------------------------------
+
+
+def test_flags_win_over_variables_over_the_file_over_defaults(file: Path) -> None:
+    environ = {"RETRAIN_TRAINING_LR": "2e-4", "RETRAIN_TRAINING_MAX_STEPS": "9"}
+    assert load_config(file, environ={}).training.lr == 1e-4
+    assert load_config(file, environ=environ).training.lr == 2e-4
+    config = load_config(file, ["--lr", "3e-4"], environ)
+    assert (config.training.lr, config.training.max_steps, config.training.seed, config.training.batch_size) == (3e-4, 9, 7, 8)
+
+
+def test_each_value_says_where_it_came_from(file: Path) -> None:
+    config = load_config(file, ["--sepa.steps=10", "--transform-param", "cap=2"], {"RETRAIN_MODEL_LORA_RANK": "4"})
+    provenance = config.provenance
+    assert provenance["training.lr"] == "file"
+    assert provenance["model.lora_rank"] == "environment RETRAIN_MODEL_LORA_RANK"
+    assert provenance["sepa.steps"] == "flag --sepa.steps"
+    assert provenance["algorithm.transform_params"] == "flag --transform-param"
+    assert provenance["gtpo.beta"] == "default"
+    assert set(provenance) == {key.path for key in all_keys()}
+    assert config.source_path == file
+
+
+def test_an_alias_says_where_it_came_from_under_the_canonical_key() -> None:
+    config = config_from_mapping({}, ["--entropy-mask-rho", "0.2", "--strategic-grams", "wait, hold on"])
+    assert config.algorithm.surprisal_mask_rho == 0.2
+    assert config.planning.grams == ["wait", "hold on"]
+    assert config.provenance["algorithm.surprisal_mask_rho"] == "flag --entropy-mask-rho"
+
+
+def test_a_flag_over_the_alias_in_a_file_wins() -> None:
+    assert (
+        config_from_mapping({"algorithm": {"entropy_mask_rho": 0.5}}, ["--surprisal-mask-rho", "0.2"]).algorithm.surprisal_mask_rho == 0.2
+    )
+    assert (
+        config_from_mapping({"algorithm": {"surprisal_mask_rho": 0.5}}, ["--entropy-mask-rho", "0.2"]).algorithm.surprisal_mask_rho == 0.2
+    )
+
+
+def test_errors_name_the_flag_or_the_variable(file: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(file, ["--lr", "fast"], {"RETRAIN_TRAINING_BATCH_SIZE": "0"})
+    assert any(problem.startswith('flag --lr: [training] lr = "fast" is a string') for problem in caught.value.problems)
+    assert any(
+        problem.startswith("environment RETRAIN_TRAINING_BATCH_SIZE: [training] batch_size = 0") for problem in caught.value.problems
+    )
+
+
+def test_variables_that_look_like_keys_and_are_none_are_refused() -> None:
+    for name, near in (("RETRAIN_TRAINING_LRR", "RETRAIN_TRAINING_LR"), ("RETRAIN_TRANING_MAX_STEPS", "RETRAIN_TRAINING_MAX_STEPS")):
+        with pytest.raises(ConfigurationError, match=f"environment {name} sets no key; did you mean {near}?"):
+            load_config("examples/lab.toml", environ={name: "1"})
+    load_config("examples/lab.toml", environ={"RETRAIN_HOME": "/x", "LR": "1"})
+
+
+def test_a_stored_configuration_does_not_see_variables(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETRAIN_TRAINING_LR", "1.0")
+    assert load_config(file).training.lr == 1.0
+    assert load_stored(file).training.lr == 1e-4
+
+
+# -- flags ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        (["--seed", "-1"], "training.seed", -1),
+        (["--lr=1"], "training.lr", 1.0),
+        (["--lr", "1e-5"], "training.lr", 1e-5),
+        (["--lora-rank", "8"], "model.lora_rank", 8),
+        (["--lora-alpha", "8"], "lora.alpha", 8),
+        (["--sepa-steps", "10"], "sepa.steps", 10),
+        (["--sepa.steps", "10"], "sepa.steps", 10),
+        (["--sepa.delay-steps", "10"], "sepa.delay_steps", 10),
+        (["--resume", "logs/a"], "resume.from", "logs/a"),
+        (["--resume.from", "logs/a"], "resume.from", "logs/a"),
+        (["--trust-remote-code"], "model.trust_remote_code", True),
+        (["--no-plugins-strict"], "plugins.strict", False),
+        (["--plugins-strict=false"], "plugins.strict", False),
+        (["--no-inference.prefix-caching"], "inference.prefix_caching", False),
+        (["--gradient-checkpointing"], "training.gradient_checkpointing", True),
+        (["--gradient-checkpointing", "auto"], "training.gradient_checkpointing", "auto"),
+        (["--no-gradient-checkpointing"], "training.gradient_checkpointing", False),
+        (["--evaluation-k", "1", "--evaluation-samples", "1"], "evaluation.k", [1]),
+        (["--evaluation-k", "1,4", "--evaluation-samples", "4"], "evaluation.k", [1, 4]),
+        (["--evaluation-k=[1, 4]", "--evaluation-samples", "4"], "evaluation.k", [1, 4]),
+        (["--lora-target-modules", "q_proj,v_proj"], "lora.target_modules", ["q_proj", "v_proj"]),
+        (["--reward-type", "math"], "reward.type", "math"),
+        (["--reward-type", "match,math", "--reward-weights", "1,0.5"], "reward.type", ["match", "math"]),
+        (["--wandb-tags", "a,b"], "logging.wandb_tags", "a,b"),
+        (["--transform-param", "cap=0.1"], "algorithm.transform_params", {"cap": 0.1}),
+        (["--advantage-param", "scale=2.0", "--advantage-param", "n=3"], "algorithm.advantage_params", {"scale": 2.0, "n": 3}),
+        (["--algorithm-param", "name=fast lane"], "algorithm.params", {"name": "fast lane"}),
+        (["--algorithm-param", "day=2026-01-01"], "algorithm.params", {"day": "2026-01-01"}),
+        (["--algorithm-param", 'five="5"'], "algorithm.params", {"five": "5"}),
+        (["--algorithm-param", "a.b=[1, 2]"], "algorithm.params", {"a": {"b": [1, 2]}}),
+        (["--data.params.depth", "3"], "data.params", {"depth": 3}),
+        (["--backend.options.zmq_port=6000"], "backend.options", {"zmq_port": 6000}),
+        (["--environment-args", '{"split": "train"}'], "environment.args", {"split": "train"}),
+        (["--environment-args", '{split = "train"}'], "environment.args", {"split": "train"}),
+        (["--max-steps", "5", "--max-steps", "6"], "training.max_steps", 6),
+        (["--data-system-prompt=--be brief"], "data.system_prompt", "--be brief"),
+    ],
+)
+def test_flags_set_keys(argv: list[str], path: str, value: object) -> None:
+    config = config_from_mapping({}, argv)
+    assert config.value(path) == value
+    assert type(config.value(path)) is type(value)
+
+
+def test_a_table_flag_adds_to_the_table_of_the_file(file: Path) -> None:
+    assert load_config(file, ["--transform-param", "cap=2"], {}).algorithm.transform_params == {"cap": 2, "kind": "a"}
+    assert load_config(file, ["--transform-params", "{cap = 2}"], {}).algorithm.transform_params == {"cap": 2}
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--lrr", "1"], "--lrr is not a flag; did you mean --lr?"),
+        (["--sepa.step", "1"], "--sepa.step is not a flag; did you mean --sepa.steps?"),
+        (["--quite"], "--quite is not a flag; did you mean --quiet?"),
+        (["--lr"], "flag --lr needs a value: a number of at least 0."),
+        (["--lr", "--seed", "1"], "flag --lr needs a value"),
+        (["--no-plugins-strict=true"], "flag --no-plugins-strict takes no value"),
+        (["--no-lr"], "--no-lr is not a flag"),
+        (["--transform-param", "cap"], "flag --transform-param takes key=value"),
+        (["--transform-param", "cap=[1"], "the value is not valid TOML"),
+        (["--transform-param", "a b=1"], "is not a key; use letters, digits, _ and -"),
+        (["--training.lr.x", "1"], "--training.lr.x is not a flag"),
+    ],
+)
+def test_wrong_flags_get_one_sentence(argv: list[str], part: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_overrides(argv, {"--quiet": False})
+    assert len(caught.value.problems) == 1
+    assert part in caught.value.problems[0]
+
+
+def test_all_wrong_flags_are_told_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_overrides(["--lrr", "--sed=3", "--lr"])
+    assert len(caught.value.problems) == 3
+
+
+def test_what_is_no_flag_of_the_configuration_is_passed_on_in_order() -> None:
+    parsed = parse_overrides(["a.toml", "--quiet", "--lr", "1", "--format", "json", "--", "--b"], {"--quiet": False, "--format": True})
+    assert parsed.rest == ("a.toml", "--quiet", "--format", "json", "--b")
+    assert [(override.path, override.value) for override in parsed.given] == [("training.lr", 1.0)]
+
+
+@given(st.sampled_from(all_keys()), st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_any_text_as_a_value_is_taken_or_refused_in_sentences(key: Key, text: str) -> None:
+    try:
+        config_from_mapping({"campaign": {}} if key.section == "campaign" else {}, [f"{key.flag}={text}"])
+    except ConfigurationError as error:
+        assert all(problem.endswith((".", "?")) for problem in error.problems)
+
+
+def test_every_flag_reaches_its_key() -> None:
+    for flag, path in flags().items():
+        if flag.startswith("--campaign"):
+            continue
+        with pytest.raises(ConfigurationError, match=r"flag --") as caught:
+            config_from_mapping({}, [f"{flag}=\ud800"])  # a lone surrogate is no value of any key
+        assert flag in str(caught.value), path
+
+
+# -- kinds of files ------------------------------------------------------------------------------------------------------
+
+
+def test_the_kind_of_a_file_follows_from_its_sections() -> None:
+    assert TrainConfig().kind == "run"
+    assert load_text("[squeeze]\nmin_variance_retention = 0.9").kind == "run"
+    assert load_text('[squeeze]\nadapter_path = "a"').kind == "squeeze"
+    assert load_text('[campaign]\n[squeeze]\nadapter_path = "a"').kind == "campaign"
+
+
+def test_on_a_campaign_steps_and_seed_mean_the_campaigns(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.toml"
+    path.write_text("[campaign]\nmax_steps = 50\nseeds = [1, 2]\n")
+    config = load_config(path, ["--max-steps", "5", "--seed", "9", "--log-dir", "logs/c"], {})
+    assert config.campaign is not None
+    assert (config.campaign.max_steps, config.campaign.seeds, config.logging.log_dir) == (5, [9], "logs/c")
+    with pytest.raises(ConfigurationError, match="flag --seed"):
+        load_config(path, ["--seed", "-1"], {})
+
+
+def test_a_campaigns_flag_needs_a_campaign(file: Path) -> None:
+    with pytest.raises(ConfigurationError, match="flag --campaign-parallel belongs to a campaign"):
+        load_config(file, ["--campaign-parallel"], {})
+    assert load_config(file, environ={"RETRAIN_CAMPAIGN_PRICE_PER_HOUR": "2"}).campaign is None
+
+
+def test_a_campaign_without_conditions_has_the_five_of_the_ablation() -> None:
+    labels = [condition.label for condition in load_text("[campaign]").conditions]
+    assert labels == ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
+
+
+def test_labels_take_the_last_part_of_a_path() -> None:
+    config = load_text('[algorithm]\nadvantage_mode = "a.b.mine"\ntransform_mode = "none"')
+    assert config.condition_label == "mine+none"
+    assert load_text('[algorithm]\nalgorithm_mode = "maxrl_gtpo"').condition_label == "maxrl_gtpo"
+
+
+def test_dr_grpo_brings_its_aggregation_along() -> None:
+    assert load_text('[algorithm]\nalgorithm_mode = "dr_grpo"').loss.aggregation == "constant"
+    assert config_from_mapping({}, ["--algorithm-mode", "dr_grpo"]).loss.aggregation == "constant"
+    assert TrainConfig().loss.aggregation == "token_mean"
+
+
+def test_a_source_that_python_registered_is_known() -> None:
+    with pytest.raises(ConfigurationError):
+        config_from_mapping({"data": {"source": "my_registered_source"}})
+    register_name("data", "my_registered_source")
+    assert config_from_mapping({"data": {"source": "my_registered_source"}}).data.source == "my_registered_source"
+
+
+# -- seeds and changed values --------------------------------------------------------------------------------------------
+
+
+def test_a_seed_is_drawn_once_and_is_then_ordinary() -> None:
+    drawn = with_drawn_seed(TrainConfig())
+    assert 0 <= drawn.training.seed < 2**32
+    assert with_drawn_seed(drawn) == drawn
+    assert load_text(dump_toml(drawn)).training.seed == drawn.training.seed
+    assert drawn.provenance["training.seed"] == "drawn"
+    assert with_drawn_seed(TrainConfig()).training.seed != drawn.training.seed
+
+
+def test_replaced_values_are_validated_and_unset_keys_stay_unset(file: Path) -> None:
+    config = replaced(load_config(file, environ={}), {"backend.devices": "cpu", "resume.from": "logs/a"})
+    assert config.is_set("backend.devices") and not config.is_set("backend.adapter_path")
+    assert config.source_path == file and config.resume.from_ == "logs/a"
+    with pytest.raises(ConfigurationError, match="lr = -1 is out of range"):
+        replaced(config, {"training.lr": -1})
+
+
+# -- resuming ------------------------------------------------------------------------------------------------------------
+
+MAY_CHANGE = {
+    "resume": {"from": "logs/a"},
+    "training": {"max_hours": 1.0, "max_steps": 900, "save_every": 3, "keep_checkpoints": 4},
+    "reward": {"workers": 3},
+    "evaluation": {"every": 5, "samples": 4, "k": [1, 4]},
+    "logging": {"log_dir": "logs/b", "wandb_project": "p"},
+    "backend": {"adapter_path": "/tmp/a"},
+}
+
+
+def test_what_may_change_at_resume_is_neither_a_difference_nor_in_the_hash() -> None:
+    changed = config_from_mapping(MAY_CHANGE)
+    assert resume_differences(TrainConfig(), changed) == []
+    assert config_hash(TrainConfig()) == config_hash(changed)
+
+
+def test_every_other_difference_is_refused_with_both_values() -> None:
+    stored, current = TrainConfig(), config_from_mapping({"training": {"lr": 1.0}, "loss": {"clip_low": 0.1}, "data": {"params": {"a": 1}}})
+    differences = resume_differences(stored, current)
+    assert len(differences) == 3
+    assert differences[0].startswith("[training] lr = 1.0 differs from 4e-05, with which the run was started")
+    assert "[loss] clip_low = 0.1 differs from unset" in differences[1]
+    assert config_hash(stored) != config_hash(current)
+
+
+@pytest.mark.parametrize(
+    ("stored", "current", "same"),
+    [("gpu:0", "cuda:3", True), ("gpu:0", "cpu", False), ("gpu:0", "gpu:0,gpu:1", False), (None, "cpu", True), ("cpu", None, True)],
+)
+def test_devices_may_change_within_their_kind(stored: str | None, current: str | None, same: bool) -> None:
+    old, new = (config_from_mapping({"backend": {"devices": name}} if name else {}) for name in (stored, current))
+    assert (resume_differences(old, new) == []) is same
+
+
+# -- keys without effect, features not built -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"inference": {"url": "http://x"}}, '[inference] url = "http://x" is unused here: engine "pytorch" samples in this process.'),
+        (
+            {"backend": {"backend": "tinker"}, "inference": {"dtype": "bf16"}},
+            '[inference] dtype = "bf16" is unused here: Tinker samples by itself.',
+        ),
+        (
+            {"environment": {"provider": "verifiers", "id": "a/b"}, "data": {"source": "lab"}},
+            '[data] source = "lab" is unused here: the problems come from [environment].',
+        ),
+        (
+            {"environment": {"provider": "verifiers", "id": "a/b"}, "reward": {"type": "math"}},
+            '[reward] type = "math" is unused here: the rubric of [environment] scores.',
+        ),
+        (
+            {"backend": {"backend": "prime_rl", "options": {"zmq_port": 6000}}},
+            '[backend.options] zmq_port = 6000 is unused here: transport is "filesystem".',
+        ),
+        (
+            {"backend": {"options": {"wire": "main"}}},
+            '[backend.options] wire = "main" is unused here: it is an option of prime_rl, and backend is "local".',
+        ),
+        (
+            {"algorithm": {"transform_mode": "gtpo"}, "sepa": {"steps": 9}},
+            "[sepa] steps = 9 is unused here: no transform here uses SEPA.",
+        ),
+        ({"hicra": {"alpha": 0.5}}, "[hicra] alpha = 0.5 is unused here: no transform here uses HICRA."),
+        ({"squeeze": {"per_layer": True}}, "[squeeze] per_layer = true is unused here: a single run has no adapter_path to squeeze."),
+        ({"loss": {"clip_low": 0.1}}, "[loss] clip_low = 0.1 is unused here: importance_sampling does not clip."),
+        ({"model": {"base_url": "http://x"}}, '[model] base_url = "http://x" is unused here: it belongs to the tinker backend.'),
+        (
+            {"campaign": {}, "algorithm": {"advantage_mode": "grpo"}},
+            '[algorithm] advantage_mode = "grpo" is unused here: the conditions of the campaign say it.',
+        ),
+        ({"campaign": {}, "hicra": {"alpha": 0.5}}, ""),
+        ({"algorithm": {"transform_mode": "my.plugin"}, "hicra": {"alpha": 0.5}}, ""),
+        ({"sepa": {"steps": 9}}, ""),
+        ({"hicra": {"alpha": 0.2}, "algorithm": {"transform_mode": "none"}}, ""),
+    ],
+)
+def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, object]], sentence: str) -> None:
+    assert unused_keys(config_from_mapping(data)) == ([sentence] if sentence else [])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"backend": {"backend": "tinker"}},
+        {"backend": {"backend": "prime_rl"}},
+        {"backend": {"devices": "gpu:0,gpu:1"}},
+        {"environment": {"provider": "verifiers", "id": "a/b"}},
+        {"reward": {"type": "judge", "judge_model": "m"}},
+        {"planning": {"detector": "semantic"}},
+        {"backpressure": {"enabled": True}},
+        {"squeeze": {"adapter_path": "a"}},
+        {"campaign": {}},
+        *({"inference": {"engine": name}} for name in BUILTIN_NAMES["engine"] if name != "pytorch"),
+    ],
+    ids=json.dumps,
+)
+def test_a_feature_that_is_not_built_loads_and_is_refused_at_the_start(data: dict[str, dict[str, object]]) -> None:
+    problems = not_built(config_from_mapping(data))
+    assert len(problems) == 1 and "not built yet" in problems[0]
+    assert not_built(TrainConfig()) == []
+
+
+# -- migration -----------------------------------------------------------------------------------------------------------
+
+LEGACY = """\
+# my run
+[backend]
+backend = "prime_rl"     # external
+prime_rl_transport = "zmq"  # fast
+prime_rl_zmq_port = 6000
+
+[training]
+lr = 1e-4   # tuned
+"""
+
+
+def test_legacy_keys_move_and_everything_else_stays() -> None:
+    new = migrate_text(LEGACY)
+    config = load_text(new)
+    assert config.backend.options == {"transport": "zmq", "zmq_port": 6000}
+    assert "prime_rl_" not in new
+    for kept in ("# my run\n", 'backend = "prime_rl"     # external\n', "lr = 1e-4   # tuned\n", "# fast\n"):
+        assert kept in new
+    assert migrate_text(new) == new
+    assert "-prime_rl_zmq_port = 6000\n" in unified_diff(LEGACY, new, "a.toml")
+
+
+def test_a_file_without_legacy_keys_is_returned_byte_for_byte() -> None:
+    text = '[backend]\r\noptions={transport="zmq"}#x\r\n'
+    assert migrate_text(text) == text
+
+
+def test_legacy_keys_join_options_that_are_there() -> None:
+    for options in ("options = { zmq_hwm = 3 }", "\n[backend.options]\nzmq_hwm = 3"):
+        new = migrate_text(f'[backend]\nprime_rl_transport = "zmq"\n{options}\n')
+        assert load_text(new).backend.options == {"zmq_hwm": 3, "transport": "zmq"}
+
+
+def test_contradicting_legacy_keys_are_not_decided_for_the_user() -> None:
+    with pytest.raises(ConfigurationError, match=r"prime_rl_zmq_port = 1 and \[backend.options\] zmq_port = 2 contradict each other"):
+        migrate_text("[backend]\nprime_rl_zmq_port = 1\noptions = { zmq_port = 2 }\n", "a.toml")
+
+
+def test_migrating_what_is_no_toml_says_where(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"a\.toml is not valid TOML: .*line 1"):
+        migrate_text("[backend\n", "a.toml")
