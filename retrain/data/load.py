@@ -78,7 +78,7 @@ def _spread(examples: Sequence[Example], limit: int) -> tuple[Example, ...]:
 
 def _repeated_ids(examples: Sequence[Example]) -> list[str]:
     repeated = len(examples) - len({example.example_id for example in examples})
-    return [f"{repeated:,} examples repeat another's example_id, so their results are counted together"] if repeated else []
+    return [f"Examples with another's example_id, whose results are counted together: {repeated:,}"] if repeated else []
 
 
 def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> str | None:
@@ -87,7 +87,7 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
     shared = [example.example_id for example in heldout if _prompt_key(example) in seen]
     if not shared:
         return None
-    return f"{len(shared):,} held-out problems are also in the training set, so held-out accuracy is too high; the first is {shared[0]}"
+    return f"Held-out problems that are also trained on: {len(shared):,}, the first is {shared[0]}; held-out accuracy is too high"
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
@@ -100,4 +100,6 @@ def fingerprint(examples: Iterable[Example]) -> str:
 
 
 def _prompt_key(example: Example) -> str:
-    return " ".join(json.dumps(example.prompt).split())
+    """The prompt without regard to white space."""
+    messages = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+    return json.dumps([[message["role"], message["content"].split()] for message in messages])

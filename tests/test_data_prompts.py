@@ -1,0 +1,140 @@
+"""The order of the prompts is a pure function of (seed, cursor), and every prompt fits the model."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers_for_tests import byte_level
+
+from retrain.config import TrainConfig
+from retrain.data import Example, LoadedExamples, PromptSet, encode_prompts
+from retrain.data.load import fingerprint
+from retrain.errors import ConfigurationError
+from retrain.tokenization import TextModel, render_prompt
+from retrain.types import Prompt
+from retrain.vocabulary import VocabularyTable
+
+CONFIG = TrainConfig.model_validate({"data": {"source": "lab"}, "training": {"max_tokens": 16}})
+seeds = st.integers(min_value=0, max_value=2**32 - 1)
+sizes = st.integers(min_value=1, max_value=40)
+cursors = st.integers(min_value=0, max_value=200)
+
+
+def prompt_set(size: int) -> PromptSet:
+    return PromptSet(tuple(Prompt(Example(f"p{i}", str(i), example_id=f"e{i}"), f"p{i}", None) for i in range(size)))
+
+
+def loaded(*prompts: str, **kept) -> LoadedExamples:
+    examples = tuple(Example(prompt, "1", example_id=f"e{i}") for i, prompt in enumerate(prompts))
+    return LoadedExamples(examples, kept.get("dropped", {}), kept.get("notes", ()), CONFIG.data)
+
+
+def text_model(context: int = 0) -> TextModel:
+    tokenizer = byte_level()
+    return TextModel("", tokenizer, VocabularyTable(tokenizer), (tokenizer.eos_token_id,), context)
+
+
+def ids(prompts):
+    return [prompt.prompt_id for prompt in prompts]
+
+
+# ---- order
+
+
+@given(size=sizes, seed=seeds, epoch=st.integers(min_value=0, max_value=5))
+@settings(max_examples=60, deadline=None)
+def test_every_epoch_visits_each_prompt_once(size, seed, epoch):
+    assert sorted(ids(prompt_set(size).batch(epoch * size, size, seed))) == sorted(ids(prompt_set(size).prompts))
+
+
+@given(size=sizes, seed=seeds, cursor=cursors, counts=st.lists(st.integers(min_value=0, max_value=9), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_batches_are_the_single_steps_strung_together_whatever_their_size(size, seed, cursor, counts):
+    prompts = prompt_set(size)
+    in_batches, place = [], cursor
+    for count in counts:
+        in_batches += prompts.batch(place, count, seed)
+        place += count
+    one_by_one = [prompts.batch(position, 1, seed)[0] for position in range(cursor, place)]
+    assert ids(in_batches) == ids(one_by_one) == ids(prompts.batch(cursor, sum(counts), seed))
+
+
+@given(seed=seeds, cursor=cursors)
+@settings(max_examples=20, deadline=None)
+def test_two_runs_of_one_seed_see_the_same_prompts(seed, cursor):
+    assert ids(prompt_set(13).batch(cursor, 8, seed)) == ids(prompt_set(13).batch(cursor, 8, seed))
+
+
+def test_epochs_and_seeds_are_shuffled_differently():
+    prompts = prompt_set(30)
+    orders = {tuple(ids(prompts.batch(epoch * 30, 30, seed))) for epoch in range(3) for seed in range(3)}
+    assert len(orders) == 9
+    assert tuple(ids(prompts.prompts)) not in orders
+
+
+def test_the_order_is_the_same_on_every_machine():
+    assert ids(prompt_set(8).batch(0, 8, 42)) == ["e7", "e6", "e3", "e5", "e0", "e1", "e2", "e4"]
+
+
+def test_the_first_place_of_an_epoch_is_taken_by_each_prompt_alike():
+    firsts = Counter(prompt.prompt_id for seed in range(2000) for prompt in prompt_set(4).batch(0, 1, seed))
+    assert all(400 < count < 600 for count in firsts.values())
+
+
+# ---- encoding
+
+
+def test_prompts_are_encoded_as_one_prompt_alone_would_be():
+    tokenizer = byte_level()
+    for prompt in encode_prompts(CONFIG, text_model(), loaded("1+1=?", "Größe 🎉", "a much longer prompt than the others")).prompts:
+        text, token_ids = render_prompt(tokenizer, prompt.example, CONFIG.data)
+        assert prompt.text == text
+        assert prompt.token_ids.tolist() == token_ids.tolist()
+
+
+def test_a_prompt_needs_room_for_one_token_in_the_context():
+    short, long = encode_prompts(CONFIG, text_model(), loaded("short", "a much longer prompt")).prompts
+    prompts = encode_prompts(CONFIG, text_model(context=len(long.token_ids)), loaded("short", "a much longer prompt"))
+    assert ids(prompts.prompts) == ids([short])
+    assert prompts.dropped == {"prompt longer than the context": 1}
+    size = len(long.token_ids)
+    assert f"Dropped 1 x prompt longer than the context, the first is e1 with {size} of {size} tokens" in prompts.notes
+    assert len(encode_prompts(CONFIG, text_model(context=size + 1), loaded("short", "a much longer prompt"))) == 2
+
+
+def test_no_prompt_left_is_fatal():
+    with pytest.raises(ConfigurationError, match="no prompt is left"):
+        encode_prompts(CONFIG, text_model(context=2), loaded("a", "b"))
+
+
+def test_completions_that_the_context_cuts_short_are_said():
+    (prompt,) = encode_prompts(CONFIG, text_model(), loaded("a")).prompts
+    size = len(prompt.token_ids)
+    assert encode_prompts(CONFIG, text_model(context=size + 16), loaded("a")).notes == ()
+    (note,) = encode_prompts(CONFIG, text_model(context=size + 15), loaded("a")).notes
+    assert "max_tokens = 16" in note and "for 1 of 1 prompts" in note and "after 15 tokens or more" in note
+
+
+def test_what_the_source_said_and_dropped_is_said_once():
+    prompts = encode_prompts(CONFIG, text_model(), loaded("a", dropped={"empty answer": 2}, notes=("Dropped 2 x empty answer",)))
+    assert prompts.dropped == {"empty answer": 2}
+    assert prompts.notes == ("Dropped 2 x empty answer",)
+
+
+# ---- the hash
+
+
+def test_the_data_hash_knows_id_prompt_reference_and_order():
+    a, b = Example("p", "1", example_id="a"), Example("q", "2", example_id="b")
+    changed = [
+        [b, a],
+        [a],
+        [Example("p", "3", example_id="a"), b],
+        [Example("r", "1", example_id="a"), b],
+        [Example("p", "1", example_id="c"), b],
+        [Example([{"role": "user", "content": "p"}], "1", example_id="a"), b],
+    ]
+    hashes = {fingerprint([a, b]), *(fingerprint(examples) for examples in changed)}
+    assert len(hashes) == 1 + len(changed)
+    assert fingerprint([a, b]) == fingerprint([Example("p", "1", info={"level": 3}, example_id="a"), b])

@@ -1,0 +1,383 @@
+"""Where examples come from, what is dropped and said, and what is held out."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from retrain.config import TrainConfig
+from retrain.config.load import load_config
+from retrain.data import Example, NoHeldOutSplit, contamination_note, load_examples, register_source
+from retrain.data.records import HubData, find_files
+from retrain.data.sources import MATH_SUBJECTS
+from retrain.errors import ConfigurationError
+
+SAMPLES = Path(__file__).parent / "data"
+
+
+def config(evaluation=None, max_examples=0, **data) -> TrainConfig:
+    return TrainConfig.model_validate({"data": data, "evaluation": evaluation or {}, "training": {"max_examples": max_examples}})
+
+
+def write_jsonl(path: Path, rows) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def rows(count, start=0):
+    return [{"prompt": f"{i}+1=?", "answer": str(i + 1), "level": i} for i in range(start, start + count)]
+
+
+def prompts_of(loaded):
+    return [example.prompt for example in loaded.examples]
+
+
+# ---- MATH and GSM8K
+
+
+def test_math_takes_its_five_subjects_and_says_the_true_count():
+    train = load_examples(config(source="math", path=str(SAMPLES / "math_test.jsonl")))
+    held_out = load_examples(config(source="math", path=str(SAMPLES / "math_test.jsonl")), "heldout")
+    subjects = {example.info["type"] for example in (*train.examples, *held_out.examples)}
+    assert subjects == set(MATH_SUBJECTS.values())
+    assert len(train) + len(held_out) == 14
+    assert f"{len(train)} of the copy's 20 problems" in train.notes[0]
+
+
+def test_a_copy_with_one_split_holds_out_a_part_that_is_never_trained_on_and_says_so():
+    one_split = config(source="math", path=str(SAMPLES / "math_test.jsonl"))
+    train, held_out = load_examples(one_split), load_examples(one_split, "heldout")
+    assert not set(prompts_of(train)) & set(prompts_of(held_out))
+    assert any("one problem in 10" in note and "never trained on" in note for note in train.notes)
+
+
+def test_math_references_are_the_last_box_of_the_solution():
+    train = load_examples(config(source="math", path=str(SAMPLES / "math_test.jsonl")))
+    for example in train.examples:
+        assert f"boxed{{{example.reference}}}" in example.info["solution"]
+
+
+def test_a_math_solution_without_a_balanced_box_is_dropped_and_named(tmp_path):
+    row = {"problem": "p", "type": "Geometry", "level": "Level 1"}
+    solutions = [r"so \boxed{4}", "no box", r"open \boxed{4", r"\boxed{}"]
+    path = write_jsonl(tmp_path / "train.jsonl", [row | {"problem": f"p{i}", "solution": text} for i, text in enumerate(solutions)])
+    write_jsonl(tmp_path / "test.jsonl", [row | {"solution": r"\boxed{1}"}])
+    loaded = load_examples(config(source="math", path=str(path.parent)))
+    assert [example.reference for example in loaded.examples] == ["4"]
+    assert loaded.dropped == {"empty answer": 3}
+    assert "Dropped 3 x empty answer, the first is train.jsonl line 2" in loaded.notes
+
+
+def test_gsm8k_references_stand_behind_the_mark_without_thousands_separators():
+    folder = config(source="gsm8k", path=str(SAMPLES))
+    train, held_out = load_examples(folder), load_examples(folder, "heldout")
+    assert [example.reference for example in train.examples][-2:] == ["1080", "850000"]
+    assert [example.reference for example in held_out.examples] == ["18", "3", "70000", "540", "2125", "114200"]
+    assert len(train) == 14
+
+
+def test_a_gsm8k_answer_without_the_mark_is_dropped(tmp_path):
+    good = {"question": "q", "answer": "1\n#### -1,000,000"}
+    path = write_jsonl(tmp_path / "train.jsonl", [good, {"question": "r", "answer": "no mark"}, {"question": "s", "answer": "#### "}])
+    write_jsonl(tmp_path / "test.jsonl", [good])
+    loaded = load_examples(config(source="gsm8k", path=str(path.parent)))
+    assert [example.reference for example in loaded.examples] == ["-1000000"]
+    assert loaded.dropped == {"empty answer": 2}
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("named_by", ["source", "path"])
+def test_a_file_has_columns_for_prompt_and_answer_and_the_rest_is_info(tmp_path, named_by):
+    path = write_jsonl(tmp_path / "sums.jsonl", [{"question": "1+1=?", "gold": 2, "task": "sums", "level": 3}])
+    where = {"source": str(path)} if named_by == "source" else {"source": "jsonl", "path": str(path)}
+    loaded = load_examples(config(prompt_column="question", answer_column="gold", **where))
+    assert loaded.examples == (Example("1+1=?", "2", "sums", {"level": 3}, "sums-0"),)
+
+
+def test_a_prompt_can_be_a_conversation(tmp_path):
+    talk = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1=?", "name": "me"}]
+    path = write_jsonl(tmp_path / "talk.jsonl", [{"prompt": talk, "answer": "2"}])
+    (example,) = load_examples(config(source=str(path))).examples
+    assert example.prompt == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1=?"}]
+
+
+BAD_ROWS = {
+    "no JSON": '{"prompt": "x", ',
+    "no object": "[1, 2]",
+    "not UTF-8": None,
+    "no prompt": {"answer": "1"},
+    "an empty prompt": {"prompt": " ", "answer": "1"},
+    "a number as prompt": {"prompt": 5, "answer": "1"},
+    "a message without content": {"prompt": [{"role": "user"}], "answer": "1"},
+    "an empty conversation": {"prompt": [], "answer": "1"},
+    "a list as answer": {"prompt": "x", "answer": ["1"]},
+    "a truth value as answer": {"prompt": "x", "answer": True},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_a_malformed_row_is_counted_and_named_and_not_fatal(tmp_path, bad):
+    path = write_jsonl(tmp_path / "rows.jsonl", [rows(1)[0], BAD_ROWS[bad] or "MARK", rows(1, 5)[0]])
+    if BAD_ROWS[bad] is None:
+        path.write_bytes(path.read_bytes().replace(b"MARK", b'{"prompt": "\xff", "answer": "1"}'))
+    loaded = load_examples(config(source=str(path)))
+    assert [example.example_id for example in loaded.examples] == ["rows-0", "rows-2"]
+    assert loaded.dropped == {"malformed row": 1}
+    assert "Dropped 1 x malformed row, the first is rows.jsonl line 2" in loaded.notes
+
+
+@pytest.mark.parametrize("answer", [None, "", "  \n"])
+def test_an_empty_answer_is_counted_and_never_a_reference(tmp_path, answer):
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows(2), {"prompt": "x", "answer": answer}])
+    loaded = load_examples(config(source=str(path)))
+    assert loaded.dropped == {"empty answer": 1}
+    assert all(example.reference for example in loaded.examples)
+
+
+def test_a_set_left_empty_is_fatal_and_says_why_and_which_columns_there_are(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "x", "gold": "1"}] * 3)
+    with pytest.raises(
+        ConfigurationError, match=r"Dropped 3 x malformed row, the first is rows\.jsonl line 1; its columns are question, gold"
+    ):
+        load_examples(config(source=str(path)))
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}')
+    loaded = load_examples(config(source=str(path)))
+    assert prompts_of(loaded) == ["a", "b"]
+    assert not loaded.dropped
+
+
+def test_parquet_is_read_like_jsonl(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    write_jsonl(tmp_path / "a" / "rows.jsonl", rows(5))
+    parquet.write_table(pyarrow.Table.from_pylist(rows(5)), tmp_path / "rows.parquet")
+    assert (
+        load_examples(config(source=str(tmp_path / "rows.parquet"))).examples == load_examples(config(source=str(tmp_path / "a"))).examples
+    )
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(ConfigurationError, match="not a readable parquet file"):
+        load_examples(config(source=str(tmp_path / "torn.parquet")))
+
+
+@pytest.mark.parametrize(
+    "held_out", ["test.jsonl", "test-00000-of-00001.jsonl", "heldout.jsonl", "held_out.jsonl", "validation.jsonl", "test/0.jsonl"]
+)
+def test_a_folders_files_say_by_name_what_is_held_out(tmp_path, held_out):
+    write_jsonl(tmp_path / "train-a.jsonl", rows(2))
+    write_jsonl(tmp_path / "train-b.jsonl", rows(2, 2))
+    write_jsonl(tmp_path / held_out, rows(3, 10))
+    folder = config(source=str(tmp_path))
+    assert prompts_of(load_examples(folder)) == [row["prompt"] for row in rows(4)]
+    assert prompts_of(load_examples(folder, "heldout")) == [row["prompt"] for row in rows(3, 10)]
+
+
+def test_test_files_go_before_validation_files(tmp_path):
+    for name in ("train", "validation", "test"):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows(1))
+    assert [file.name for file in find_files(tmp_path, "path").heldout] == ["test.jsonl"]
+
+
+def test_a_path_stands_relative_to_the_configuration_file_too(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "project" / "rows.jsonl", rows(2))
+    (tmp_path / "project" / "retrain.toml").write_text('[data]\nsource = "rows.jsonl"\n')
+    monkeypatch.chdir(tmp_path)
+    assert len(load_examples(load_config(tmp_path / "project" / "retrain.toml"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda folder: folder / "nothing.jsonl", r"does not exist"),
+        (lambda folder: folder, r"holds no \.jsonl or \.parquet file"),
+        (lambda folder: (write_jsonl(folder / "a.jsonl", rows(1)), (folder / "b.parquet").touch(), folder)[-1], "holds both"),
+    ],
+)
+def test_a_path_without_data_is_one_sentence_that_names_the_key(tmp_path, make, sentence):
+    path = make(tmp_path)
+    with pytest.raises(ConfigurationError, match=sentence) as failure:
+        load_examples(config(source=str(path)))
+    assert f'[data] source = "{path}"' in str(failure.value)
+
+
+# ---- held-out data
+
+
+def test_a_source_without_a_held_out_split_is_refused_when_evaluation_needs_one(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", rows(3))
+    with pytest.raises(NoHeldOutSplit, match="has no held-out split"):
+        load_examples(config(source=str(path)), "heldout")
+
+
+def test_an_evaluation_source_replaces_the_held_out_split_and_is_used_whole(tmp_path):
+    train = write_jsonl(tmp_path / "rows.jsonl", rows(3))
+    other = write_jsonl(tmp_path / "other.jsonl", rows(4, 50))
+    both = config(source="jsonl", path=str(train), evaluation={"source": str(other)})
+    assert len(load_examples(both)) == 3
+    held_out = load_examples(both, "heldout")
+    assert prompts_of(held_out) == [row["prompt"] for row in rows(4, 50)]
+    assert held_out.data.source == str(other)
+
+
+def test_a_problem_on_both_sides_is_said():
+    train = [Example("1+1=?", "2", example_id="t0"), Example("2+2=?", "4", example_id="t1")]
+    held_out = [Example("3+3=?", "6", example_id="h0"), Example("2+2=? ", "4", example_id="h1")]
+    assert contamination_note(train, held_out) == (
+        "Held-out problems that are also trained on: 1, the first is h1; held-out accuracy is too high"
+    )
+    assert contamination_note(train, held_out[:1]) is None
+
+
+def test_the_labs_sides_share_no_problem():
+    lab = config(source="lab")
+    assert contamination_note(load_examples(lab).examples, load_examples(lab, "heldout").examples) is None
+
+
+def test_a_difficulty_that_the_lab_does_not_have_is_refused():
+    with pytest.raises(ConfigurationError, match=r"\[data\] difficulty = 99"):
+        load_examples(config(source="lab", difficulty=99))
+
+
+# ---- max_examples
+
+
+def test_max_examples_takes_a_fixed_subset_spread_over_the_set(tmp_path):
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows(200)))
+    few, more = (set(prompts_of(load_examples(config(source=path, max_examples=count)))) for count in (20, 60))
+    assert len(few) == 20
+    assert few < more
+    levels = sorted(int(prompt.partition("+")[0]) for prompt in few)
+    assert levels[0] < 60 and levels[-1] >= 140
+
+
+# ---- Python code
+
+
+def test_a_registered_source_is_called_with_its_params(tmp_path):
+    register_source("tens", lambda count: [Example(f"{i}*10=?", str(10 * i)) for i in range(count)])
+    loaded = load_examples(config(source="tens", params={"count": 3}))
+    assert loaded.examples[2] == Example("2*10=?", "20", example_id="tens-2")
+    with pytest.raises(ConfigurationError, match="params do not fit"):
+        load_examples(config(source="tens", params={"size": 3}))
+    with pytest.raises(NoHeldOutSplit):
+        load_examples(config(source="tens", params={"count": 3}), "heldout")
+    with pytest.raises(ValueError, match="exists already"):
+        register_source("tens", list)
+    with pytest.raises(ValueError, match="exists already"):
+        register_source("math", list)
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    (tmp_path / "my_data.py").write_text(
+        textwrap.dedent(
+            """
+            from retrain.data import Example
+            def both(start=0, split="train"):
+                return [Example(f"{split} {start}", "1", example_id="x")] * (2 if split == "train" else 1)
+            def holes():
+                yield Example("good", "1")
+                yield Example("no answer", "")
+                yield Example("a number", 5)
+                yield Example("", "1")
+            def strings():
+                return ["not an example"]
+            def broken():
+                raise KeyError("gone")
+            """
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    yield
+    sys.modules.pop("my_data", None)
+
+
+def test_a_plugin_with_a_split_has_held_out_examples_of_its_own(plugin):
+    both = config(source="my_data.both", params={"start": 7})
+    assert prompts_of(load_examples(both)) == ["train 7", "train 7"]
+    assert prompts_of(load_examples(both, "heldout")) == ["heldout 7"]
+
+
+def test_an_id_that_occurs_twice_is_said(plugin):
+    assert any("Examples with another's example_id" in note for note in load_examples(config(source="my_data.both")).notes)
+
+
+def test_what_a_plugin_leaves_out_is_dropped_like_a_row(plugin):
+    loaded = load_examples(config(source="my_data.holes"))
+    assert prompts_of(loaded) == ["good"]
+    assert loaded.dropped == {"empty answer": 1, "malformed row": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("strings", "gave a str where"), ("broken", "failed with KeyError"), ("absent", "cannot be loaded")]
+)
+def test_a_plugins_mistake_is_one_sentence(plugin, name, sentence):
+    with pytest.raises(ConfigurationError, match=sentence) as failure:
+        load_examples(config(source=f"my_data.{name}"))
+    assert f'[data] source = "my_data.{name}"' in str(failure.value)
+
+
+# ---- the hub
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("hub:openai/gsm8k", HubData("openai/gsm8k")),
+        ("hub:openai/gsm8k:main", HubData("openai/gsm8k", "main")),
+        ("hub:openai/gsm8k:main:test", HubData("openai/gsm8k", "main", "test")),
+        ("hub:squad:validation", HubData("squad", "", "validation")),
+        ("hub:squad::train[:10%]", None),
+        ("hub:squad::extra", HubData("squad", "", "extra")),
+        ("hub::main", None),
+    ],
+)
+def test_hub_names_have_a_configuration_and_a_split(source, expected):
+    if expected is None:
+        with pytest.raises(ConfigurationError, match=r"hub:NAME\[:config\]\[:split\]"):
+            HubData.parse(source)
+    else:
+        assert HubData.parse(source) == expected
+
+
+HUB = """
+import sys
+from retrain.config import TrainConfig
+from retrain.data import load_examples
+from retrain.errors import RetrainError
+for source in sys.argv[1:]:
+    for split in ("train", "heldout"):
+        try:
+            loaded = load_examples(TrainConfig.model_validate({"data": {"source": source}}), split)
+            print(split, [example.example_id for example in loaded.examples])
+        except RetrainError as failure:
+            print(split, type(failure).__name__, failure)
+"""
+
+
+def test_without_a_network_a_hub_set_is_one_sentence_and_a_local_one_of_that_name_works(tmp_path):
+    """The hub's own library resolves a folder first, so a copy under the same name goes through the same code without a network."""
+    write_jsonl(tmp_path / "nobody" / "sums" / "train.jsonl", rows(2))
+    write_jsonl(tmp_path / "nobody" / "sums" / "validation.jsonl", rows(1, 5))
+    environment = os.environ | {"HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", HUB, "hub:nobody/sums", "hub:nobody/sums::validation", "hub:nobody/absent", "math"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["train ['sums-train-0', 'sums-train-1']", "heldout ['sums-validation-0']", "train ['sums-validation-0']"]
+    assert lines[3].startswith("heldout NoHeldOutSplit")
+    for line in lines[4:]:
+        assert "EnvironmentFailure" in line
+        assert "could not be reached within 5 s; offline, set [data] path to a local copy" in line
