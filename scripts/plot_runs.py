@@ -6,7 +6,7 @@ Reads metrics.jsonl and evaluation.jsonl of each run's folder; steps are aligned
 """
 
 import argparse
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,13 @@ def _draw_run(axes: Any, folder: RunFolder, colour: str, *, several: bool) -> No
 def held_out(folder: RunFolder) -> dict[int, tuple[float, float, float]]:
     """Steps completed -> pass@1 and its interval over the problems."""
     means: dict[int, list[float]] = defaultdict(list)
+    samples: Counter[int] = Counter()
     if folder.evaluation.exists():
         for line in read_jsonl(folder.evaluation):
             if line["samples"]:
                 means[line["step"]].append(line["correct"] / line["samples"])
-    return {step: (sum(values) / len(values), *clustered_interval(values)) for step, values in means.items()}
+                samples[line["step"]] += line["samples"]
+    return {step: (sum(values) / len(values), *clustered_interval(values, samples[step])) for step, values in means.items()}
 
 
 def _running_mean(values: list[float]) -> list[float]:

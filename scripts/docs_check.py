@@ -1,0 +1,142 @@
+"""What the documents say must be so: `make docs-check`.
+
+Generated files equal what the schema gives. In every Markdown file: links and paths lead somewhere, `make` targets exist, every
+`retrain` command line parses, TOML blocks load, Python blocks compile. Prints one line a problem; exit 1 if there is any.
+"""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrain.cli.main import is_path
+from retrain.cli.run import parse_arguments
+from retrain.cli.usage import COMMANDS
+from retrain.config import load_text
+from retrain.config.reference import artefacts
+from retrain.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parents[1]
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
+_SHELL = {"bash", "sh", "shell", "console"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    path: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {self.text}"
+
+
+def main() -> int:
+    problems = [*_drifted(), *(problem for path in documents() for problem in check_document(path))]
+    for problem in problems:
+        print(problem)
+    print(f"docs-check: {len(documents())} documents, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+def documents() -> list[Path]:
+    """The Markdown files that git knows or would add."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.md"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def _drifted() -> Iterator[Problem]:
+    for name, text in artefacts().items():
+        path = ROOT / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            yield Problem(path, 1, "is not what the schema gives; run `python -m retrain.config.reference`")
+
+
+def check_document(path: Path) -> Iterator[Problem]:
+    text = path.read_text(encoding="utf-8")
+    for match in _LINK.finditer(text):
+        if not (path.parent / match.group(1)).exists():
+            yield Problem(path, _line(text, match.start()), f"{match.group(1)} does not exist")
+    for block in _FENCE.finditer(text):
+        line = _line(text, block.start("body"))
+        for offset, problem in _check_block(block.group("language"), textwrap.dedent(block.group("body"))):
+            yield Problem(path, line + offset, problem)
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def _check_block(language: str, body: str) -> Iterator[tuple[int, str]]:
+    """(line inside the block, what is wrong)"""
+    if language in _SHELL:
+        for offset, command in enumerate(body.splitlines()):
+            problem = check_command(command.strip().removeprefix("$ "))
+            if problem:
+                yield offset, problem
+    elif language == "toml":
+        yield from _check_toml(body)
+    elif language == "python":
+        try:
+            ast.parse(body)
+        except SyntaxError as error:
+            yield (error.lineno or 1) - 1, f"is not Python: {error.msg}"
+
+
+def _check_toml(body: str) -> Iterator[tuple[int, str]]:
+    try:
+        if "[" in body and not {"project", "build-system"} & set(tomllib.loads(body)):
+            load_text(body)
+    except tomllib.TOMLDecodeError as error:
+        yield 0, f"is not TOML: {error}"
+    except ConfigurationError as error:
+        yield from ((0, problem) for problem in error.problems)
+
+
+def check_command(command: str) -> str | None:
+    """What is wrong with a line of a shell block that calls retrain, make or a script of this repository."""
+    try:
+        words = shlex.split(command.partition(" | ")[-1] if " | retrain" in command else command.partition(" | ")[0], comments=True)
+    except ValueError:  # a line of a here-document or of an output
+        return None
+    words = words[next((index for index, word in enumerate(words) if "=" not in word), len(words)) :]  # VARIABLE=value in front
+    match words:
+        case ["make", *targets]:
+            return _first_unknown(targets, make_targets(), "target of the Makefile")
+        case [program, *arguments] if Path(program).name == "retrain":
+            return _check_retrain(arguments)
+        case [program, script, *_] if Path(program).name.startswith("python") and script.endswith(".py"):
+            return None if (ROOT / script).is_file() else f"{script} does not exist"
+    return None
+
+
+def _first_unknown(names: list[str], known: set[str], kind: str) -> str | None:
+    return next((f"{name} is no {kind}" for name in names if not name.startswith("-") and "=" not in name and name not in known), None)
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def _check_retrain(arguments: list[str]) -> str | None:
+    if not arguments or arguments[0] in COMMANDS or arguments[0] in ("--help", "--version"):
+        return None
+    if not arguments[0].startswith("-") and not is_path(arguments[0]):
+        return f"{arguments[0]} is neither a command of retrain nor a path"
+    try:
+        parse_arguments(arguments)
+    except ConfigurationError as error:
+        return " ".join(error.problems)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
