@@ -5,6 +5,7 @@ Adapter weights are float32 even where the base is bf16: a learning rate of 4e-5
 
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -42,7 +43,9 @@ class Adapter:
         """As the user gave it: the hub id, so that the saved adapter finds its base elsewhere."""
         self.revision = config.model.revision or None
         self.dropout = DropoutKey(config.training.seed)
-        with torch.random.fork_rng(devices=[]):  # peft draws initial weights from the global generator; ours replace them
+        # peft draws initial weights from the global generator, which ours replace, and reads an attribute that transformers deprecates.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             self.peft_model: PeftModel = get_peft_model(base.model, _lora_config(base, config), adapter_name=_ADAPTER)
         self.peft_model.eval()
         _initialise(self.peft_model, config.training.seed)
@@ -55,7 +58,9 @@ class Adapter:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by their names in the file, in the model's order."""
         return {
-            name.replace(f".{_ADAPTER}.", "."): parameter for name, parameter in self.peft_model.named_parameters() if parameter.requires_grad
+            name.replace(f".{_ADAPTER}.", "."): parameter
+            for name, parameter in self.peft_model.named_parameters()
+            if parameter.requires_grad
         }
 
     def trainable_line(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from retrain.tokenization import eos_token_ids, load_tokenizer, resolve_model
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
+    from retrain.backends.local.loss import Aggregation
     from retrain.config import TrainConfig
 
 
@@ -42,13 +43,24 @@ class LocalBackend(Backend):
         self._base = load_base_model(config, resolve_model(config.model.model), device)
         self._adapter = Adapter(self._base, config)
         self._choices = choices or choose(config, self._base)
-        self._learner = Learner(self._base, self._adapter, config, self._choices, effective_aggregation(config))
+        self._learner = Learner(self._base, self._adapter, config, self._choices, cast("Aggregation", effective_aggregation(config)))
         self.engine = self._build_engine(eos_ids)
 
     def _build_engine(self, eos_ids: Sequence[int] | None) -> InferenceEngine:
         from retrain.inference_engine.torch_engine import TorchEngine
 
-        return TorchEngine(self._adapter.peft_model, eos_ids or self._eos_ids(), self._base.device)
+        inference = self.config.inference
+        return TorchEngine(
+            self._adapter.peft_model,
+            eos_ids or self._eos_ids(),
+            self._base.device,
+            decode_rows=self._choices.decode_rows,
+            decode_tokens=self._choices.decode_tokens,
+            attention_kernel=inference.attention_kernel,
+            dtype=inference.dtype,
+            kv_cache_dtype=inference.kv_cache_dtype,
+            prefix_caching=inference.prefix_caching,
+        )
 
     def _eos_ids(self) -> tuple[int, ...]:
         model = self.config.model
@@ -68,11 +80,12 @@ class LocalBackend(Backend):
 
     @property
     def half_precision(self) -> bool:
-        return self._base.dtype != torch.float32
+        """Also where the sampler alone computes in bf16."""
+        return self._base.dtype != torch.float32 or self.config.inference.dtype == "bf16"
 
     @property
     def num_trainable(self) -> int:
-        return self._adapter.num_trainable
+        return sum(parameter.numel() for parameter in self._adapter.parameters.values())
 
     def trainable_parameters_line(self) -> str:
         """peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 || trainable%: 1.0616"."""
@@ -112,11 +125,11 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ def choose_device(config: "TrainConfig") -> DeviceChoice:
     names = config.backend.device_list
     if len(names) > 1:
         raise ConfigurationError(
-            f'[backend] devices = "{config.backend.devices}": split mode over two devices is not built yet; name one device, such as "gpu:0".'
+            f'[backend] devices = "{config.backend.devices}": split mode over two devices is not built yet; name one, such as "gpu:0".'
         )
     device = torch.device(names[0])
     if is_present(device):

@@ -50,7 +50,9 @@ class KeyedDropout(nn.Module):
         rows = self.key.rows
         if rows is None:
             raise ValueError("dropout masks exist only inside DropoutKey.active")
-        words = uniform_words(self.key.seed, Stream.DROPOUT, self.key.step, rows.unsqueeze(-1), self.layer, positions * features, rows.device)
+        words = uniform_words(
+            self.key.seed, Stream.DROPOUT, self.key.step, rows.unsqueeze(-1), self.layer, positions * features, rows.device
+        )
         return words.view(len(rows), positions, features) >= self.threshold
 
     def extra_repr(self) -> str:

@@ -60,7 +60,8 @@ def score_tokens(
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
-    logprobs, entropies = _ChunkedHead.apply(hidden, targets, head, temperature, entropy, chunk_rows(head.weight.shape[0], chunk_bytes))
+    rows = chunk_rows(head.weight.shape[0], chunk_bytes)
+    logprobs, entropies = _ChunkedHead.apply(hidden, targets, head, temperature, entropy, rows)  # type: ignore[no-untyped-call]
     return TokenScores(logprobs, entropies if entropy else None)
 
 
@@ -89,7 +90,7 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         logprob_gradient, entropy_gradient = ctx.saved_tensors
         gradient = logprob_factor.unsqueeze(-1) * logprob_gradient
         if entropy_gradient is not None:

@@ -138,7 +138,7 @@ def ratio(new: Tensor, old: Tensor, log_ratio_clamp: float = LOG_RATIO_CLAMP) ->
 def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """[sequences] mean over each sequence's tokens; 0 for an empty one."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
-    return torch.segment_reduce(values, "sum", lengths=counts, initial=0.0) / counts.clamp(min=1)  # type: ignore[no-any-return]
+    return torch.segment_reduce(values, "sum", lengths=counts, initial=0.0) / counts.clamp(min=1)
 
 
 def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
@@ -156,9 +156,7 @@ def tis_weight(train: Tensor, sampler: Tensor, cap: float = 2.0, log_ratio_clamp
     return ratio(train, sampler, log_ratio_clamp).clamp(max=cap).detach()
 
 
-def icepop_weight(
-    train: Tensor, sampler: Tensor, low: float = 0.5, high: float = 5.0, log_ratio_clamp: float = LOG_RATIO_CLAMP
-) -> Tensor:
+def icepop_weight(train: Tensor, sampler: Tensor, low: float = 0.5, high: float = 5.0, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
     """[N] exp(train - sampler) where it lies in [low, high], else 0: a token that the two disagree on is left out. Detached."""
     weight = ratio(train, sampler, log_ratio_clamp)
     return torch.where((weight >= low) & (weight <= high), weight, 0.0).detach()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from retrain.inference_engine.budget import plan_decode
+from retrain.tokenization import context_length
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -20,25 +22,30 @@ _LEARNING_SHARE = 0.35
 """Of the memory beside the weights, for the activations of one micro-batch."""
 _DECODE_SHARE = 0.35
 """Of the same, for keys and values. What is left is for logits, gradients and fragmentation."""
-_CPU_SHARE = 0.5
+_CPU_SHARE = 0.8
 """Of a computer's memory, for all of this: it has other work."""
 _PROBE_TOKENS = 64
 _PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
 _MOST_TOKENS = {"cpu": 4096, "cuda": 32768}
 """Beyond these a larger micro-batch gains nothing: on a CPU it only leaves the caches (lab model, 2 cores)."""
-_MOST_ROWS = {"cpu": 128, "cuda": 512}
 
 
 def choose(config: "TrainConfig", base: "BaseModel") -> MachineChoices:
     spare = spare_bytes(base)
-    learning = int(spare * _LEARNING_SHARE)
-    tokens, checkpointing = _learning_choices(config, base, learning)
-    decode_tokens = max(config.training.max_tokens + _PROMPT_ALLOWANCE, int(spare * _DECODE_SHARE) // kv_bytes_per_token(base))
+    tokens, checkpointing = _learning_choices(config, base, int(spare * _LEARNING_SHARE))
+    decode = plan_decode(
+        base.model.config,
+        device_type=base.device.type,
+        memory_bytes=int(spare * _DECODE_SHARE),
+        tokens_per_row=longest_row(config, base),
+        compute_bytes=base.dtype.itemsize,
+        kv_cache_dtype=config.inference.kv_cache_dtype,
+    )
     return MachineChoices(
         threads=torch.get_num_threads(),
-        decode_rows=_MOST_ROWS.get(base.device.type, 128),
-        decode_tokens=decode_tokens,
+        decode_rows=decode.rows,
+        decode_tokens=decode.tokens,
         micro_batch_tokens=tokens,
         gradient_checkpointing=checkpointing,
     )
@@ -46,19 +53,17 @@ def choose(config: "TrainConfig", base: "BaseModel") -> MachineChoices:
 
 def spare_bytes(base: "BaseModel") -> int:
     """Memory of the device beside the frozen weights; of a computer, the share that a run may take."""
-    weights = sum(tensor.nbytes for tensor in base.model.parameters())
+    weights = sum(int(tensor.nbytes) for tensor in base.model.parameters())
     if base.device.type == "cuda":
-        return max(0, torch.cuda.get_device_properties(base.device).total_memory - weights)
+        return max(0, int(torch.cuda.get_device_properties(base.device).total_memory) - weights)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(0, int(total * _CPU_SHARE) - weights)
 
 
-def kv_bytes_per_token(base: "BaseModel") -> int:
-    """Keys and values of one token over all layers, in the model's dtype."""
-    text: Any = base.model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * size * base.dtype.itemsize)
+def longest_row(config: "TrainConfig", base: "BaseModel") -> int:
+    """Tokens of the longest prompt and completion that must fit: prompts are not known here, so an allowance is made."""
+    wanted = config.training.max_tokens + _PROMPT_ALLOWANCE
+    return min(wanted, context_length(base.model.config) or wanted)
 
 
 def _learning_choices(config: "TrainConfig", base: "BaseModel", memory: int) -> tuple[int, bool]:
@@ -67,8 +72,7 @@ def _learning_choices(config: "TrainConfig", base: "BaseModel", memory: int) -> 
     if wanted != "auto" and tokens:
         return tokens, wanted
     per_token = activation_bytes_per_token(base)
-    longest = max(config.training.max_tokens + _PROMPT_ALLOWANCE, tokens)
-    checkpointing = per_token * longest > memory if wanted == "auto" else wanted
+    checkpointing = per_token * max(longest_row(config, base), tokens) > memory if wanted == "auto" else wanted
     if tokens:
         return tokens, checkpointing
     kept = _checkpointed_bytes_per_token(base, per_token) if checkpointing else per_token

@@ -1,5 +1,7 @@
 """Loading a causal language model: frozen weights from safetensors, its head, and nothing of its generation settings."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -43,11 +45,28 @@ class BaseModel:
 def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device) -> BaseModel:
     """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
     dtype = choose_dtype(config, device)
+    _check_inference(config, device, dtype)
     model = _from_pretrained(config, folder_or_id, device, dtype)
     model.requires_grad_(False)
     model.eval()
     decoder = model.base_model
     return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype)
+
+
+def _check_inference(config: "TrainConfig", device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse what the sampler cannot serve before gigabytes are loaded."""
+    from retrain.inference_engine.options import resolve
+
+    inference = config.inference
+    if inference.engine == "pytorch":
+        resolve(
+            attention_kernel=inference.attention_kernel,
+            dtype=inference.dtype,
+            kv_cache_dtype=inference.kv_cache_dtype,
+            prefix_caching=inference.prefix_caching,
+            device_type=device.type,
+            model_dtype=dtype,
+        )
 
 
 def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
@@ -57,20 +76,35 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
         "dtype": dtype,
         "use_safetensors": True,
         "trust_remote_code": config.model.trust_remote_code,
-        "attn_implementation": attention_implementation(config.inference.attention_kernel, device),
+        "attn_implementation": "flash_attention_2" if config.inference.attention_kernel == "flash" else "sdpa",
     }
     if config.model.revision:
         options["revision"] = config.model.revision
     if config.model.load_in_4bit:
         options |= {"quantization_config": _four_bits(device), "device_map": {"": device}}
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
     except (OSError, ValueError, ImportError) as error:
         raise EnvironmentFailure(
             f'[model] model = "{config.model.model}" cannot be loaded ({_first_line(error)}): it must be a folder with config.json and '
-            'safetensors weights of a causal language model, an id that the hub or its local cache can serve, or "lab", which needs neither.'
+            'safetensors weights of a causal language model, an id that the hub or its cache can serve, or "lab", which needs neither.'
         ) from error
     return model if config.model.load_in_4bit else model.to(device)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one over the tensors of a file, which are there at once."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _four_bits(device: torch.device) -> Any:
@@ -82,25 +116,6 @@ def _four_bits(device: torch.device) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
-
-
-def attention_implementation(kernel: str, device: torch.device) -> str:
-    """transformers' name of `[inference] attention_kernel` for this device and install."""
-    if kernel == "default":
-        return "sdpa"
-    if kernel == "flash":
-        if device.type == "cuda" and find_spec("flash_attn") is not None:
-            return "flash_attention_2"
-        raise _no_kernel(kernel, 'a CUDA device and the package flash-attn; torch\'s own attention, flash among it on CUDA, is "default"')
-    if kernel == "triton":
-        if device.type == "cuda" and find_spec("triton") is not None:
-            return "flex_attention"
-        raise _no_kernel(kernel, "a CUDA device and the package triton")
-    raise _no_kernel(kernel, "the MAX engine's kernels, which the pytorch engine does not have")
-
-
-def _no_kernel(kernel: str, need: str) -> EnvironmentFailure:
-    return EnvironmentFailure(f'[inference] attention_kernel = "{kernel}" needs {need}: set it to "default".')
 
 
 def _first_line(error: Exception) -> str:
