@@ -87,6 +87,7 @@ class Scorer:
         """The verdict to come. The future never raises: what goes wrong is a could-not-judge with its reason."""
         parts = [part.judge(request) for part in self._parts]
         verdict: Future[Score] = Future()
+        verdict.set_running_or_notify_cancel()  # from here on only the parts decide
         waiting = threading.Lock()
         left = len(parts)
 
@@ -103,10 +104,8 @@ class Scorer:
         return verdict
 
     def _conclude(self, parts: "Sequence[Future[Judgement]]", verdict: "Future[Score]") -> None:
-        if any(part.cancelled() for part in parts):
-            verdict.cancel()
-            return
-        verdict.set_result(self._score([part.result() for part in parts]))
+        ended = Judgement(None, "the scorer was closed before it was judged")
+        verdict.set_result(self._score([ended if part.cancelled() else part.result() for part in parts]))
 
     def _score(self, judgements: Sequence[Judgement]) -> Score:
         """The weighted sum. One part that could not judge makes the whole so."""
@@ -129,7 +128,7 @@ class Scorer:
         self._guard.load_state_dict(state)
 
     def close(self) -> None:
-        """Kill the workers; verdicts still to come are cancelled or end as could-not-judge."""
+        """Kill the workers; verdicts still to come are could-not-judge."""
         if self._pool is not None:
             self._pool.close()
 

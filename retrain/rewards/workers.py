@@ -222,7 +222,7 @@ class _Keeper(threading.Thread):
             except TimeoutError:
                 if self._is_too_large(worker):
                     self._discard()
-                    return Judgement(None, f"the reward needed more than {MEMORY_LIMIT >> 30} GiB and its worker was killed")
+                    return Judgement(None, f"the reward needed more than {MEMORY_LIMIT / 2**30:g} GiB and its worker was killed")
                 continue
             if self._is_too_large(worker, fraction=0.5):
                 self._discard()  # sympy's caches only grow

@@ -1,0 +1,102 @@
+"""What the math reward decides without sympy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.rewards.math import is_refused, settled, tidy
+
+
+def nested_fraction(depth: int) -> str:
+    return r"\frac{1}{1+" * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "verdict"),
+    [
+        ("5", "5", True),
+        ("5.", "5", True),
+        ("$5$", "5", True),
+        ("007", "7", True),
+        ("+7", "7", True),
+        ("-0", "0", True),
+        ("-7", "7", False),
+        ("9" * 6000, "9" * 6000, True),
+        ("9" * 5999 + "8", "9" * 6000, False),
+        (r"\dfrac{1}{2}", r"\frac{1}{2}", True),
+        (r"\left( 1, 2 \right)", "(1,2)", True),
+        ("", "5", False),
+        ("", "", False),
+        ("5", "  ", False),
+        (r"9^{9^{9^9}}", r"9^{9^{9^9}}", True),
+        ("1 2", "12", None),
+        ("0.5", r"\frac{1}{2}", None),
+        (r"\leftarrow", "5", None),
+    ],
+)
+def test_strings_and_integers_are_settled_at_once(answer: str, reference: str, verdict: bool | None) -> None:
+    assert settled(answer, reference) is verdict
+
+
+@given(st.integers(), st.integers())
+def test_integers_compare_as_integers(a: int, b: int) -> None:
+    assert settled(str(a), str(b)) is (a == b)
+    assert settled(f"{a:+06d}", str(a)) is True
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"9^{9^{9^9}}",
+        "9^9^9^9",
+        r"9^{9^{9^9}}+1",
+        "7^{123456789}",
+        "7^{123{,}456{,}789}",
+        "7^123456789",
+        r"3^{10^8}+1",
+        "3^{(10^8)}",
+        "3^(10^8)",
+        r"2^{9!}",
+        "(10^9)!",
+        r"\left(10^9\right)!",
+        "((9!)!)!",
+        "1000000!",
+        r"\sum_{i=1}^{10^8}\frac{1}{i^3}",
+        nested_fraction(15),
+        nested_fraction(40),
+        "(" * 300 + "x" + ")" * 300,
+        "x" * 1001,
+        "{5",
+        "5}",
+    ],
+)
+def test_answers_that_cannot_be_evaluated_are_refused(answer: str) -> None:
+    assert is_refused(tidy(answer))
+    assert settled(answer, "4") is False
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "2^{2005}",
+        r"\frac{1}{2004!}",
+        r"x^{2^n}",
+        r"2^{n^2+1}",
+        "(n^2)!",
+        "1,000,000",
+        "123456789^2",
+        r"10^{-5}",
+        r"2^{0.123456}",
+        "(0,1]",
+        r"\{1,2\}",
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        nested_fraction(8),
+    ],
+)
+def test_answers_of_an_ordinary_size_are_not_refused(answer: str) -> None:
+    assert not is_refused(tidy(answer))
+
+
+@given(st.text(alphabet="^!(){}[]0123456789x\\.,- ", max_size=40))
+def test_any_string_gets_a_verdict_or_none(answer: str) -> None:
+    assert settled(answer, "4") in (True, False, None)

@@ -1,0 +1,200 @@
+"""Real math-verify in real worker processes: what hangs, dies or swells ends on time, and the pool goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import retrain.rewards.workers as workers
+from retrain.rewards.workers import Judgement, WorkerPool, WorkerSetup, resident_bytes
+
+DEADLINE_S = 1.0
+
+
+@contextmanager
+def math_pool(count: int = 1, deadline_s: float = DEADLINE_S) -> Iterator[WorkerPool]:
+    pool = WorkerPool(WorkerSetup(verify=True), count, deadline_s)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def verify(pool: WorkerPool, answer: str, gold: str = "4") -> "Future[Judgement]":
+    return pool.submit({"handler": "verify", "gold": gold, "answer": answer})
+
+
+@pytest.fixture(scope="module")
+def patient_pool() -> Iterator[WorkerPool]:
+    with math_pool(deadline_s=60) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with math_pool() as shared:
+        yield shared
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "value"),
+    [
+        (r"\frac{8}{2}", "4", 1.0),
+        (r"\sqrt{16}", "4", 1.0),
+        ("0.5", r"\frac{1}{2}", 1.0),
+        ("x^2+2x+1", "(x+1)^2", 1.0),
+        ("x^2+2x", "(x+1)^2", 0.0),
+        (r"\{2,1\}", r"\{1,2\}", 1.0),
+        ("(2,1)", "(1,2)", 0.0),
+        ("1,234", "1234", 1.0),
+        (r"\text{Evelyn}", r"\text{Evelyn }", 1.0),
+        (r"\frac{1}{", "4", 0.0),
+        (r"\foo{\bar", "4", 0.0),
+        ("4", r"x=4", 1.0),
+    ],
+)
+def test_equal_expressions_are_right_and_unparsable_ones_wrong(patient_pool: WorkerPool, answer: str, gold: str, value: float) -> None:
+    assert verify(patient_pool, answer, gold).result(60) == Judgement(value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        (r"\binom{10^8}{5\cdot 10^7}", "4"),
+        (r"\int e^{\sin x^2}\cos x^3 dx", "4"),
+        ("10", r"9^{9^{9^9}}"),  # one power of big integers in C, which no alarm interrupts
+        (r"\frac{1}{1+" * 40 + "1" + "}" * 40, "4"),  # the library's alarm is swallowed
+    ],
+)
+def test_a_hard_answer_ends_on_the_deadline_and_the_next_is_judged_at_once(pool: WorkerPool, answer: str, gold: str) -> None:
+    assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
+    started = time.monotonic()
+    judgement = verify(pool, answer, gold).result(60)
+    assert time.monotonic() - started < DEADLINE_S + 1
+    assert judgement.value is None
+    assert "deadline_s = 1" in judgement.reason
+    assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
+    assert time.monotonic() - started < DEADLINE_S + 2  # the replacement is forked, not imported anew
+
+
+def test_an_answer_that_swells_is_stopped_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "MEMORY_LIMIT", 200 << 20)
+    with math_pool(deadline_s=60) as pool:
+        judgement = verify(pool, "(x+y+z+1)^{900}", "(x+y+z)^{900}").result(60)
+        assert judgement.value is None
+        assert "GiB" in judgement.reason
+        assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
+
+
+def test_an_import_does_not_count_against_the_deadline() -> None:
+    with math_pool(deadline_s=0.3) as pool:
+        assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
+
+
+def test_many_threads_may_submit_and_each_gets_its_own_verdict() -> None:
+    with math_pool(2, deadline_s=30) as pool:
+        verdicts: dict[int, float | None] = {}
+
+        def ask(number: int) -> None:
+            verdicts[number] = verify(pool, rf"\frac{{{2 * number}}}{{2}}", str(number % 5)).result(60).value
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert verdicts == {number: float(number == number % 5) for number in range(40)}
+
+
+def descendants(pid: int) -> set[int]:
+    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout.split("\n")
+    rows = [row.split() for row in listed if row]
+    children = {int(row[0]) for row in rows if int(row[1]) == pid and not row[2].startswith("Z")}
+    return children.union(*map(descendants, children))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pids: set[int], seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        assert time.monotonic() < limit, f"still alive: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.05)
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux_only
+def test_the_pool_outlives_its_workers_and_its_nursery() -> None:
+    before = descendants(os.getpid())
+    with math_pool(deadline_s=30) as pool:
+        assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
+        nursery = {pid for pid in descendants(os.getpid()) - before if alive(pid)}
+        for pid in nursery:
+            os.kill(pid, signal.SIGKILL)
+        wait_until_dead(nursery, 5)
+        first = verify(pool, r"\frac{8}{2}").result(60)
+        assert first.value == 1.0 or "died" in first.reason
+        assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
+    assert not {pid for pid in descendants(os.getpid()) - before if alive(pid)}
+
+
+@linux_only
+def test_workers_die_with_a_trainer_that_was_killed_even_in_the_middle_of_an_endless_answer(tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import time\n"
+        "from retrain.rewards.workers import WorkerPool, WorkerSetup\n"
+        "pool = WorkerPool(WorkerSetup(verify=True), 2, 600.0)\n"
+        "pool.wait_ready()\n"
+        "[pool.submit({'handler': 'verify', 'gold': '9^{9^{9^9}}', 'answer': '10'}) for _ in range(2)]\n"
+        "time.sleep(0.5)\n"
+        "print('busy', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "busy\n"
+    children = descendants(trainer.pid)
+    assert len(children) == 3  # the nursery and two workers
+    trainer.kill()
+    trainer.wait()
+    wait_until_dead(children, 5)
+
+
+@linux_only
+def test_the_memory_of_a_process_is_read_in_bytes() -> None:
+    assert 1 << 20 < resident_bytes(os.getpid()) < 64 << 30
+    assert resident_bytes(2**22 + 1) == 0
+
+
+def test_closing_settles_what_was_asked() -> None:
+    with math_pool(deadline_s=60) as pool:
+        pool.wait_ready()
+        asked = [verify(pool, "10", r"9^{9^{9^9}}") for _ in range(3)]
+        time.sleep(0.2)
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    assert all(future.cancelled() or future.result(5).value is None for future in asked)
+    assert verify(pool, "4").cancelled()
+
+
+def test_a_pool_closed_while_it_still_imports_leaves_at_once() -> None:
+    started = time.monotonic()
+    with math_pool():
+        pass
+    assert time.monotonic() - started < 3
