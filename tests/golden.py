@@ -131,7 +131,7 @@ def batch(rows: Rows) -> tuple[torch.Tensor, list[int]]:
 
 
 def cut(values: torch.Tensor, lengths: Sequence[int]) -> Rows:
-    return [piece.tolist() for piece in torch.split(values, list(lengths))]  # type: ignore[no-untyped-call]
+    return [piece.tolist() for piece in torch.split(values, list(lengths))]
 
 
 def importance_sampling(new: Rows, old: Rows, adv: Rows, aggregation: Any, max_tokens: int = 0) -> float:

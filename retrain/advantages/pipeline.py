@@ -166,7 +166,7 @@ class CreditPipeline:
     def assign(self, groups: Sequence[Group], step: int, sepa_lambda: float) -> Credit:
         """Credit for judged groups. Raises RunFailed naming group, completion and position of what is not a finite number."""
         try:
-            tokens = StepTokens.of(groups, self._planning_masks(groups), self.config.loss.mask_truncated)
+            tokens = StepTokens.of(groups, self._planning(groups), self.config.loss.mask_truncated)
             assigned = self.compute(tokens, step, sepa_lambda)
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
@@ -417,14 +417,12 @@ class CreditPipeline:
             )
         return RegexDetector(planning.grams)
 
-    def _planning_masks(self, groups: Sequence[Group]) -> list[Sequence[int]] | None:
+    def _planning(self, groups: Sequence[Group]) -> BoolArray | None:
+        """[n] the tokens inside planning phrases; None for a condition that does not look for them."""
         if self._detector is None:
             return None
-        masks: list[Sequence[int]] = []
-        for group in groups:
-            for completion in group.completions:
-                masks.append(self._detector.detect(self._pieces(completion.token_ids)))  # type: ignore[arg-type]
-        return masks
+        masks = [self._detector.detect(self._pieces(completion.token_ids)) for group in groups for completion in group.completions]
+        return np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
 
     def _check_values(self) -> None:
         config, spec = self.config, self.spec

@@ -12,8 +12,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from retrain.advantages.ragged import BoolArray
-
 DEFAULT_GRAMS: Final = (
     "wait let me",
     "let me think",
@@ -35,34 +33,27 @@ DEFAULT_GRAMS: Final = (
     "the key insight",
 )  # word for word the phrases that earlier work on HICRA used, so that results compare
 
-_GAP = re.compile(r"[\s,;:\-\u2010-\u2015]+")
-_APOSTROPHES = {0x2019: "'", 0x02BC: "'"}
-_SPACE = 32
-_PLANE = 0x10000  # beyond it Unicode has no white space and no dash
-
-
-def _table(pattern: str) -> BoolArray:
-    """[65536] which code points of the basic plane match a one-character pattern."""
-    matcher = re.compile(pattern)
-    return np.fromiter((matcher.match(chr(code)) is not None for code in range(_PLANE)), dtype=np.bool_, count=_PLANE)
-
-
-_IS_GAP = _table(r"[\s,;:\-\u2010-\u2015]")
-_IS_SPACE = _table(r"\s")
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015"
+_SEPARATORS = ",;:" + _DASHES
+_GAP = rf"[\s{re.escape(_SEPARATORS)}]+"
+_APOSTROPHES = ("\u2019", "\u02bc")
 
 
 def normalised(text: str) -> str:
     """Lower case with straight apostrophes, each character in its place: offsets in the result are offsets in `text`."""
-    text = text.translate(_APOSTROPHES) if not text.isascii() else text
+    for apostrophe in _APOSTROPHES:
+        text = text.replace(apostrophe, "'")
     lowered = text.lower()
     if len(lowered) == len(text):
         return lowered
     return "".join(low if len(low := character.lower()) == 1 else character for character in text)
 
 
-def _literal(gram: str) -> str:
-    """A gram as it stands in a text whose gaps are single spaces."""
-    return _GAP.sub(" ", normalised(gram)).strip()
+def _collapsed(text: str) -> str:
+    """The text with single spaces for its gaps, and none at its ends."""
+    for separator in _SEPARATORS:
+        text = text.replace(separator, " ")
+    return " ".join(text.split())  # split() knows the same white space as \s
 
 
 def _is_word(character: str) -> bool:
@@ -72,9 +63,9 @@ def _is_word(character: str) -> bool:
 class RegexDetector:
     """Marks the tokens that overlap a planning phrase.
 
-    As a regular expression a gram is (?<!\\w) words joined by [\\s,;:\\-U+2010-U+2015]+ (?!\\w), ignoring case. Here the text's gaps are
-    collapsed to single spaces once, with a map back to the offsets, and each gram is then found as a literal: all matches of all
-    grams count, overlapping ones too.
+    As a regular expression a gram is (?<!\\w), its words joined by [\\s,;:-U+2010-U+2015]+, (?!\\w), ignoring case. All matches of all grams
+    count, overlapping ones too. Which grams occur at all is first seen on the text with collapsed gaps, where a gram is a literal: a
+    search of the whole text for each of them would cost most of the time.
     """
 
     def __init__(self, grams: Sequence[str] = ()) -> None:
@@ -83,7 +74,8 @@ class RegexDetector:
         for gram in self.grams:
             if not re.search(r"\w", gram):
                 raise ValueError(f"planning gram {gram!r} has no word character")
-        self._literals = list(dict.fromkeys(_literal(gram) for gram in self.grams))
+        literals = dict.fromkeys(_collapsed(normalised(gram)) for gram in self.grams)
+        self._patterns = {literal: re.compile(_GAP.join(map(re.escape, literal.split(" ")))) for literal in literals}
 
     def detect(self, pieces: Sequence[str]) -> npt.NDArray[np.uint8]:
         """[T] decoded pieces of one completion -> [T] mask.
@@ -93,32 +85,30 @@ class RegexDetector:
         """
         mask = np.zeros(len(pieces), dtype=np.uint8)
         text = normalised("".join(pieces))
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-        plane = np.minimum(codes, _PLANE - 1)  # U+FFFF is neither space nor gap
-        gap = _IS_GAP[plane]
-        positions = np.flatnonzero(~gap | np.concatenate([[True], ~gap[:-1]])) if len(gap) else np.zeros(0, dtype=np.int64)
-        collapsed = np.where(gap, _SPACE, codes)[positions].astype(np.uint32).tobytes().decode("utf-32-le", "surrogatepass")
-        matches = self._matches(collapsed)
+        matches = self._matches(text)
         if not matches:
             return mask
-        inside = np.zeros(len(codes), dtype=np.bool_)
-        for start, stop in matches:
-            inside[positions[start] : positions[stop - 1] + 1] = True
-        hits = np.concatenate([[0], np.cumsum(inside & ~_IS_SPACE[plane])])
         ends = np.fromiter(accumulate(map(len, pieces)), dtype=np.int64, count=len(pieces))
-        counts = np.diff(hits[ends], prepend=0)
-        mask[counts > 0] = 1
+        starts, stops = np.array(matches, dtype=np.int64).T
+        firsts, lasts = np.searchsorted(ends, starts, side="right").tolist(), np.searchsorted(ends, stops - 1, side="right").tolist()
+        for (start, stop), first, last in zip(matches, firsts, lasts, strict=True):
+            for token in range(first, last + 1):
+                end = int(ends[token])
+                overlap = text[max(start, end - len(pieces[token])) : min(stop, end)]
+                if overlap and not overlap.isspace():
+                    mask[token] = 1
         return mask
 
     def _matches(self, text: str) -> list[tuple[int, int]]:
-        """Half-open ranges in the collapsed text."""
-        found = []
-        for literal in self._literals:
-            start = text.find(literal)
-            while start >= 0:
-                stop = start + len(literal)
-                bounded = (start == 0 or not _is_word(text[start - 1])) and (stop == len(text) or not _is_word(text[stop]))
-                if bounded:
+        """Half-open ranges of characters."""
+        collapsed, found = _collapsed(text), []
+        for literal, pattern in self._patterns.items():
+            if literal not in collapsed:
+                continue
+            match = pattern.search(text)
+            while match:
+                start, stop = match.span()
+                if (start == 0 or not _is_word(text[start - 1])) and (stop == len(text) or not _is_word(text[stop])):
                     found.append((start, stop))
-                start = text.find(literal, start + 1)
+                match = pattern.search(text, start + 1)
         return found

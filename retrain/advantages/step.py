@@ -43,8 +43,8 @@ class StepTokens:
             self._check(self.entropies, "entropy")
 
     @classmethod
-    def of(cls, groups: Sequence[Group], planning: Sequence[Sequence[int]] | None, mask_truncated: bool) -> "StepTokens":
-        """From judged groups; `planning` holds a mask [T] for each of the N completions."""
+    def of(cls, groups: Sequence[Group], planning: BoolArray | None, mask_truncated: bool) -> "StepTokens":
+        """From judged groups; without a planning mask [n] every token counts as execution."""
         completions = [completion for group in groups for completion in group.completions]
         segments = Segments(len(completion.token_ids) for completion in completions)
         for index, completion in enumerate(completions):
@@ -56,7 +56,7 @@ class StepTokens:
             segments=segments,
             logprobs=flatten(completion.logprobs for completion in completions),
             entropies=flatten(entropies) if len(entropies) == len(completions) else None,
-            planning=np.zeros(segments.total, dtype=np.bool_) if planning is None else flatten(planning).astype(np.bool_),
+            planning=np.zeros(segments.total, dtype=np.bool_) if planning is None else planning,
             in_loss=np.array([not (mask_truncated and c.finish_reason is FinishReason.LENGTH) for c in completions], dtype=np.bool_),
         )
 

@@ -1,0 +1,105 @@
+"""Time of credit assignment on one core: `python benchmarks/credit.py` prints a table and writes it under benchmarks/results/.
+
+The step is that of a standard run: 128 completions of 10,240 tokens (16 groups of 8) with random log-probs, text of English words
+with a planning phrase every hundred words or so. No operation here uses more than one thread.
+"""
+
+import argparse
+import platform
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.planning import DEFAULT_GRAMS, RegexDetector
+from retrain.advantages.ragged import Segments
+from retrain.advantages.step import StepTokens
+from retrain.advantages.transforms import TRANSFORMS
+from retrain.config import TrainConfig
+
+GROUPS, GROUP_SIZE, TOKENS = 16, 8, 10_240
+TEXT = "so we the first number and divide both sides by two which gives that x is then , let us now sum all of them . therefore"
+WORDS = TEXT.split()
+
+
+def step_tokens(rng: np.random.Generator) -> StepTokens:
+    segments = Segments([TOKENS] * (GROUPS * GROUP_SIZE))
+    return StepTokens(
+        rewards=(rng.random((GROUPS, GROUP_SIZE)) < 0.4).astype(float).tolist(),
+        segments=segments,
+        logprobs=-rng.exponential(0.4, segments.total),
+        entropies=rng.exponential(0.5, segments.total),
+        planning=rng.random(segments.total) < 0.03,
+        in_loss=np.ones(len(segments), dtype=np.bool_),
+    )
+
+
+def pieces(rng: np.random.Generator) -> list[str]:
+    """One completion of TOKENS pieces; a phrase is cut into its words, and a third of all words into two pieces."""
+    made: list[str] = []
+    while len(made) < TOKENS:
+        phrase = rng.random() < 0.01
+        for word in (str(rng.choice(DEFAULT_GRAMS)) if phrase else str(rng.choice(WORDS))).split():
+            cut = int(rng.integers(1, len(word))) if len(word) > 1 and rng.random() < 0.33 else 0
+            made.extend([f" {word[:cut]}", word[cut:]] if cut else [f" {word}"])
+    return made[:TOKENS]
+
+
+def seconds(function: Callable[[], object], repeats: int) -> float:
+    """Median processor seconds over the repeats, after one call to warm up; what else the machine does is not counted."""
+    function()
+    times = []
+    for _ in range(repeats):
+        started = time.process_time()
+        function()
+        times.append(time.process_time() - started)
+    return float(np.median(times))
+
+
+def measure(repeats: int) -> list[str]:
+    rng = np.random.default_rng(0)
+    tokens = step_tokens(rng)
+    total = tokens.segments.total
+    lines = ["| what | tokens | CPU seconds (median) | million tokens/s |", "|---|---|---|---|"]
+
+    def add(what: str, count: int, duration: float) -> None:
+        lines.append(f"| {what} | {count:,} | {duration:.3f} | {count / duration / 1e6:.1f} |")
+
+    for name, spec in TRANSFORMS.items():
+        rho = 0.2 if spec.needs_rho else 0.0
+        config = TrainConfig.model_validate({"algorithm": {"transform_mode": name, "surprisal_mask_rho": rho}})
+        pipeline = CreditPipeline(config, lambda ids: [""] * len(ids))
+        add(f"{name}" + (f", rho = {rho}" if rho else ""), total, seconds(lambda p=pipeline: p.compute(tokens, 0, 0.5), repeats))  # type: ignore[misc]
+    completions = [pieces(rng) for _ in range(8)]
+    detector = RegexDetector()
+    count = sum(len(completion) for completion in completions)
+    add("planning phrases (18 grams)", count, seconds(lambda: [detector.detect(completion) for completion in completions], repeats))
+    accented = [[piece.replace("e", "\u00e9\u2019") for piece in completion] for completion in completions]
+    add("planning phrases, text beyond Latin-1", count, seconds(lambda: [detector.detect(completion) for completion in accented], repeats))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time of credit assignment on one core.")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    now = datetime.now(UTC)
+    header = [
+        f"# Credit assignment, {now:%Y-%m-%d}",
+        "",
+        f"Command: `python benchmarks/credit.py --repeats {arguments.repeats}`. One core; {GROUPS * GROUP_SIZE} completions of "
+        f"{TOKENS:,} tokens, maxrl. {platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}.",
+        "",
+    ]
+    text = "\n".join([*header, *measure(arguments.repeats)]) + "\n"
+    print(text, end="")
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / f"credit-{now:%Y-%m-%d}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
