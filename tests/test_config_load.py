@@ -24,6 +24,7 @@ from retrain.config import (
 from retrain.config.keys import Key, all_keys, flags
 from retrain.config.migrate import migrate_text, unified_diff
 from retrain.config.names import BUILTIN_NAMES, register_name
+from retrain.config.outcomes import per_token_refusals
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError
 
@@ -253,6 +254,14 @@ def test_a_source_that_python_registered_is_known() -> None:
     assert config_from_mapping({"data": {"source": "my_registered_source"}}).data.source == "my_registered_source"
 
 
+@pytest.mark.parametrize(
+    ("alias", "kind"),
+    [("nll", "surprisal"), ("neg_logprob", "surprisal"), ("entropy", "shannon_entropy"), ("pred_var", "predictive_variance")],
+)
+def test_an_uncertainty_by_another_name_is_stored_under_its_own(alias: str, kind: str) -> None:
+    assert config_from_mapping({"algorithm": {"uncertainty_kind": alias}}).algorithm.uncertainty_kind == kind
+
+
 # -- seeds and changed values --------------------------------------------------------------------------------------------
 
 
@@ -370,7 +379,7 @@ def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, 
         {"backpressure": {"enabled": True}},
         {"squeeze": {"adapter_path": "a"}},
         {"campaign": {}},
-        *({"inference": {"engine": name}} for name in BUILTIN_NAMES["engine"] if name != "pytorch"),
+        *({"inference": {"engine": name}} for name in (*BUILTIN_NAMES["engine"], "my_module.my_engine") if name != "pytorch"),
     ],
     ids=json.dumps,
 )
@@ -378,6 +387,15 @@ def test_a_feature_that_is_not_built_loads_and_is_refused_at_the_start(data: dic
     problems = not_built(config_from_mapping(data))
     assert len(problems) == 1 and "not built yet" in problems[0]
     assert not_built(TrainConfig()) == []
+
+
+@pytest.mark.parametrize("transform", ["gtpo", "gtpo_sepa", "entropy_mask", "my_module.my_transform"])
+def test_a_backend_of_one_advantage_a_completion_takes_no_token_varying_transform(transform: str) -> None:
+    config = config_from_mapping({"algorithm": {"transform_mode": transform, "surprisal_mask_rho": 0.2}})
+    assert len(per_token_refusals(config, per_token_advantages=False)) == 2
+    assert per_token_refusals(config, per_token_advantages=True) == []
+    plain = config_from_mapping({"algorithm": {"algorithm_mode": "grpo_none"}})
+    assert per_token_refusals(plain, per_token_advantages=False) == []
 
 
 # -- migration -----------------------------------------------------------------------------------------------------------
@@ -414,6 +432,12 @@ def test_legacy_keys_join_options_that_are_there() -> None:
     for options in ("options = { zmq_hwm = 3 }", "\n[backend.options]\nzmq_hwm = 3"):
         new = migrate_text(f'[backend]\nprime_rl_transport = "zmq"\n{options}\n')
         assert load_text(new).backend.options == {"zmq_hwm": 3, "transport": "zmq"}
+
+
+def test_a_migrated_file_of_crlf_lines_stays_one() -> None:
+    new = migrate_text(LEGACY.replace("\n", "\r\n"))
+    assert "prime_rl_" not in new
+    assert new.count("\n") == new.count("\r\n")
 
 
 def test_contradicting_legacy_keys_are_not_decided_for_the_user() -> None:

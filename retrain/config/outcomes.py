@@ -236,7 +236,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("backend.devices", lambda c: len(c.backend.device_list) == 2, "split mode is to come, so name one device"),
     NotBuilt(
         "inference.engine",
-        lambda c: c.backend.backend == "local" and c.inference.engine in BUILTIN_NAMES["engine"] and c.inference.engine != "pytorch",
+        lambda c: c.backend.backend == "local" and c.inference.engine != "pytorch",
         'use engine = "pytorch"',
     ),
     NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),
@@ -247,3 +247,21 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
     NotBuilt("squeeze.adapter_path", lambda c: c.kind == "squeeze", "squeeze jobs are to come, so drop the key"),
 )
+
+
+# -- what a backend cannot do --------------------------------------------------------------------------------------------
+
+
+def per_token_refusals(config: TrainConfig, per_token_advantages: bool) -> list[str]:
+    """One sentence for each choice that gives the tokens of a completion different advantages, for a backend that takes only one.
+
+    Called when a run starts, with the capability that the backend declares. A plugin transform or algorithm is taken to vary.
+    """
+    if per_token_advantages:
+        return []
+    backend = f'needs advantages for each token, and backend "{config.backend.backend}" takes one for a whole completion'
+    varying = [condition for condition in config.conditions if modes_of(condition)[1] != "none"]
+    sentences = [f'The condition "{condition.label}" {backend}; use transform_mode = "none".' for condition in varying]
+    if config.algorithm.surprisal_mask_rho > 0:
+        sentences.append(f"[algorithm] surprisal_mask_rho = {config.algorithm.surprisal_mask_rho} {backend}; leave it at 0.")
+    return sentences
