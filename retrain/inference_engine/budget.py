@@ -34,8 +34,9 @@ def plan_decode(
         per_token += kv_bytes_per_token(model_config, compute_bytes) // model_config.get_text_config().num_hidden_layers
     tokens = int(memory_bytes / (per_token * _STORE_ALLOWANCE))
     if tokens < tokens_per_row:
+        needed = per_token * _STORE_ALLOWANCE * tokens_per_row
         raise EnvironmentFailure(
-            f"One completion of {tokens_per_row} tokens needs {per_token * _STORE_ALLOWANCE * tokens_per_row / 2**30:.1f} GiB of KV cache and "
-            f'{memory_bytes / 2**30:.1f} GiB are left for it; lower [training] max_tokens, or set [inference] kv_cache_dtype = "int8".'
+            f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV cache and {memory_bytes / 2**30:.1f} GiB are "
+            'left for it; lower [training] max_tokens, or set [inference] kv_cache_dtype = "int8".'
         )
     return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, 128), tokens // tokens_per_row), tokens=tokens)

@@ -55,8 +55,8 @@ def _check_attention(kernel: str, device_type: str, dtype: "torch.dtype") -> Non
 
     if kernel in ("triton", "tk", "cutlass"):
         raise ConfigurationError(
-            f'[inference] attention_kernel = "{kernel}" is not in the pytorch engine; use "default" (PyTorch\'s fused attention), "flash" on '
-            "a CUDA device with the flash-attn package, or a server engine that brings its own kernels."
+            f'[inference] attention_kernel = "{kernel}" is not in the pytorch engine; use "default" (PyTorch\'s fused attention), "flash" '
+            "on a CUDA device with the flash-attn package, or a server engine that brings its own kernels."
         )
     if kernel == "flash" and device_type != "cuda":
         raise ConfigurationError(

@@ -1,0 +1,125 @@
+"""`[inference]` on the PyTorch engine: what works, what is refused in which sentence, and the budget that fits the memory."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
+from retrain.inference_engine.attention import FlashAttention, FusedAttention, RowLengths
+from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.inference_engine.budget import kv_bytes_per_token, plan_decode
+from retrain.inference_engine.kv_cache import KVArena, PromptState
+from retrain.inference_engine.options import resolve
+from retrain.inference_engine.rows import Rows, Waiting
+from retrain.noise import uniform
+
+DEFAULTS = {
+    "attention_kernel": "default",
+    "dtype": "auto",
+    "kv_cache_dtype": "auto",
+    "prefix_caching": True,
+    "device_type": "cpu",
+    "model_dtype": torch.float32,
+}
+
+
+@pytest.mark.parametrize(
+    "changes, error, words",
+    [
+        ({"attention_kernel": "flash"}, ConfigurationError, 'attention_kernel = "flash" needs a CUDA device and the flash-attn package'),
+        ({"attention_kernel": "flash", "device_type": "cuda"}, ConfigurationError, "computes in bf16"),
+        ({"attention_kernel": "triton"}, ConfigurationError, 'attention_kernel = "triton" is not in the pytorch engine; use "default"'),
+        ({"attention_kernel": "tk"}, ConfigurationError, 'use "default"'),
+        ({"attention_kernel": "cutlass", "device_type": "cuda"}, ConfigurationError, 'use "default"'),
+        ({"dtype": "fp8"}, ConfigurationError, 'engine = "vllm" with a fp8 model'),
+        ({"dtype": "fp4", "device_type": "cuda"}, ConfigurationError, "4-bit matrix products"),
+        ({"kv_cache_dtype": "fp8", "device_type": "mps"}, ConfigurationError, "8-bit floats"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_sentence(changes: dict, error: type[RetrainError], words: str):
+    with pytest.raises(error) as refusal:
+        resolve(**{**DEFAULTS, **changes})
+    message = str(refusal.value)
+    assert words in message and message.startswith("[inference] ") and message.endswith(".") and "\n" not in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where flash-attn is not installed")
+def test_flash_on_cuda_without_its_package_is_an_environment_failure():
+    with pytest.raises(EnvironmentFailure, match="pip install flash-attn"):
+        resolve(**{**DEFAULTS, "attention_kernel": "flash", "device_type": "cuda", "model_dtype": torch.bfloat16})
+
+
+def test_what_equals_the_model_needs_no_copy_and_no_conversion():
+    options = resolve(**{**DEFAULTS, "dtype": "bf16", "kv_cache_dtype": "bf16", "model_dtype": torch.bfloat16})
+    assert (options.weights, options.kv_storage) == (None, None)
+    options = resolve(**{**DEFAULTS, "dtype": "bf16", "kv_cache_dtype": "int8"})
+    assert (options.weights, options.kv_storage) == (torch.bfloat16, torch.int8)
+
+
+def test_the_budget_is_what_the_cache_takes():
+    config = Qwen3Config(vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    like = PromptState(np.zeros(5, dtype=np.int32), [torch.zeros(2, 5, 8)] * 3, [torch.zeros(2, 5, 8)] * 3, torch.zeros(50))
+    for name, storage in (("auto", None), ("bf16", torch.bfloat16), ("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        arena = KVArena(4, 10, like, storage)
+        allocated = sum(tensor.nbytes for stored in arena.keys + arena.values for tensor in stored._tensors())
+        assert allocated == 4 * 10 * kv_bytes_per_token(config, 4, name)
+    plan = plan_decode(config, device_type="cpu", memory_bytes=10_000_000, tokens_per_row=500, compute_bytes=4)
+    assert plan.rows * 500 <= plan.tokens and plan.tokens * kv_bytes_per_token(config, 4) <= 10_000_000
+    with pytest.raises(EnvironmentFailure, match=r"lower \[training\] max_tokens"):
+        plan_decode(config, device_type="cpu", memory_bytes=1000, tokens_per_row=500, compute_bytes=4)
+
+
+def test_qwen3_4b_needs_147_kb_a_token():
+    config = Qwen3Config(num_hidden_layers=36, hidden_size=2560, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    assert kv_bytes_per_token(config, 2) == 147_456
+
+
+def test_a_grown_and_compacted_arena_keeps_every_token():
+    like = PromptState(np.zeros(3, dtype=np.int32), [torch.randn(2, 3, 4)], [torch.randn(2, 3, 4)], torch.zeros(9))
+    arena = KVArena(3, 3, like, None)
+    arena.write_prompt([0, 1, 2], like)
+    arena.reserve(4, 20, 3, 3)
+    new = torch.randn(3, 2, 4)
+    arena.keys[0].write(torch.arange(3), torch.tensor([3, 3, 3]), new)
+    arena.move([2], [0], 4)
+    kept = arena.keys[0].read(2, 4)
+    assert torch.equal(kept[0, :, :3], like.keys[0]) and torch.equal(kept[0, :, 3], new[2]) and torch.equal(kept[1, :, 3], new[1])
+
+
+def test_every_draw_uses_the_noise_of_its_own_coordinates():
+    """Rows start at different times, move, and pass the block of precomputed positions; none borrows another's uniform."""
+    waiting = [Waiting(i, SampleRequest(np.ones(2, np.int32), 1, 500, 1.0, NoiseKey(9 + i % 2, i, 4, 7 + i)), i, 500) for i in range(4)]
+    rows = Rows(4, 500)
+    rows.start(waiting[:2])
+
+    def check() -> None:
+        got = rows.uniforms(slice(0, rows.count))
+        for row in range(rows.count):
+            one, key = rows.waiting[row], rows.waiting[row].request.noise
+            assert got[row] == uniform(key.seed, key.stream, key.step, key.prompt, one.sample, int(rows.sampled[row]))
+        rows.sampled[: rows.count] += 1
+
+    for _ in range(50):
+        check()
+    rows.start(waiting[2:])
+    for _ in range(40):
+        check()
+    assert rows.remove(np.array([0])) == ([3], [0])
+    for _ in range(100):
+        check()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash-attn runs on CUDA only")
+def test_flash_attention_equals_fused_attention():
+    pytest.importorskip("flash_attn")
+    make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    rows = RowLengths(torch.tensor([5, 9, 2], device="cuda"), 9, ragged=True)
+    for window, softcap in ((None, None), (4, None), (None, 10.0)):
+        one_token = make(3, 4, 1, 64), make(3, 2, 9, 64), make(3, 2, 9, 64)
+        prompt = make(1, 4, 9, 64), make(1, 2, 9, 64), make(1, 2, 9, 64)
+        flash, fused = FlashAttention(), FusedAttention()
+        torch.testing.assert_close(
+            flash.decode(*one_token, rows, 0.1, window, softcap), fused.decode(*one_token, rows, 0.1, window, softcap)
+        )
+        torch.testing.assert_close(flash.prompt(*prompt, 0.1, window, softcap), fused.prompt(*prompt, 0.1, window, softcap))
