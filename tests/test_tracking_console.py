@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
@@ -68,9 +69,10 @@ def test_evaluation_line_shows_the_interval_and_what_could_not_be_judged() -> No
 
 def test_the_end_compares_before_and_after() -> None:
     summary = RunSummary("done", "a+b", 0, 70, 140.0, 1234567, Evaluated(0, {1: 0.37}), Evaluated(70, {1: 0.8}), STEP, "checkpoints/final")
-    text = "\n".join(summary_lines(summary))
+    text = "\n".join(summary_lines(summary, Path("logs/lab")))
     assert "70 steps" in text and "1,234,567 tokens" in text
     assert re.search(r"pass@1=37\.0%.* -> pass@1=80\.0%", text)
+    assert "adapter: logs/lab/checkpoints/final" in text
 
 
 def test_quiet_prints_nothing() -> None:

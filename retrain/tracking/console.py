@@ -6,6 +6,7 @@ Nothing here interprets markup, so a model's text stays text.
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from retrain.tracking.record import EvaluationResult, RunSummary, StepRecord
@@ -26,12 +27,14 @@ class Console(Tracker):
         *,
         quiet: bool = False,
         redactor: Redactor | None = None,
+        folder: Path = Path(),
         out: TextIO | None = None,
         error: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = out or sys.stdout
         self._mask = (redactor or Redactor()).text
+        self._folder = folder
         self._quiet = quiet
         self._bar = None if quiet else _Bar(error or sys.stderr, clock)
 
@@ -52,7 +55,7 @@ class Console(Tracker):
         self._print(evaluation_line(result))
 
     def finish(self, summary: RunSummary) -> None:
-        for line in summary_lines(summary):
+        for line in summary_lines(summary, self._folder):
             self._print(line)
 
     def close(self) -> None:
@@ -116,13 +119,13 @@ def pass_at_1(result: EvaluationResult) -> str:
     return f"pass@1={_number(result.pass_at.get(1), '.1%')} [{low:.1%}, {high:.1%}]"
 
 
-def summary_lines(summary: RunSummary) -> list[str]:
+def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     lines = [f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.seconds:.1f}s."]
     if summary.before is not None and summary.after is not None and summary.before.step != summary.after.step:
         lines.append(f"Held-out {pass_at_1(summary.before)} at step {summary.before.step} -> {pass_at_1(summary.after)}.")
     elif summary.after is not None:
         lines.append(f"Held-out {pass_at_1(summary.after)}.")
-    return lines
+    return [*lines, f"Run folder: {folder} | adapter: {folder / summary.adapter}"]
 
 
 class _Bar:

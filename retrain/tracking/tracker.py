@@ -129,7 +129,7 @@ def build_tracker(
     from retrain.tracking.redact import Redactor
 
     redactor = Redactor()
-    sinks: list[Tracker] = [Console(quiet=quiet, redactor=redactor), RunFiles(config, folder, redactor)]
+    sinks: list[Tracker] = [Console(quiet=quiet, redactor=redactor, folder=folder.path), RunFiles(config, folder, redactor)]
     if names := tracker_names(config):
         from retrain.tracking.external import ExternalSettings
 
