@@ -1,0 +1,189 @@
+"""Verdicts: right, wrong, could not judge; sums of rewards; and the guard that stops a run without verdicts."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.config import TrainConfig
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.rewards import FailureGuard, Scorer, ScoreRequest, build_scorer, extract_boxed, gold_response
+from retrain.types import Example, Outcome, Score
+
+
+def scorer_of(seed: int = 7, **reward: Any) -> Scorer:
+    return build_scorer(TrainConfig.model_validate({"training": {"seed": seed}, "reward": {"workers": 1, "deadline_s": 60.0} | reward}))
+
+
+def request(response: str, reference: str | None = "4", step: int = 0, slot: int = 0, sample: int = 0) -> ScoreRequest:
+    return ScoreRequest(response, reference, "prompt", Example("What is 2+2?", "4"), step, slot, sample)
+
+
+def score(scorer: Scorer, response: str, reference: str | None = "4") -> Score:
+    return scorer.submit(request(response, reference)).result(60)
+
+
+RIGHT, WRONG = Score(Outcome.RIGHT, 1.0), Score(Outcome.WRONG, 0.0)
+
+
+@pytest.fixture(scope="module")
+def math_scorer() -> Iterator[Scorer]:
+    with scorer_of(type="math") as scorer:
+        yield scorer
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "expected"),
+    [
+        (r"\boxed{4}", "4", RIGHT),
+        (r"\boxed{\frac{8}{2}}", "4", RIGHT),
+        (r"\boxed{\dfrac{9}{2}}", "4", WRONG),
+        ("it is 4", "4", WRONG),
+        (r"\boxed{4", "4", WRONG),
+        (r"\boxed{\sqrt{}", "4", WRONG),
+        (r"\boxed{\foo}", "4", WRONG),
+        (r"\boxed{9^{9^{9^9}}}", "4", WRONG),
+        (r"\boxed{}", "", WRONG),
+        (r"\boxed{None}", None, WRONG),
+        (r"<think>\boxed{4}</think> no", "4", WRONG),
+    ],
+)
+def test_math_is_right_or_wrong(math_scorer: Scorer, response: str, reference: str | None, expected: Score) -> None:
+    assert score(math_scorer, response, reference) == expected
+
+
+def test_match_compares_strings_and_hendrycks_forms() -> None:
+    with scorer_of(type="match") as exact, scorer_of(type="match", normalize="hendrycks") as lenient:
+        assert score(exact, r"\boxed{0.5}", "0.5") == RIGHT
+        assert score(exact, r"\boxed{0.5}", r"\frac{1}{2}") == WRONG
+        assert score(lenient, r"\boxed{0.5}", r"\frac{1}{2}") == RIGHT
+
+
+@pytest.mark.parametrize("kind", ["match", "math"])
+def test_an_empty_reference_never_scores(kind: str) -> None:
+    with scorer_of(type=kind) as scorer:
+        for reference in ("", "  ", None):
+            for response in ("", r"\boxed{}", r"\boxed{ }", r"\boxed{None}"):
+                assert score(scorer, response, reference) == WRONG
+
+
+def test_a_box_in_the_scratchpad_counts_when_the_configuration_says_so() -> None:
+    with scorer_of(type="match", after_think=False) as scorer:
+        assert score(scorer, r"<think>\boxed{4}</think> no") == RIGHT
+
+
+@given(st.text(alphabet="0123456789x+-^\\frac ,.()", min_size=1, max_size=20).filter(lambda text: text.strip() and not text.endswith("\\")))
+def test_the_gold_answer_is_found_in_the_gold_response(reference: str) -> None:
+    assert extract_boxed(gold_response(reference)) == reference.strip()
+
+
+def test_the_gold_answer_scores_where_answers_are_compared(math_scorer: Scorer) -> None:
+    assert math_scorer.compares_answers
+    assert math_scorer.gold_reward == 1.0
+    assert score(math_scorer, gold_response(r"\frac{1}{2}"), r"\frac{1}{2}") == RIGHT
+    with scorer_of(type=["match", "math"], weights=[0.5, 2.0]) as both, scorer_of(type=["match", "random"]) as mixed:
+        assert both.compares_answers
+        assert score(both, gold_response("7"), "7").reward == both.gold_reward == 2.5
+        assert not mixed.compares_answers
+
+
+def test_rewards_add_up_with_their_weights_and_the_sum_decides() -> None:
+    table = {"type": ["match", "math"], "weights": [0.2, 0.3]}
+    with scorer_of(**table) as half, scorer_of(**table, correct_threshold=0.49) as lower:
+        assert score(half, r"\boxed{4}") == Score(Outcome.WRONG, 0.5)  # 0.5 itself is not correct
+        assert score(lower, r"\boxed{4}") == Score(Outcome.RIGHT, 0.5)
+        assert score(half, r"\boxed{\frac{8}{2}}") == Score(Outcome.WRONG, 0.3)
+        assert score(half, r"\boxed{5}") == WRONG
+
+
+def test_one_part_that_cannot_judge_makes_the_whole_so() -> None:
+    with scorer_of(type=["match", "math"], deadline_s=0.5) as scorer:
+        verdict = score(scorer, r"\boxed{\binom{10^8}{5\cdot 10^7}}")
+    assert (verdict.outcome, verdict.reward) == (Outcome.COULD_NOT_JUDGE, None)
+    assert "deadline_s = 0.5" in verdict.reason
+
+
+def test_random_rewards_depend_on_the_coordinates_alone() -> None:
+    with scorer_of(type="random", random_p=0.3) as scorer, scorer_of(seed=8, type="random", random_p=0.3) as other:
+
+        def draw(who: Scorer, order: range) -> dict[int, float | None]:
+            return {i: who.submit(request("", None, step=i // 100, slot=i // 10 % 10, sample=i % 10)).result(1).reward for i in order}
+
+        forward, backward = draw(scorer, range(2000)), draw(scorer, range(1999, -1, -1))
+        assert forward == backward
+        assert forward != draw(other, range(2000))
+        assert 0.25 < sum(value or 0.0 for value in forward.values()) / 2000 < 0.35
+
+
+def test_a_judge_is_refused_as_not_built() -> None:
+    with pytest.raises(ConfigurationError, match="judge"):
+        scorer_of(type="judge", judge_model="some-model")
+
+
+def test_a_closed_scorer_still_gives_verdicts_that_say_so() -> None:
+    scorer = scorer_of(type="math")
+    scorer.close()
+    scorer.close()
+    assert scorer.submit(request(r"\boxed{\frac{8}{2}}")).result(5).outcome is Outcome.COULD_NOT_JUDGE
+
+
+def failed(reason: str) -> Score:
+    return Score(Outcome.COULD_NOT_JUDGE, None, reason)
+
+
+def test_the_guard_stops_when_nothing_can_be_judged() -> None:
+    with pytest.raises(RunFailed, match=r"8 of 8 .* \(8 times\): it is down\.$"):
+        FailureGuard(0.05).observe([failed("it is down.")] * 8)
+
+
+def test_the_guard_does_not_stop_for_one_bad_answer_of_the_first_step() -> None:
+    FailureGuard(0.05).observe([failed("slow")] + [RIGHT] * 7)
+
+
+def test_the_guard_stops_above_the_rate_of_a_whole_window_and_names_the_most_frequent_reason() -> None:
+    guard = FailureGuard(0.05, window=20)
+    for _ in range(30):
+        guard.observe([failed("slow")] + [WRONG] * 19)  # exactly 5%
+    with pytest.raises(RunFailed, match=r"more than \[reward\] max_failure_rate = 0.05 .*: slow\.$"):
+        guard.observe([failed("died"), failed("slow")] + [WRONG] * 18)
+
+
+def test_the_guard_forgets_steps_that_left_the_window() -> None:
+    guard = FailureGuard(0.1, window=4)
+    for _ in range(50):
+        guard.observe([failed("slow")] * 3 + [WRONG] * 7)
+        for _ in range(3):
+            guard.observe([WRONG] * 10)
+
+
+def test_a_rate_of_one_switches_the_guard_off() -> None:
+    guard = FailureGuard(1.0)
+    for _ in range(30):
+        guard.observe([failed("down")] * 8)
+
+
+def test_an_empty_step_is_no_failure() -> None:
+    FailureGuard(0.0).observe([])
+
+
+@given(st.lists(st.lists(st.sampled_from([RIGHT, WRONG, failed("a"), failed("b")]), max_size=6), max_size=30))
+def test_the_guard_goes_on_from_its_saved_state(steps: list[list[Score]]) -> None:
+    def verdicts(guard: FailureGuard, observed: list[list[Score]]) -> list[str]:
+        said = []
+        for scores in observed:
+            try:
+                guard.observe(scores)
+                said.append("")
+            except RunFailed as error:
+                said.append(str(error))
+        return said
+
+    whole, first, second = (FailureGuard(0.2, window=5) for _ in range(3))
+    middle = len(steps) // 2
+    expected = verdicts(whole, steps)
+    before = verdicts(first, steps[:middle])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + verdicts(second, steps[middle:]) == expected
