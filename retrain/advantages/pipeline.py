@@ -429,6 +429,8 @@ class CreditPipeline:
         composed = self._algorithm is None and self._transform.function is None
         if composed and spec.uses_sepa_controller:
             check_ramp(config.sepa)
+        if spec.needs_rho and config.algorithm.surprisal_mask_rho == 0:
+            raise ConfigurationError(f'[algorithm] transform "{spec.name}" means nothing without surprisal_mask_rho above 0; set it.')
         if spec.use_gtpo and config.gtpo.beta > 1:
             self.notes.append(f"[gtpo] beta = {config.gtpo.beta:g} is above 1: weights are clipped at 0 and no longer average to 1.")
         if spec.apply_hicra and config.hicra.alpha == 1:

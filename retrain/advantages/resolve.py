@@ -148,8 +148,6 @@ def resolve_transform(name: str, config: "TrainConfig", notes: list[str]) -> Res
     params = params_of("transform", config)
     if isinstance(plugin, TransformSpec) and plugin is TRANSFORMS.get(name):
         refuse_unknown_params("transform", name, frozenset(), config)
-        if plugin.needs_rho and config.algorithm.surprisal_mask_rho == 0:
-            raise ConfigurationError(f'[algorithm] transform_mode = "{name}" needs surprisal_mask_rho above 0, or it is plain gtpo.')
         return ResolvedTransform(plugin, None, {})
     call = inspect_call("transform", plugin)
     if call.takes_context:
