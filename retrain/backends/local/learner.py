@@ -4,6 +4,7 @@ The policy is softmax(logits / temperature), as it was sampled. Dropout, where i
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -248,5 +249,7 @@ def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
     """Switches the model's gradient checkpointing on; it acts only where a layer is also in training mode."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # a new name for it in transformers 6
+        base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
     return [module for module in base.model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -76,8 +76,9 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
         "dtype": dtype,
         "use_safetensors": True,
         "trust_remote_code": config.model.trust_remote_code,
-        "attn_implementation": "flash_attention_2" if config.inference.attention_kernel == "flash" else "sdpa",
     }
+    if config.inference.attention_kernel == "flash":
+        options["attn_implementation"] = "flash_attention_2"  # else torch's fused attention, where the family supports it
     if config.model.revision:
         options["revision"] = config.model.revision
     if config.model.load_in_4bit:

@@ -1,0 +1,82 @@
+"""The policy loss written out token by token over full logits, for the learner to be compared with.
+
+Nothing here is shared with retrain/backends/local: one row at a time, no padding, no chunks, autograd through log_softmax.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from retrain.types import Row
+
+
+def row_scores(model: Any, row: Row, temperature: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-prob and entropy of each action token of one row, from the model's own full logits."""
+    logits = model(input_ids=torch.tensor(row.token_ids.tolist()).unsqueeze(0), use_cache=False).logits[0].float() / temperature
+    logprobs, entropies = [], []
+    for start, stop in row.spans:
+        for position in range(start, stop):
+            distribution = torch.log_softmax(logits[position - 1], -1)  # the logits before a token are those that it was drawn from
+            logprobs.append(distribution[int(row.token_ids[position])])
+            entropies.append(-(distribution.exp() * distribution).sum())
+    return logprobs, entropies
+
+
+def reference_loss(
+    model: Any,
+    rows: Sequence[Row],
+    old: Sequence[Sequence[float]],
+    reference: Sequence[Sequence[float]],
+    *,
+    temperature: float,
+    mode: str = "importance_sampling",
+    low: float = 0.0,
+    high: float = 0.0,
+    dual_clip: float = 0.0,
+    correction: str = "none",
+    aggregation: str = "token_mean",
+    max_tokens: int = 12,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+) -> torch.Tensor:
+    sequences = []
+    for row, row_old, row_reference in zip(rows, old, reference, strict=True):
+        new, entropies = row_scores(model, row, temperature)
+        log_ratios = [lp - was for lp, was in zip(new, row_old, strict=True)]
+        whole = math.exp(sum(r.item() for r in log_ratios) / len(log_ratios))
+        terms = []
+        for t, lp in enumerate(new):
+            advantage = float(row.advantages[t])
+            if mode == "cispo":
+                term = -min(max(math.exp(log_ratios[t].item()), low), high) * advantage * lp
+            else:
+                rho = torch.exp(log_ratios[t])
+                if mode == "gspo":  # the value of the sequence's ratio, the gradient of the token's log-prob times it
+                    rho = whole * torch.exp(lp - lp.detach())
+                if mode == "importance_sampling":
+                    term = -rho * advantage
+                else:
+                    gain = torch.minimum(rho * advantage, torch.clamp(rho, 1 - low, 1 + high) * advantage)
+                    if dual_clip and advantage < 0:
+                        gain = torch.maximum(gain, torch.tensor(dual_clip * advantage))
+                    term = -gain
+            w = math.exp(row_old[t] - float(row.logprobs[t]))
+            if correction == "tis":
+                term = term * min(w, 2.0)
+            elif correction == "icepop":
+                term = term * (w if 0.5 <= w <= 5.0 else 0.0)
+            d = lp - row_reference[t]
+            term = term + kl_coef * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kl_estimator]
+            terms.append(term - entropy_coef * entropies[t])
+        sequences.append(torch.stack(terms))
+    tokens = sum(len(sequence) for sequence in sequences)
+    if aggregation == "token_mean":
+        return torch.cat(sequences).sum() / tokens
+    if aggregation == "sequence_mean":
+        return torch.stack([sequence.mean() for sequence in sequences]).mean()
+    if aggregation == "constant":
+        return torch.cat(sequences).sum() / (len(sequences) * max_tokens)
+    return torch.cat(sequences).sum()

@@ -1,0 +1,190 @@
+"""The learner's gradient is the one of the formulas, whatever the micro-batches."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_models import EOS, config_for, distance, gradients, make_learner, make_rows, with_logprobs
+from learner_reference import reference_loss, row_scores
+
+from retrain.backends.local.learner import Learner
+from retrain.types import Row
+
+MODES: dict[str, dict[str, Any]] = {
+    "importance_sampling": {},
+    "ppo": {"low": 0.2, "high": 0.2},
+    "gspo": {"low": 3e-4, "high": 4e-4},
+    "cispo": {"low": 0.0, "high": 4.0},
+}
+NOISE = 0.5  # of the recorded log-probs, so that every clip acts on some tokens
+
+
+def reference_gradients(learner: Learner, rows: list[Row], **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    model, temperature = learner.adapter.peft_model, learner.temperature
+    recorded = [row.logprobs.tolist() for row in rows]
+    with torch.no_grad():
+        with model.disable_adapter():
+            frozen = [[float(lp) for lp in row_scores(model, row, temperature)[0]] for row in rows]
+        if settings.pop("recomputed", False):
+            recorded = [[float(lp) for lp in row_scores(model, row, temperature)[0]] for row in rows]
+    learner.optimizer.zero_gradients()
+    loss = reference_loss(model, rows, recorded, frozen, temperature=temperature, **settings)
+    loss.backward()
+    return loss.item(), gradients(learner)
+
+
+def rows_near(learner: Learner, noise: float = NOISE) -> list[Row]:
+    rows = make_rows()
+    return with_logprobs(rows, learner.logprobs(rows), noise)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 4096], ids=["one row", "a few", "all"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant", "sum"])
+def test_gradient_equals_the_written_out_loss_for_any_micro_batch(mode: str, aggregation: str, budget: int) -> None:
+    learner = make_learner(config_for(loss={"mode": mode, "aggregation": aggregation}), budget)
+    rows = rows_near(learner)
+    result = learner.train(rows, 0)
+    ours = gradients(learner)
+    loss, theirs = reference_gradients(learner, rows, mode=mode, aggregation=aggregation, **MODES[mode])
+    assert result.loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"mode": "ppo", "dual_clip": 1.1},
+        {"correction": "tis", "old_logprobs": "recomputed"},
+        {"correction": "icepop", "old_logprobs": "recomputed"},
+        {"kl_coef": 0.3, "kl_estimator": "k1"},
+        {"kl_coef": 0.3, "kl_estimator": "k2"},
+        {"kl_coef": 0.3, "kl_estimator": "k3"},
+        {"entropy_coef": 0.2},
+    ],
+    ids=lambda loss: "-".join(map(str, loss.values())),
+)
+def test_every_addition_to_the_loss_has_its_gradient(loss: dict[str, Any]) -> None:
+    learner = make_learner(config_for(loss=loss), 40)
+    rows = rows_near(learner)
+    learner.train(rows, 0)
+    ours = gradients(learner)
+    settings = {key: value for key, value in loss.items() if key != "old_logprobs"} | MODES[loss.get("mode", "importance_sampling")]
+    _, theirs = reference_gradients(learner, rows, recomputed="old_logprobs" in loss, **settings)
+    assert distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])
+def test_families_that_scale_or_cap_their_logits_have_the_right_gradient(family: str) -> None:
+    learner = make_learner(config_for(family), 40)
+    rows = rows_near(learner)
+    learner.train(rows, 0)
+    ours = gradients(learner)
+    assert distance(ours, reference_gradients(learner, rows)[1]) < 1e-5
+
+
+def test_ratio_is_one_on_policy_at_temperature_0_7() -> None:
+    learner = make_learner(config_for())
+    rows = make_rows()
+    with torch.no_grad():
+        recorded = [np.array([float(lp) for lp in row_scores(learner.adapter.peft_model, row, 0.7)[0]], np.float32) for row in rows]
+    result = learner.train(with_logprobs(rows, recorded), 0)
+    assert result.ratio_max == pytest.approx(1, abs=1e-5)
+    assert result.ratio_mean == pytest.approx(1, abs=1e-5)
+    assert result.ess == pytest.approx(1, abs=1e-5)
+    assert result.mismatch_k3 == pytest.approx(0, abs=1e-6)
+
+
+def test_ratio_statistics_are_those_of_the_first_update() -> None:
+    learner = make_learner(config_for(training={"lr": 0.05, "updates_per_batch": 3}))
+    rows = rows_near(learner, noise=0.0)
+    result = learner.train(rows, 0)
+    assert result.updates == 3
+    assert result.ratio_max == pytest.approx(1, abs=1e-5)
+
+
+def test_sampled_eos_is_an_action() -> None:
+    learner = make_learner(config_for())
+    rows = rows_near(learner)
+    ends = [row for row in rows if row.token_ids[-1] == EOS]
+    assert ends
+    only_eos = [
+        Row(r.token_ids, r.spans, r.logprobs, np.where(np.arange(r.num_actions) == r.num_actions - 1, 1, 0).astype(np.float32), 0)
+        for r in ends
+    ]
+    learner.train(only_eos, 0)
+    assert sum(float(gradient.abs().sum()) for gradient in gradients(learner).values()) > 0
+
+
+def test_nothing_after_the_last_action_reaches_the_gradient() -> None:
+    learner = make_learner(config_for())
+    rows = rows_near(learner)
+    learner.train(rows, 0)
+    ours = gradients(learner)
+    longer = [Row(np.append(r.token_ids, np.int32([EOS, 9, 9])), r.spans, r.logprobs, r.advantages, r.group) for r in rows]
+    learner.train(longer, 0)
+    theirs = gradients(learner)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_prompt_length_does_not_change_the_gradients_scale() -> None:
+    """Two copies of the actions, one behind a prompt five times as long: the loss weighs both alike."""
+    learner = make_learner(config_for())
+    rng = np.random.default_rng(3)
+    actions = rng.integers(4, 60, 6).astype(np.int32)
+    losses = []
+    for length in (4, 20):
+        ids = np.concatenate([rng.integers(4, 60, length).astype(np.int32), actions])
+        row = Row(ids, ((length, length + 6),), np.zeros(6, np.float32), np.ones(6, np.float32), 0)
+        (own,) = learner.logprobs([row])
+        (near,) = with_logprobs([row], [own])
+        result = learner.train([near], 0)
+        losses.append(result.loss)
+    assert losses == pytest.approx([-1, -1], rel=1e-5)
+
+
+def test_rows_of_one_micro_batch_do_not_see_each_other() -> None:
+    learner = make_learner(config_for())
+    rows = make_rows()
+    together = learner.logprobs(rows)
+    for row, ours in zip(rows, together, strict=True):
+        (alone,) = learner.logprobs([row])
+        np.testing.assert_allclose(ours, alone, atol=2e-5)
+
+
+def test_truncated_rows_are_out_of_the_loss_and_its_denominator() -> None:
+    learner = make_learner(config_for(loss={"mask_truncated": True}))
+    rows = rows_near(learner)
+    kept = [row for row in rows if not row.truncated]
+    assert len(kept) < len(rows)
+    learner.train(rows, 0)
+    ours = gradients(learner)
+    assert distance(ours, reference_gradients(learner, kept)[1]) < 1e-5
+
+
+def test_kl_of_an_untouched_adapter_is_zero() -> None:
+    learner = make_learner(config_for(loss={"kl_coef": 1.0}), untouched=True)
+    rows = [Row(r.token_ids, r.spans, r.logprobs, np.zeros_like(r.advantages), r.group) for r in rows_near(learner)]
+    result = learner.train(rows, 0)
+    assert result.loss == 0
+    assert result.grad_norm == 0
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    config = config_for(lora={"dropout": 0.3})
+    plain, saving = make_learner(config), make_learner(config, checkpointing=True)
+    rows = rows_near(plain)
+    plain.train(rows, 4)
+    saving.train(rows, 4)
+    ours, theirs = gradients(saving), gradients(plain)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_bf16_base_gives_nearly_the_fp32_gradient_and_fp32_adapters() -> None:
+    exact, rounded = make_learner(config_for()), make_learner(config_for(model={"dtype": "bf16"}))
+    rows = rows_near(exact, noise=0.0)
+    exact.train(rows, 0)
+    rounded.train(rows, 0)
+    assert {parameter.dtype for parameter in rounded.adapter.parameters.values()} == {torch.float32}
+    assert distance(gradients(rounded), gradients(exact)) < 0.1
