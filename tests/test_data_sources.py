@@ -81,6 +81,15 @@ def test_gsm8k_references_stand_behind_the_mark_without_thousands_separators():
     assert len(train) == 14
 
 
+@pytest.mark.parametrize(("source", "count"), [("math", 20), ("gsm8k", 6)])
+def test_data_sets_that_share_a_folder_are_told_apart_by_their_names(source, count):
+    files = find_files(SAMPLES, "path", prefer=source)
+    held_out = load_examples(config(source=source, path=str(SAMPLES)), "heldout")
+    assert all(source in file.name for file in (*files.train, *files.heldout, *files.sole))
+    assert sum(1 for file in files.heldout or files.sole for _ in file.open()) == count
+    assert not held_out.dropped
+
+
 def test_a_gsm8k_answer_without_the_mark_is_dropped(tmp_path):
     good = {"question": "q", "answer": "1\n#### -1,000,000"}
     path = write_jsonl(tmp_path / "train.jsonl", [good, {"question": "r", "answer": "no mark"}, {"question": "s", "answer": "#### "}])

@@ -124,6 +124,13 @@ def test_a_template_that_writes_bos_does_not_get_a_second_one():
     assert tokenizer.eos_token_id not in ids
 
 
+def test_a_template_without_bos_gets_none():
+    tokenizer = deepcopy(sentencepiece())
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    _, ids = render_prompt(tokenizer, EXAMPLE, data())
+    assert tokenizer.bos_token_id not in ids
+
+
 # ---- the tokens that end a completion
 
 
@@ -135,9 +142,9 @@ def test_every_end_token_is_found_once():
     assert eos_token_ids(tokenizer, config, GenerationConfig(eos_token_id=[turn, 9])) == tuple(sorted({end, turn, 7, 9}))
 
 
-def test_a_turn_that_ends_with_an_ordinary_character_adds_no_end_token():
+def test_a_turn_that_ends_with_ordinary_text_adds_no_end_token():
     tokenizer = deepcopy(byte_level())
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} The{% endfor %}"
     assert eos_token_ids(tokenizer) == (tokenizer.eos_token_id,)
 
 
@@ -181,6 +188,8 @@ try:
 except EnvironmentFailure as failure:
     print(failure)
 assert time.monotonic() - start < 30, "unreachable hub was waited for"
+from huggingface_hub import is_offline_mode
+assert is_offline_mode(), "the next user of the hub would wait again"
 """
 
 
