@@ -262,8 +262,9 @@ def _check_bind(function: Callable[..., Any], params: Mapping[str, Any], where: 
     parameters = _parameters(function)
     if parameters is None:
         return
+    split = {"split": "train"} if any(parameter.name == "split" for parameter in parameters) else {}  # given by the data part
     try:
-        inspect.signature(function).bind(**params)
+        inspect.signature(function).bind(**{**params, **split})
     except TypeError as error:
         raise ConfigurationError(f"{where} cannot be called with [data] params {sorted(params)}: {error}.") from error
 

@@ -63,9 +63,10 @@ def _is_word(character: str) -> bool:
 class RegexDetector:
     """Marks the tokens that overlap a planning phrase.
 
-    As a regular expression a gram is (?<!\\w), its words joined by [\\s,;:-U+2010-U+2015]+, (?!\\w), ignoring case. All matches of all grams
-    count, overlapping ones too. Which grams occur at all is first seen on the text with collapsed gaps, where a gram is a literal: a
-    search of the whole text for each of them would cost most of the time.
+    As a regular expression a gram is (?<!\\w), its words joined by gaps, (?!\\w), ignoring case, where a gap is one or more of white
+    space, comma, semicolon, colon, hyphen and U+2010 to U+2015. All matches of all grams count, overlapping ones too. Which grams
+    occur at all is first seen on the text with collapsed gaps, where a gram is a literal: a search of the whole text for each of
+    them would cost most of the time.
     """
 
     def __init__(self, grams: Sequence[str] = ()) -> None:

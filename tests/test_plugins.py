@@ -1,0 +1,325 @@
+"""Plugins of every kind: how they are found, what is checked, and the sentence that each mistake gets."""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrain import plugins
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.config import TrainConfig, load_config
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.plugins import inspect_call, load_plugin
+from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Writes a module into the current folder and returns its name, new in every test, because Python caches modules by name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+
+    def module(source: str, folder: str = ".", name: str = "") -> str:
+        name = name or f"plugin_under_test_{next(_numbers)}"
+        target = tmp_path / folder
+        target.mkdir(parents=True, exist_ok=True)
+        (target / f"{name}.py").write_text(source)
+        return name
+
+    yield module
+    for name in set(sys.modules) - before:
+        if "plugin_under_test" in name or name.split(".")[0] in ("plugins", "mine"):
+            del sys.modules[name]
+
+
+def config(strict: bool = True, **algorithm: object) -> TrainConfig:
+    return TrainConfig.model_validate({"algorithm": {"transform_mode": "none", **algorithm}, "plugins": {"strict": strict}})
+
+
+def step() -> list[Group]:
+    def completion(sample: int, logprobs: list[float]) -> Completion:
+        ids = np.arange(len(logprobs), dtype=np.int32)
+        return Completion(0, sample, ids, np.array(logprobs, np.float32), None, FinishReason.STOP)
+
+    prompt = Prompt(Example("q", "a"), "q", np.array([1], np.int32))
+    scores = [Score(Outcome.RIGHT, 1.0), Score(Outcome.WRONG, 0.0)]
+    return [Group(prompt, 0, [completion(0, [-0.5, -2.0, -0.25]), completion(1, [-1.0])], ["", ""], scores)]
+
+
+def run(configuration: TrainConfig, lam: float = 0.5) -> list[list[float]]:
+    """Token advantages of the one group of `step`, whose pieces are "let", " me", " think"."""
+    pipeline = CreditPipeline(configuration, lambda ids: ["let", " me", " think"][: len(ids)])
+    return [row.tolist() for row in pipeline.assign(step(), 2, lam).groups[0].token_advantages]
+
+
+def refused(configuration: TrainConfig) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        CreditPipeline(configuration, lambda ids: [""] * len(ids))
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".")
+    return message
+
+
+# -- advantages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(rewards):\n    return [2 * r for r in rewards]",
+        "def f(rewards, params):\n    return [2 * r for r in rewards]",
+        "def f(rewards, *, params=None):\n    return [2 * r for r in rewards]",
+        "def f(r, **kwargs):\n    return [2 * x for x in r]",
+        "def f(ctx):\n    return [2 * r for r in ctx.rewards]",
+        "from retrain.advantages import AdvantageContext\ndef f(group: AdvantageContext):\n    return [2 * r for r in group.rewards]",
+        "class F:\n    def __call__(self, rewards):\n        return [2 * r for r in rewards]\nf = F()",
+        "import numpy as np\ndef f(rewards):\n    return 2 * np.array(rewards)",
+    ],
+)
+def test_every_signature_of_an_advantage_is_called(source: str, write: Callable[..., str]) -> None:
+    assert run(config(advantage_mode=f"{write(source)}.f")) == [[2.0] * 3, [0.0]]
+
+
+def test_parameters_reach_the_plain_form_and_the_context(write: Callable[..., str]) -> None:
+    plain = write("def f(rewards, params):\n    return [params['scale'] * r for r in rewards]")
+    context = write("def f(ctx):\n    return [ctx.params['scale'] * r for r in ctx.rewards]")
+    for name in (plain, context):
+        assert run(config(advantage_mode=f"{name}.f", advantage_params={"scale": 3.0})) == [[3.0] * 3, [0.0]]
+
+
+def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[..., str]) -> None:
+    name = write("def f(rewards):\n    return rewards")
+    message = refused(config(advantage_mode=f"{name}.f", advantage_params={"scale": 3.0}))
+    assert "takes no params" in message and "scale" in message
+
+
+# -- transforms, uncertainty, algorithms -----------------------------------------------------------------------------
+
+SHIFT = """
+from retrain.advantages import TransformSpec
+
+def shift(entropies, planning_mask, sepa_lambda):
+    return [e if m else e + sepa_lambda for e, m in zip(entropies, planning_mask)]
+
+def make():
+    return TransformSpec(name="entropy_shift", use_gtpo=True, needs_planning=True, uses_sepa_controller=True, entropy_transform=shift)
+
+def make_params(params):
+    return TransformSpec(name="scaled", post_process=lambda token_advs, ctx: [[params["k"] * a for a in row] for row in token_advs])
+"""
+
+
+def test_a_transform_factory_gives_a_spec_that_acts(write: Callable[..., str]) -> None:
+    name = write(SHIFT)
+    shifted = run(config(transform_mode=f"{name}.make", advantage_mode="grpo"), lam=1.0)
+    assert shifted == run(config(transform_mode="gtpo", advantage_mode="grpo")), "all three tokens are planning, one completion has none"
+    assert run(config(transform_mode=f"{name}.make_params", transform_params={"k": 4.0}, advantage_mode="grpo")) == [[2.0] * 3, [-2.0]]
+
+
+def test_a_transform_of_the_context_gives_token_advantages(write: Callable[..., str]) -> None:
+    name = write(
+        "from retrain.advantages import TransformOutput\n"
+        "def f(ctx):\n"
+        "    return TransformOutput(token_advs=[[a * (1 + m) + ctx.sepa_lambda for m in row]\n"
+        "                                       for a, row in zip(ctx.advantages, ctx.planning_mask)])"
+    )
+    assert run(config(transform_mode=f"{name}.f", advantage_mode="grpo")) == [[1.5] * 3, [0.0]]
+
+
+def test_an_uncertainty_plugin_weighs_tokens(write: Callable[..., str]) -> None:
+    name = write(
+        "def f(logprobs):\n    return [0.0] * (len(logprobs) - 1) + [float(len(logprobs))]\ndef g(ctx):\n    return f(ctx.logprobs)"
+    )
+    for function in ("f", "g"):
+        settings = config(transform_mode="gtpo", advantage_mode="grpo", uncertainty_kind=f"{name}.{function}")
+        assert run(settings)[0] == pytest.approx([0.45, 0.45, 0.6])
+        override = {"transform_params": {"uncertainty_kind": f"{name}.{function}"}}
+        assert run(config(transform_mode="gtpo", advantage_mode="grpo", **override))[0] == pytest.approx([0.45, 0.45, 0.6])
+
+
+def test_an_algorithm_plugin_assigns_the_whole_step(write: Callable[..., str]) -> None:
+    name = write(
+        "from retrain.advantages import AlgorithmOutput\n"
+        "def f(ctx):\n"
+        "    return AlgorithmOutput(token_advs=[[[r + ctx.params['b']] * len(lp) for r, lp in zip(rs, lps)]\n"
+        "                                       for rs, lps in zip(ctx.rewards, ctx.logprobs)])"
+    )
+    assert run(config(algorithm_mode=f"{name}.f", params={"b": 1.0})) == [[2.0] * 3, [1.0]]
+    masked = run(config(algorithm_mode=f"{name}.f", params={"b": 1.0}, surprisal_mask_rho=0.25))
+    assert masked == [[0.0, 2.0, 0.0], [0.0]]
+
+
+# -- the shape of results --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return rewards[1:]", "it must give 3 numbers"),
+        ("return 1.0", "it must give 3 numbers"),
+        ("return None", "list of 3 numbers|3 numbers"),
+        ("return [float('nan')] * len(rewards)", "finite"),
+        ("return ['a'] * len(rewards)", "list of 3 numbers"),
+        ("raise KeyError('scale')", "KeyError"),
+    ],
+)
+def test_a_failed_probe_is_an_error_or_with_strict_off_a_warning(body: str, problem: str, write: Callable[..., str]) -> None:
+    import re
+
+    name = write(f"def f(rewards):\n    {body}")
+    assert re.search(problem, refused(config(advantage_mode=f"{name}.f")))
+    lenient = CreditPipeline(config(strict=False, advantage_mode=f"{name}.f"), lambda ids: [""] * len(ids))
+    assert len(lenient.notes) == 1 and re.search(problem, lenient.notes[0])
+    with pytest.raises(RunFailed, match="group 0"):
+        lenient.assign(step(), 0, 0.0)
+
+
+def test_a_plugin_that_breaks_later_stops_the_run_naming_the_group(write: Callable[..., str]) -> None:
+    name = write("def f(ctx):\n    if ctx.step == 2:\n        raise ValueError('step two')\n    return ctx.rewards")
+    with pytest.raises(RunFailed, match=r"advantage \"plugin_under_test_\d+\.f\" on group 0 failed with ValueError: step two\."):
+        run(config(advantage_mode=f"{name}.f"))
+
+
+def test_a_wrong_length_names_group_and_completion(write: Callable[..., str]) -> None:
+    name = write("def f(logprobs):\n    return logprobs[:2] if len(logprobs) == 3 and logprobs[0] == -0.5 else [1.0] * len(logprobs)")
+    with pytest.raises(RunFailed, match="group 0, completion 0: uncertainty"):
+        run(config(transform_mode="gtpo", uncertainty_kind=f"{name}.f"))
+
+
+def test_a_factory_must_return_a_spec(write: Callable[..., str]) -> None:
+    name = write("def f():\n    return 3")
+    assert "returned int" in refused(config(transform_mode=f"{name}.f"))
+    assert "returned int" in refused(config(strict=False, transform_mode=f"{name}.f"))
+
+
+# -- finding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("no_such_module_anywhere.f", "tried plugins.no_such_module_anywhere (no such module), no_such_module_anywhere (no such module)"),
+        ("{broken}.f", "SyntaxError"),
+        ("{raising}.f", "RuntimeError: on import"),
+        ("{needy}.f", "ModuleNotFoundError: No module named 'a_missing_library'"),
+        ("{good}.functoin", "has no functoin, but function"),
+        ("{good}.NUMBER", "of type int, and must be a function"),
+        ("{good}.three", "its signature is (a, b, c)"),
+        ("{good}.keyword", "its signature is (rewards, needed)"),
+        ("maxlr", "is not known; it can be grpo, grpo_std, maxrl, reinforce, reinforce_pp, rloo"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_is_one_sentence_even_when_not_strict(path: str, told: str, write: Callable[..., str]) -> None:
+    modules = {
+        "broken": write("def f(:"),
+        "raising": write("raise RuntimeError('on import')"),
+        "needy": write("import a_missing_library"),
+        "good": write("NUMBER = 3\ndef function(rewards): return rewards\ndef three(a, b, c): ...\ndef keyword(rewards, *, needed): ..."),
+    }
+    name = path.format(**modules)
+    for strict in (True, False):
+        with pytest.raises(ConfigurationError) as caught:
+            load_plugin("advantage", name, config(strict), plugins_builtins())
+        message = str(caught.value)
+        assert told in message and f'[algorithm] advantage_mode = "{name}"' in message
+        assert "\n" not in message and message.endswith((".", "?"))
+
+
+def plugins_builtins() -> dict[str, Any]:
+    from retrain.advantages.episode import ADVANTAGES
+
+    return dict(ADVANTAGES)
+
+
+def test_search_paths_come_before_plain_imports(write: Callable[..., str]) -> None:
+    name = write("def f(rewards): return [1.0] * len(rewards)")
+    assert load_plugin("advantage", f"{name}.f", config())([0.0]) == [1.0]
+    first = write("def f(rewards): return [1.0] * len(rewards)")
+    write("def f(rewards): return [2.0] * len(rewards)", "plugins", first)
+    assert load_plugin("advantage", f"{first}.f", config())([0.0]) == [2.0]
+
+
+def test_the_folder_of_the_file_is_importable_from_elsewhere(write: Callable[..., str], tmp_path: Path) -> None:
+    name = write("def f(rewards): return [5.0] * len(rewards)", "elsewhere")
+    file = tmp_path / "elsewhere" / "run.toml"
+    file.write_text(f'[algorithm]\nadvantage_mode = "{name}.f"\ntransform_mode = "none"\n')
+    loaded = load_config(file)
+    assert load_plugin("advantage", f"{name}.f", loaded)([0.0]) == [5.0]
+    write("def f(rewards): return [6.0] * len(rewards)", ".", name)
+    sys.modules.pop(name)
+    with pytest.raises(ConfigurationError, match="found twice") as caught:
+        load_plugin("advantage", f"{name}.f", loaded)
+    assert str(file) in str(caught.value)
+
+
+def test_the_users_folder_does_not_stay_before_installed_libraries(write: Callable[..., str], tmp_path: Path) -> None:
+    name = write("def f(rewards): return rewards")
+    load_plugin("advantage", f"{name}.f", config())
+    assert sys.path[0] != str(tmp_path)
+    assert str(tmp_path) in sys.path
+
+
+def test_entry_points_are_found_and_a_name_found_twice_is_an_error(write: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write("def f(rewards): return [7.0] * len(rewards)")
+    monkeypatch.syspath_prepend(".")
+    installed = [EntryPoint("median", f"{name}:f", "retrain.plugins"), EntryPoint("grpo", f"{name}:f", "retrain.plugins")]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints(point for point in installed if point.group == group))
+    assert load_plugin("advantage", "median", config(), plugins_builtins())([0.0]) == [7.0]
+    with pytest.raises(ConfigurationError, match="found twice"):
+        load_plugin("advantage", "grpo", config(), plugins_builtins())
+    installed.append(EntryPoint("median", f"{name}:g", "retrain.plugins"))
+    with pytest.raises(ConfigurationError, match="found twice"):
+        load_plugin("advantage", "median", config(), plugins_builtins())
+    installed[:] = [EntryPoint("lost", "nowhere_at_all:f", "retrain.plugins")]
+    with pytest.raises(ConfigurationError, match="nowhere_at_all"):
+        load_plugin("advantage", "lost", config(), plugins_builtins())
+
+
+# -- the other kinds -------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_tells_which_keywords_it_takes(write: Callable[..., str]) -> None:
+    name = write(
+        "def plain(response, reference): return 1.0\n"
+        "async def rich(response, reference, *, prompt, example, params): return 1.0\n"
+        "def everything(response, reference, **kwargs): return 1.0\n"
+        "def wrong(response): return 1.0\n"
+    )
+    keywords = {
+        function: inspect_call("reward", load_plugin("reward", f"{name}.{function}", config())).keywords
+        for function in ("plain", "rich", "everything")
+    }
+    assert keywords == {"plain": frozenset(), "rich": {"prompt", "example", "params"}, "everything": {"prompt", "example", "params"}}
+    with pytest.raises(ConfigurationError, match=r"f\(response, reference, prompt=\.\.\., example=\.\.\., params=\.\.\.\)"):
+        load_plugin("reward", f"{name}.wrong", config())
+
+
+def test_a_data_source_must_take_its_params(write: Callable[..., str]) -> None:
+    name = write("def source(size, seed=0): return []\ndef held(split): return []")
+    with_params = TrainConfig.model_validate({"data": {"params": {"size": 3}}})
+    assert load_plugin("data", f"{name}.source", with_params)(3) == []
+    assert load_plugin("data", f"{name}.held", config())("train") == []
+    with pytest.raises(ConfigurationError, match="size"):
+        load_plugin("data", f"{name}.source", config())
+
+
+def test_an_engine_must_be_a_whole_subclass(write: Callable[..., str]) -> None:
+    name = write(
+        "from retrain.inference_engine.base import InferenceEngine\n"
+        "class Whole(InferenceEngine):\n    def sample(self, requests): return iter(())\n"
+        "class Partial(InferenceEngine): ...\n"
+        "class Other: ...\n"
+    )
+    assert load_plugin("engine", f"{name}.Whole", config()).__name__ == "Whole"
+    with pytest.raises(ConfigurationError, match="does not define sample"):
+        load_plugin("engine", f"{name}.Partial", config())
+    with pytest.raises(ConfigurationError, match="is the class Other, and must be a subclass of"):
+        load_plugin("engine", f"{name}.Other", config())
