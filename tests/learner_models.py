@@ -20,7 +20,7 @@ EOS = 3
 
 
 @cache
-def model_folder(family: str = "qwen3") -> str:
+def model_folder(family: str) -> str:
     """A random model of two layers, saved once a session."""
     import transformers
 

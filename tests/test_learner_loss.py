@@ -1,0 +1,124 @@
+"""Losses as pure functions: normalisation, clips, corrections and estimators."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.backends.local.loss import (
+    ActionTokens,
+    LossSettings,
+    cispo_weight,
+    clipped_terms,
+    gspo_ratio,
+    icepop_weight,
+    importance_sampling_loss,
+    kl_term,
+    policy_loss,
+    ppo_loss,
+    sequence_weights,
+    tis_weight,
+    token_weights,
+)
+
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
+
+
+@given(LENGTHS)
+def test_token_mean_gives_every_token_the_same_weight(lengths: list[int]) -> None:
+    weights = token_weights(lengths, "token_mean")
+    assert len(weights) == sum(lengths)
+    assert weights.sum().item() == pytest.approx(1 if sum(lengths) else 0)
+    assert len(set(weights.tolist())) <= 1
+
+
+@given(LENGTHS)
+def test_sequence_mean_gives_every_sequence_with_tokens_the_same_weight(lengths: list[int]) -> None:
+    per_sequence = [weight * length for weight, length in zip(sequence_weights(lengths, "sequence_mean"), lengths, strict=True)]
+    filled = [total for total, length in zip(per_sequence, lengths, strict=True) if length]
+    assert filled == pytest.approx([1 / len(filled)] * len(filled) if filled else [])
+
+
+@given(LENGTHS, st.integers(1, 100))
+def test_constant_divides_by_sequences_times_max_tokens(lengths: list[int], max_tokens: int) -> None:
+    assert sequence_weights(lengths, "constant", max_tokens) == [1 / (len(lengths) * max_tokens)] * len(lengths)
+
+
+def test_constant_without_max_tokens_is_an_error() -> None:
+    with pytest.raises(ValueError, match="max_tokens"):
+        sequence_weights([3], "constant", 0)
+
+
+@given(LENGTHS.filter(lambda lengths: sum(lengths) > 0), st.integers(0, 999))
+def test_on_policy_all_modes_have_the_gradient_of_reinforce(lengths: list[int], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    old = -torch.rand(sum(lengths), generator=draw, dtype=torch.float64) - 0.1
+    advantages = torch.randn(sum(lengths), generator=draw, dtype=torch.float64)
+    weights = token_weights(lengths, "token_mean")
+    for settings in (
+        LossSettings(),
+        LossSettings(mode="ppo", clip_low=0.2, clip_high=0.2),
+        LossSettings(mode="gspo", clip_low=3e-4, clip_high=4e-4),
+        LossSettings(mode="cispo", clip_high=4.0),
+    ):
+        new = old.clone().requires_grad_()
+        policy_loss(ActionTokens(new, old, old, advantages, weights, lengths), settings).backward()
+        torch.testing.assert_close(new.grad, -advantages * weights)
+
+
+def test_ppo_cuts_the_gradient_only_where_the_ratio_left_the_clip_in_the_advantages_direction() -> None:
+    new = torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64, requires_grad=True)  # ratios e^0.5 = 1.65 and e^-0.5 = 0.61
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    clipped_terms(new.exp(), advantages, 0.2, 0.2).sum().backward()
+    assert new.grad is not None
+    assert (new.grad != 0).tolist() == [False, True, True, False]
+
+
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
+    ratios, advantages = torch.tensor([10.0, 10.0]), torch.tensor([-2.0, 2.0])
+    assert clipped_terms(ratios, advantages, 0.2, 0.2, dual_clip=3.0).tolist() == pytest.approx([6.0, -2.4])
+
+
+def test_gspo_ratio_is_the_geometric_mean_of_each_sequence() -> None:
+    new = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
+    old = torch.tensor([-1.5, -1.0, -0.5, -1.0], dtype=torch.float64)
+    assert gspo_ratio(new, old, [3, 0, 1]).tolist() == pytest.approx([math.exp(-0.5 / 3), 1.0, math.exp(-2)])
+
+
+def test_weights_of_corrections_are_clipped_dropped_and_carry_no_gradient() -> None:
+    train = torch.tensor([0.0, 1.0, -1.0, 3.0], requires_grad=True)
+    sampler = torch.zeros(4)
+    assert tis_weight(train, sampler, 2.0).tolist() == pytest.approx([1, 2, math.exp(-1), 2])
+    assert icepop_weight(train, sampler, 0.5, 5.0).tolist() == pytest.approx([1, math.e, 0, 0])
+    assert cispo_weight(train, sampler, 0.5, 4.0).tolist() == pytest.approx([1, math.e, 0.5, 4])
+    assert not any(f(train, sampler).requires_grad for f in (tis_weight, icepop_weight, cispo_weight))
+
+
+@given(st.floats(-5, 0), st.floats(-5, 0))
+def test_k2_and_k3_are_never_negative_and_zero_on_policy(new: float, reference: float) -> None:
+    a, b = torch.tensor([new], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64)
+    assert kl_term(a, b, "k2").item() >= 0
+    assert kl_term(a, b, "k3").item() >= -1e-15
+    assert kl_term(a, a, "k1").item() == kl_term(a, a, "k2").item() == kl_term(a, a, "k3").item() == 0
+
+
+def test_a_huge_mismatch_cannot_overflow() -> None:
+    new, old = torch.tensor([0.0]), torch.tensor([-1000.0])
+    assert importance_sampling_loss(new, old, torch.tensor([1.0]), [1]).item() == pytest.approx(-math.exp(20), rel=1e-5)
+
+
+def test_whole_batch_losses_give_the_golden_numbers() -> None:
+    new = torch.tensor([-0.5, -1.0, -2.0, -0.1, -0.3], dtype=torch.float64)
+    old = torch.tensor([-0.6, -1.0, -1.0, -0.1, -0.9], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 0.5, 1.0, -1.0, -0.5], dtype=torch.float64)
+    assert importance_sampling_loss(new, old, advantages, [3, 2], "token_mean", 10).item() == pytest.approx(
+        -0.012398191810367092, rel=1e-12
+    )
+    assert ppo_loss(new, old, advantages, [3, 2]).item() == pytest.approx(-0.012398191810367092, rel=1e-12)
+
+
+def test_no_tokens_is_no_loss() -> None:
+    empty = torch.empty(0, dtype=torch.float64)
+    assert importance_sampling_loss(empty, empty, empty, []).item() == 0
