@@ -434,6 +434,18 @@ def test_legacy_keys_join_options_that_are_there() -> None:
         assert load_text(new).backend.options == {"zmq_hwm": 3, "transport": "zmq"}
 
 
+def test_migration_keeps_comments_and_works_in_every_form_of_table() -> None:
+    for text in (
+        '[backend]\noptions = { zmq_hwm = 3 } # few\nprime_rl_transport = "zmq"  # fast\n',
+        '[backend]\nprime_rl_transport = "zmq" # fast\noptions.zmq_hwm = 3 # few\n',
+        'backend.prime_rl_transport = "zmq" # fast\nbackend.prime_rl_zmq_hwm = 3 # few\n',
+        'backend = { prime_rl_transport = "zmq", prime_rl_zmq_hwm = 3 } # few and fast\n',
+    ):
+        new = migrate_text(text)
+        assert load_text(new).backend.options == {"transport": "zmq", "zmq_hwm": 3}
+        assert "few" in new and "fast" in new
+
+
 def test_a_migrated_file_of_crlf_lines_stays_one() -> None:
     new = migrate_text(LEGACY.replace("\n", "\r\n"))
     assert "prime_rl_" not in new

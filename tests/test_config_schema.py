@@ -131,7 +131,7 @@ SOME_VALUES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(SOME_VALUES)
 def test_a_stored_configuration_loads_as_the_same(chosen: list[tuple[Key, Any]]) -> None:
     data: dict[str, dict[str, Any]] = {}

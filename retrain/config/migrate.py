@@ -9,10 +9,11 @@ from typing import Any
 
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import Item
+from tomlkit.items import InlineTable, Item, Table
 
 from retrain.errors import ConfigurationError
 
+BACKEND = "backend"
 LEGACY_PREFIX = "prime_rl_"
 
 
@@ -26,15 +27,18 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
     except TOMLKitError as error:
         message = str(error)
         raise ConfigurationError(f"{name} is not valid TOML: {message[:1].lower()}{message[1:].rstrip('.')}.") from error
-    backend = document.get("backend")
+    backend = document.get(BACKEND)
     if not isinstance(backend, MutableMapping):
         return text
     legacy = [key for key in backend if key.startswith(LEGACY_PREFIX)]
     if not legacy:
         return text
-    options = _options_of(backend, name)
+    adds_section = "options" not in backend and isinstance(backend, Table) and f"[{BACKEND}]" in text
+    options = _options_of(backend, name, adds_section)
     for key in legacy:
         _move(backend, options, key, name)
+    if adds_section and list(document)[-1] != BACKEND:
+        options.add(tomlkit.nl())  # type: ignore[attr-defined]  # a blank line before the section that follows
     return _with_line_ends_of(text, tomlkit.dumps(document))
 
 
@@ -44,9 +48,9 @@ def unified_diff(old: str, new: str, name: str) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-def _options_of(backend: MutableMapping[str, Any], name: str) -> MutableMapping[str, Any]:
+def _options_of(backend: MutableMapping[str, Any], name: str, adds_section: bool) -> MutableMapping[str, Any]:
     if "options" not in backend:
-        backend["options"] = tomlkit.table()
+        backend["options"] = tomlkit.table() if adds_section else tomlkit.inline_table()
     options = backend["options"]
     if not isinstance(options, MutableMapping):
         raise ConfigurationError(f"{name}: [backend] options is not a table; make it one and migrate again.")
@@ -62,8 +66,15 @@ def _move(backend: MutableMapping[str, Any], options: MutableMapping[str, Any], 
             "contradict each other; delete one and migrate again."
         )
     del backend[key]
+    if isinstance(options, InlineTable) and value.trivia.comment:
+        _keep_comment(options, value.trivia.comment)
     if new_key not in options:
         options[new_key] = value
+
+
+def _keep_comment(options: InlineTable, comment: str) -> None:
+    """An inline table has no room for comments inside, so the comment joins the one behind it."""
+    options.comment(f"{options.trivia.comment}; {comment.lstrip('# ')}".removeprefix("; "))
 
 
 def _shown(value: Any) -> str:
