@@ -26,6 +26,7 @@ class Decoder:
 
     def __init__(self, model: nn.Module, flash: bool) -> None:
         self._model = model
+        self._modules = list(model.modules())
         base: Any = model
         self._base: Any = base.get_base_model() if hasattr(model, "peft_config") else base
         self._config: Any = self._base.config
@@ -59,7 +60,7 @@ class Decoder:
         no_grad and not inference_mode: some rotary embeddings store buffers on the module during a forward, and an inference
         tensor there would break the learner's backward.
         """
-        training = [module for module in self._model.modules() if module.training]
+        training = [module for module in self._modules if module.training]
         configs = {id(config): config for config in (self._config, self._text_config)}.values()
         kernels = [config._attn_implementation for config in configs]
         with ExitStack() as stack:

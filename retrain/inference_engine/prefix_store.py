@@ -5,6 +5,8 @@ from collections import OrderedDict
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.kv_cache import PromptState
 
+PromptKey = tuple[NoiseKey, int, bytes]
+
 
 class PrefixStore:
     """The newest prompts up to a number of tokens.
@@ -16,15 +18,15 @@ class PrefixStore:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._tokens = 0
-        self._states: OrderedDict[tuple[NoiseKey, int, bytes], PromptState] = OrderedDict()
+        self._states: OrderedDict[PromptKey, PromptState] = OrderedDict()
 
-    def get(self, request: SampleRequest) -> PromptState | None:
-        return self._states.get(_key(request))
+    def get(self, key: PromptKey) -> PromptState | None:
+        return self._states.get(key)
 
-    def put(self, request: SampleRequest, state: PromptState) -> None:
-        if len(state.token_ids) > self._max_tokens or _key(request) in self._states:
+    def put(self, key: PromptKey, state: PromptState) -> None:
+        if len(state.token_ids) > self._max_tokens or key in self._states:
             return
-        self._states[_key(request)] = state
+        self._states[key] = state
         self._tokens += len(state.token_ids)
         while self._tokens > self._max_tokens:
             _, dropped = self._states.popitem(last=False)
@@ -35,5 +37,5 @@ class PrefixStore:
         self._tokens = 0
 
 
-def _key(request: SampleRequest) -> tuple[NoiseKey, int, bytes]:
+def prompt_key(request: SampleRequest) -> PromptKey:
     return request.noise, request.adapter_slot, request.prompt_ids.tobytes()

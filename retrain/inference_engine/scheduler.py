@@ -12,7 +12,7 @@ from torch import Tensor
 from retrain.errors import RunFailed
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import KVArena, PromptState
-from retrain.inference_engine.prefix_store import PrefixStore
+from retrain.inference_engine.prefix_store import PrefixStore, PromptKey, prompt_key
 from retrain.inference_engine.rows import Rows, Waiting
 from retrain.inference_engine.sampling import Draws, draw
 from retrain.types import Completion
@@ -49,7 +49,7 @@ class DecodeRun:
         self._most_tokens = max(one.tokens for one in waiting)
         self._max_rows = max(1, min(limits.rows, limits.tokens // self._most_tokens, len(waiting)))
         self._rows = Rows(self._max_rows, max(one.limit for one in waiting))
-        self._prompts: dict[int, PromptState] = {}
+        self._prompts: dict[PromptKey, PromptState] = {}
         self._arena: KVArena | None = None
 
     @property
@@ -114,21 +114,22 @@ class DecodeRun:
         """The prompts' states in the order of `admitted`, each computed once a group unless prefixes are not shared."""
         if self._prefixes is None:
             return self._prefill(admitted)
-        new: dict[int, Waiting] = {}
-        for one in admitted:
-            if one.request_index in self._prompts or one.request_index in new:
+        keys = [prompt_key(one.request) for one in admitted]
+        new: dict[PromptKey, Waiting] = {}
+        for key, one in zip(keys, admitted, strict=True):
+            if key in self._prompts or key in new:
                 continue
-            known = self._prefixes.get(one.request)
+            known = self._prefixes.get(key)
             if known is None:
-                new[one.request_index] = one
+                new[key] = one
             else:
-                self._prompts[one.request_index] = known
-        for one, state in zip(new.values(), self._prefill(list(new.values())), strict=True):
-            self._prompts[one.request_index] = state
-            self._prefixes.put(one.request, state)
-        states = [self._prompts[one.request_index] for one in admitted]
-        still_needed = {one.request_index for one in self._queue}
-        self._prompts = {index: state for index, state in self._prompts.items() if index in still_needed}
+                self._prompts[key] = known
+        for key, state in zip(new, self._prefill(list(new.values())), strict=True):
+            self._prompts[key] = state
+            self._prefixes.put(key, state)
+        states = [self._prompts[key] for key in keys]
+        still_needed = {prompt_key(self._queue[0].request)} if self._queue else set()
+        self._prompts = {key: state for key, state in self._prompts.items() if key in still_needed}
         return states
 
     def _prefill(self, completions: Sequence[Waiting]) -> list[PromptState]:
