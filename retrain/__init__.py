@@ -1,3 +1,23 @@
-"""retrain: reinforcement learning with verifiable rewards for language models."""
+"""retrain: reinforcement learning with verifiable rewards for language models.
+
+`load_config` reads a TOML, `train` runs it. Both are imported when first used, so that `import retrain` is cheap.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retrain.config import load_config
+    from retrain.trainer import Run, train
 
 __version__ = "0.1.0"
+__all__ = ["Run", "__version__", "load_config", "train"]
+
+_HOMES = {"load_config": "config", "Run": "trainer", "train": "trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -56,11 +56,11 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
     arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".tmp-{path.name}")
-    # safetensors keeps no order of its arrays, so the stages are listed beside them.
+    # safetensors keeps no order of its arrays, so the stages are listed beside them; one entry, since it orders entries at random.
     save_file(
         {name: np.ascontiguousarray(values) for name, values in arrays.items()},
         aside,
-        metadata={"step": str(step), "stages": json.dumps(list(table.advantages))},
+        metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
     )
     aside.replace(path)
     sync_folder(path.parent)
@@ -70,7 +70,7 @@ def read_tokens(path: Path) -> TokenTable:
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:
-        stages: list[str] = json.loads((file.metadata() or {})["stages"])
+        stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
     return TokenTable(
         offsets=arrays["offsets"],

@@ -1,0 +1,7 @@
+"""`python -m retrain` is `retrain`."""
+
+import sys
+
+from retrain.cli.main import main
+
+sys.exit(main())

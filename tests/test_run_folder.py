@@ -1,0 +1,184 @@
+"""A run's folder: whose it is, what is in it, and what signals do to it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from retrain import train
+from retrain.config import dump_toml
+from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.session import Session
+from tests.runs import lines, small
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train(small(folder, evaluation={"at_start": True, "at_end": True, "max_examples": 4, "samples": 2, "k": [1, 2]}), quiet=True)
+    return folder
+
+
+def test_every_promised_file_is_there(done: Path) -> None:
+    expected = ["metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "evaluation.jsonl", "config.toml"]
+    expected += ["environment.json", "summary.json", "trainer_state.json", "checkpoints/step_000002", "checkpoints/step_000004"]
+    assert [name for name in [*expected, "checkpoints/final/adapter_model.safetensors"] if not (done / name).exists()] == []
+
+
+def test_the_summary_holds_both_evaluations_and_the_last_metrics(done: Path) -> None:
+    summary = json.loads((done / "summary.json").read_text())
+    assert summary["status"] == "done"
+    assert summary["steps"] == 4
+    assert summary["seconds"] > 0 and summary["tokens"] > 0
+    for when, step in (("before", 0), ("after", 4)):
+        evaluation = summary["evaluation"][when]
+        low, high = evaluation["interval"]
+        assert evaluation["step"] == step
+        assert low <= evaluation["pass@1"] <= high
+        assert evaluation["pass@2"] >= evaluation["pass@1"]
+    assert summary["last"] == lines(done / "metrics.jsonl")[-1]
+
+
+def test_the_gate_stands_in_the_log(done: Path) -> None:
+    gate = json.loads((done / "environment.json").read_text())["parity_gate"]
+    assert gate["max_difference"] < 1e-4
+    assert gate["tokens"] > 0
+
+
+def test_the_final_adapter_loads_in_peft(done: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from retrain.data.lab import MODEL_PATH
+
+    base = AutoModelForCausalLM.from_pretrained(MODEL_PATH)
+    adapted = PeftModel.from_pretrained(base, done / "checkpoints" / "final")
+    assert any(parameter.abs().sum() > 0 for name, parameter in adapted.named_parameters() if "lora_B" in name)
+
+
+def test_a_folder_with_a_run_is_not_written_again_unless_told_to(done: Path, tmp_path: Path) -> None:
+    before = (done / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigurationError, match=r"already holds a run.*--resume.*--overwrite"):
+        train(small(done), quiet=True)
+    assert (done / "metrics.jsonl").read_bytes() == before
+
+
+def test_overwrite_starts_anew_and_leaves_foreign_files_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(small(folder, training={"max_steps": 1}), quiet=True)
+    (folder / "notes.txt").write_text("mine")
+    train(small(folder, training={"max_steps": 2}), overwrite=True, quiet=True)
+    assert len(lines(folder / "metrics.jsonl")) == 2
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "weights").write_text("precious")
+    with pytest.raises(ConfigurationError, match="was not made by retrain"):
+        train(small(tmp_path), overwrite=True, quiet=True)
+    assert (tmp_path / "checkpoints" / "weights").read_text() == "precious"
+
+
+def test_a_given_adapter_path_is_honoured_and_another_runs_checkpoints_are_safe(tmp_path: Path) -> None:
+    shared = {"backend": {"devices": "cpu", "adapter_path": str(tmp_path / "adapters")}, "training": {"max_steps": 2}}
+    train(small(tmp_path / "one" / "run", **shared), quiet=True)
+    assert (tmp_path / "adapters" / "run" / "final" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "one" / "run" / "checkpoints").exists()
+    with pytest.raises(ConfigurationError, match="another run"):
+        train(small(tmp_path / "two" / "run", **shared), quiet=True)
+    resumed = small(tmp_path / "one" / "run", **shared | {"training": {"max_steps": 3}, "resume": {"from": str(tmp_path / "one" / "run")}})
+    assert train(resumed, quiet=True).summary.steps == 3
+    train(small(tmp_path / "one" / "run", **shared), overwrite=True, quiet=True)
+
+
+def test_two_writers_of_one_folder_are_refused_and_the_owner_is_named(tmp_path: Path) -> None:
+    with Session.open(small(tmp_path / "run"), overwrite=False, quiet=True), pytest.raises(ConfigurationError, match=f"pid {os.getpid()}"):
+        train(small(tmp_path / "run"), quiet=True)
+
+
+def test_a_seed_is_drawn_once_and_stored(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = train(small(folder, training={"seed": -1, "max_steps": 1}), quiet=True)
+    again = train(small(folder, training={"seed": -1, "max_steps": 2}, resume={"from": str(folder)}), quiet=True)
+    assert first.summary.seed == again.summary.seed >= 0
+    assert f"seed = {first.summary.seed}" in (folder / "config.toml").read_text()
+
+
+def test_max_hours_stops_with_the_state_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = train(small(folder, training={"max_hours": 1e-9}), quiet=True)
+    assert run.summary.steps == 1
+    assert train(small(folder, resume={"from": str(folder)}), quiet=True).summary.steps == 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_saves_and_exits_with_its_code(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run.toml"
+    file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "retrain", str(file)], env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    wait_for_lines(folder / "metrics.jsonl", 2, process)
+    process.send_signal(signal.SIGUSR1)  # saves and goes on
+    deadline = time.monotonic() + 60
+    while not list((folder / "checkpoints").glob("step_*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.poll() is None
+    saved = len(list((folder / "checkpoints").glob("step_*")))
+    assert saved == 1
+    wait_for_lines(folder / "metrics.jsonl", len(lines(folder / "metrics.jsonl")) + 2, process)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == code, error.decode()
+    assert b"Traceback" not in error
+    steps = len(lines(folder / "metrics.jsonl"))
+    assert (folder / "checkpoints" / f"step_{steps:06d}" / "manifest.json").is_file()
+
+
+def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[bytes]") -> None:
+    while process.poll() is None and (not path.exists() or len(path.read_bytes().splitlines()) < count):
+        time.sleep(0.02)
+
+
+def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrain.backends.local.backend import LocalBackend
+    from retrain.errors import EnvironmentFailure
+
+    calls = []
+
+    def full(backend: LocalBackend, folder: Path) -> None:
+        calls.append(folder)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalBackend, "save", full)
+    with pytest.raises(EnvironmentFailure, match=r"No space left.*--resume"):
+        train(small(tmp_path / "run", training={"max_steps": 9, "save_every": 2}), quiet=True)
+    assert len(calls) == 3
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 4  # due at 2, again at 3 and 4
+
+
+def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:
+    with Session.open(small(tmp_path / "run"), overwrite=False, quiet=True) as session:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted, match="SIGINT"):
+            session.interrupts.check()
+        with pytest.raises(Interrupted, match="at once"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_rewards_that_cannot_be_judged_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_reward.py").write_text("def score(response, reference):\n    raise KeyError('judge is down')\n")
+    monkeypatch.chdir(tmp_path)
+    config = small(tmp_path / "run", reward={"type": "custom", "custom_module": "broken_reward"}, training={"batch_size": 8})
+    with pytest.raises(RunFailed, match=r"could not be judged.*judge is down"):
+        train(config, quiet=True)
+    record = lines(tmp_path / "run" / "metrics.jsonl")[0]
+    assert record["reward_could_not_judge"] == 32
+    assert record["mean_reward"] is None and record["correct_rate"] is None
+    assert record["num_datums"] == 0

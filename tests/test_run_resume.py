@@ -1,0 +1,126 @@
+"""Resume is exact: N steps equal k steps + resume + N - k steps, byte for byte, wherever the run was cut."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain import train
+from retrain.config import dump_toml
+from retrain.errors import ConfigurationError, Interrupted
+from retrain.session import Session
+from tests.runs import lines, small, timeless
+
+EVERYTHING: dict[str, Any] = {
+    "algorithm": {"transform_mode": "gtpo_sepa"},
+    "sepa": {"schedule": "auto", "steps": 4, "delay_steps": 1, "warmup": 2},
+    "lora": {"dropout": 0.2},
+    "training": {"max_steps": 6, "updates_per_batch": 2, "minibatches": 2, "lr_schedule": "cosine", "lr_warmup_steps": 2, "save_every": 2},
+    "loss": {"mode": "ppo", "kl_coef": 0.01, "max_grad_norm": 1.0, "old_logprobs": "recomputed"},
+    "evaluation": {"every": 3, "at_start": True, "max_examples": 4},
+    "logging": {"tokens_every": 2},
+}
+"""A run in which every stateful part has state."""
+
+
+def merged(**extra: dict[str, Any]) -> dict[str, Any]:
+    return {section: EVERYTHING.get(section, {}) | extra.get(section, {}) for section in {*EVERYTHING, *extra}}
+
+
+def assert_same_run(left: Path, right: Path) -> None:
+    assert timeless(left / "metrics.jsonl") == timeless(right / "metrics.jsonl")
+    for name in ("emergence/generations.jsonl", "evaluation.jsonl"):
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
+    files = sorted(path.relative_to(left) for folder in ("checkpoints/step_000006", "tokens") for path in (left / folder).iterdir())
+    assert any(path.name == "optimizer.safetensors" for path in files)
+    for name in files:
+        if name.name not in ("trainer_state.json", "manifest.json"):  # they hold seconds
+            assert (left / name).read_bytes() == (right / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    train(small(folder, **EVERYTHING), quiet=True)
+    return folder
+
+
+def test_the_straight_run_learned_something_at_every_step(straight: Path) -> None:
+    """Otherwise the equalities below would hold for any bug."""
+    records = lines(straight / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(6))
+    assert all(record["num_datums"] > 0 and record["grad_norm"] > 0 for record in records)
+
+
+def run_until(cut: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt a run between two steps, as a signal does."""
+    real = Session.evaluate_if_due
+
+    def stop_at_cut(session: Session) -> None:
+        if session.state.step == cut:
+            raise Interrupted("cut", signal.SIGINT)
+        real(session)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Session, "evaluate_if_due", stop_at_cut)
+        train(small(folder, **EVERYTHING), quiet=True)
+
+
+@pytest.mark.parametrize("cut", [2, 3])
+def test_k_steps_and_a_resume_equal_the_straight_run(straight: Path, tmp_path: Path, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    run_until(cut, folder, monkeypatch)
+    train(small(folder, **merged(resume={"from": str(folder)})), quiet=True)
+    assert_same_run(straight, folder)
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_but_no_bytes(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run_until(5, folder, monkeypatch)
+    adapter = folder / "checkpoints/step_000005/adapter_model.safetensors"
+    adapter.write_bytes(adapter.read_bytes()[:-1] + bytes([adapter.read_bytes()[-1] ^ 1]))
+    train(small(folder, **merged(resume={"from": str(folder)})))
+    assert "step_000005 is not used: adapter_model.safetensors differs" in capsys.readouterr().out
+    assert_same_run(straight, folder)
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_killed_run_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, attempt: int) -> None:
+    folder = tmp_path / "run"
+    config = small(folder, **EVERYTHING)
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(config), encoding="utf-8")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "retrain", str(file), "--quiet"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    metrics, rng = folder / "metrics.jsonl", random.Random(attempt)
+    wanted = rng.randrange(0, 6)
+    while process.poll() is None and (len(lines_so_far(metrics)) < wanted or not (folder / ".retrain.json").exists()):
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, 0.3))
+    process.kill()
+    process.communicate()
+    subprocess.run([*command, "--resume", str(folder)], env=environment, check=True)
+    assert_same_run(straight, folder)
+
+
+def lines_so_far(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def test_what_may_not_change_is_refused_with_both_values(straight: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"lr.*0\.5.*0\.001|lr.*0\.001.*0\.5"):
+        train(small(straight, **merged(training={"lr": 0.5}, resume={"from": str(straight)})), quiet=True)
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        train(small(tmp_path / "x", resume={"from": str(tmp_path)}), quiet=True)
