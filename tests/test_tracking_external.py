@@ -117,3 +117,22 @@ def test_tensorboard_writes_the_metrics(tmp_path: Path) -> None:
     tracker.close()
     [events] = folder.tensorboard.iterdir()
     assert b"train/entropy/exec_mean" in events.read_bytes()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="needs the extra trackio")
+def test_trackio_goes_on_in_the_same_run_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    from retrain.tracking.trackio import TrackioTracker
+
+    names = []
+    state: dict[str, str] = {}
+    for step in (0, 1):
+        tracker = TrackioTracker(ExternalSettings(config(), RunFolder(tmp_path), "grpo+none", Redactor({}), state, step))
+        tracker.start("cpu")
+        tracker.step(StepRecord(step=step, condition="grpo+none", loss=0.5))
+        state = tracker.state()
+        names.append(state["trackio_run_name"])
+        tracker.close()
+    assert names[0] == names[1] and capsys.readouterr().out == ""
