@@ -27,7 +27,9 @@ def evaluate_run(path: Path, *, checkpoint: int | None = None, overrides: Overri
         raise ConfigurationError(f"{path} holds no run of retrain (no {folder.config.name}); name a run's folder or a configuration.")
     if not path.is_dir() and checkpoint is not None:
         raise ConfigurationError(f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration.")
-    config = replaced(load_config(folder.config if path.is_dir() else path, overrides), {"evaluation.at_end": True})
+    stored = path.is_dir()  # a stored configuration is complete: the variables of today's shell are none of its business
+    given = load_config(folder.config, overrides, environ={}) if stored else load_config(path, overrides)
+    config = replaced(given, {"evaluation.at_end": True})
     refuse_not_built(config)
     found = _checkpoint(folder, checkpoint, say) if path.is_dir() else None
     return _evaluate(config, found, say)

@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from retrain.checkpoint import Checkpoint, CheckpointStore, TrainerState, replace_file
-from retrain.config import TrainConfig, config_hash, load_config, replaced, resume_differences, with_drawn_seed
+from retrain.config import TrainConfig, config_hash, load_stored, replaced, resume_differences, with_drawn_seed
 from retrain.errors import ConfigurationError
 from retrain.tracking.run_folder import MARKER, RunFolder, mark
 
@@ -98,7 +98,7 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool) -> Opening
 
 
 def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
-    stored = load_config(folder.config, environ={})
+    stored = load_stored(folder.config)
     changes: dict[str, object] = {"logging.log_dir": str(folder.path)}
     if config.training.seed == -1:  # drawn when the run began
         changes["training.seed"] = stored.training.seed

@@ -100,7 +100,8 @@ class Session:
         result = run_parity_gate(self.config, self.parts)
         self.tracker.message(result.line())
         environment = json.loads(self.folder.environment.read_text(encoding="utf-8"))
-        replace_file(self.folder.environment, json.dumps(environment | {"parity_gate": result.to_json()}, indent=2) + "\n")
+        environment |= {"parity_gate": result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
+        replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.store.rehearse(_CHECKPOINT_BYTES_PER_PARAMETER * self.parts.backend.num_trainable)
 
     # -- one step ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.backends import build_backend
 from retrain.backends.base import Backend
 from retrain.config import TrainConfig
+from retrain.config.outcomes import per_token_refusals
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
+from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluator
 from retrain.noise import Stream
 from retrain.parity import GateInputs, GateResult, parity_gate
@@ -19,6 +21,9 @@ from retrain.tokenization import TextModel, load_text_model
 from retrain.types import MachineChoices, Prompt
 
 Say = Callable[[str], None]
+
+_EVALUATION_ORDER_SEED = 0
+"""Sources are sorted by subject, so the problems are taken in a shuffled order, which is no run's own."""
 
 @dataclass(frozen=True)
 class Parts:
@@ -48,6 +53,9 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say) ->
         scorer = build_scorer(config)  # its workers start while the model loads
         undo.callback(scorer.close)
         backend = build_backend(config, text.eos_ids, choices, say)
+        undo.callback(backend.close)
+        if problems := per_token_refusals(config, backend.capabilities.per_token_advantages):
+            raise ConfigurationError(problems)
         undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic)
     evaluator = Evaluator(sampler, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
@@ -75,14 +83,15 @@ def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
 
 
 def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say: Say) -> list[Prompt]:
-    """The held-out problems, the same ones in the same order for every run of a data set."""
+    """`[evaluation] max_examples` of the held-out problems, the same ones in the same order for every run of a data set."""
     loaded = load_examples(config, "heldout")
     prompts = encode_prompts(config, text, loaded)
     shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
-    say(f"Held-out evaluation on {len(prompts)} problems")
+    count = min(config.evaluation.max_examples or len(prompts), len(prompts))
+    say(f"Held-out evaluation on {count} of {len(prompts)} problems")
     for note in filter(None, (*prompts.notes, shared)):
         say(note)
-    return list(prompts.prompts)
+    return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
 
 
 def training_plan(config: TrainConfig) -> SamplingPlan:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from retrain import load_config  # noqa: F401 - the promised import is the one users write
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.merging import deep_merge
 
@@ -14,7 +13,16 @@ SMALL: dict[str, Any] = {
     # Half of the completions are right whatever the model writes, so that every step learns something.
     "reward": {"type": "random"},
     "algorithm": {"advantage_mode": "maxrl", "transform_mode": "none"},
-    "training": {"seed": 3, "max_steps": 4, "batch_size": 2, "group_size": 4, "max_tokens": 12, "temperature": 1.0, "lr": 1e-3, "save_every": 2},
+    "training": {
+        "seed": 3,
+        "max_steps": 4,
+        "batch_size": 2,
+        "group_size": 4,
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "lr": 1e-3,
+        "save_every": 2,
+    },
     "backend": {"devices": "cpu"},
 }
 

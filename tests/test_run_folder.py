@@ -121,9 +121,8 @@ def test_max_hours_stops_with_the_state_saved(tmp_path: Path) -> None:
 def test_one_signal_saves_and_exits_with_its_code(tmp_path: Path, number: signal.Signals, code: int) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "retrain", str(file)], env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command, environment = [sys.executable, "-m", "retrain", str(file)], os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     wait_for_lines(folder / "metrics.jsonl", 2, process)
     process.send_signal(signal.SIGUSR1)  # saves and goes on
     deadline = time.monotonic() + 60
