@@ -1,0 +1,274 @@
+"""Makes the lab's model: the tokenizer, a tiny Qwen3, and 500 steps of pre-training on synthetic text, with one fixed seed.
+
+    python scripts/make_lab_model.py                  # writes retrain/assets/lab
+    python scripts/make_lab_model.py --output DIR --steps 20
+
+Left out on purpose: any data that is not generated here, and any training on the held-out problems. The output is an ordinary
+transformers folder. Bits differ between machines and versions of torch; the measured rates should not.
+"""
+
+import argparse
+import json
+import random
+import re
+import time
+from pathlib import Path
+
+import torch
+from lab_text import ERROR_RATE, SECOND_TRY_RATE, conversation
+from muon import Muon
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from retrain.data.lab import FAMILIES, MODEL_PATH, examples
+
+SEED = 20_260_801
+STEPS = 500
+BATCH = 64
+MUON_LEARNING_RATE = 0.02
+ADAMW_LEARNING_RATE = 4e-3  # embeddings and norms
+WARMUP_STEPS = 20
+DECAY_SHARE = 0.4  # of the steps, at the end
+MAX_STRETCH = 1.25  # longest over shortest sequence of a micro-batch, so that little is padding
+REPORT_EVERY = 20
+MAX_NEW_TOKENS = 160
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, in byte order, then the three special tokens: every text survives encoding and decoding."""
+    alphabet = _byte_level_alphabet()
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+def _byte_level_alphabet() -> list[str]:
+    """[256] the printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    stand_ins = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def encode_conversation(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[bool]]:
+    """Token ids as the chat template renders them, and True where the token is the assistant's own, its end of turn included."""
+    text = tokenizer.apply_chat_template(conversation(rng), tokenize=False)
+    ids = tokenizer.encode(text)
+    header = tokenizer.encode(f"{START}assistant\n")
+    mask, position = [False] * len(ids), 0
+    while position < len(ids):
+        if ids[position : position + len(header)] == header:
+            position += len(header)
+            end = ids.index(tokenizer.eos_token_id, position) + 1
+            mask[position:end] = [True] * (end - position)
+            position = end
+        else:
+            position += 1
+    return ids, mask
+
+
+def micro_batches(tokenizer: PreTrainedTokenizerFast, step: int) -> list[tuple[Tensor, Tensor]]:
+    """The sequences of a step as [rows, length] ids and labels; -100 where nothing is learned."""
+    rng = random.Random(SEED * 1_000_003 + step)
+    rows = sorted((encode_conversation(tokenizer, rng) for _ in range(BATCH)), key=lambda row: len(row[0]))
+    parts: list[list[tuple[list[int], list[bool]]]] = [[]]
+    for row in rows:
+        if parts[-1] and len(row[0]) > MAX_STRETCH * len(parts[-1][0][0]):
+            parts.append([])
+        parts[-1].append(row)
+    return [_pad(part, tokenizer.pad_token_id) for part in parts]
+
+
+def _pad(rows: list[tuple[list[int], list[bool]]], pad: int) -> tuple[Tensor, Tensor]:
+    length = len(rows[-1][0])
+    ids = torch.full((len(rows), length), pad)
+    labels = torch.full((len(rows), length), -100)
+    for i, (tokens, mask) in enumerate(rows):
+        ids[i, : len(tokens)] = torch.tensor(tokens)
+        labels[i, : len(tokens)] = torch.where(torch.tensor(mask), ids[i, : len(tokens)], -100)
+    return ids, labels
+
+
+def schedule(step: int, steps: int) -> float:
+    """Factor on the learning rates: warm-up, constant, then linear to nearly zero."""
+    return min((step + 1) / WARMUP_STEPS, 1.0, 0.02 + (steps - step) / (DECAY_SHARE * steps))
+
+
+def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> float:
+    """Returns the mean loss of the last REPORT_EVERY steps in nats per token."""
+    hidden = {name for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
+    muon = Muon(p for name, p in model.named_parameters() if name in hidden)
+    adamw = torch.optim.AdamW((p for name, p in model.named_parameters() if name not in hidden), betas=(0.9, 0.95), weight_decay=0.0)
+    started, losses = time.monotonic(), []
+    for step in range(steps):
+        losses.append(accumulate_gradients(model, micro_batches(tokenizer, step)))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.step(MUON_LEARNING_RATE * schedule(step, steps))
+        adamw.param_groups[0]["lr"] = ADAMW_LEARNING_RATE * schedule(step, steps)
+        adamw.step()
+        adamw.zero_grad()
+        if (step + 1) % REPORT_EVERY == 0:
+            print(
+                f"step {step + 1:3d}  loss {sum(losses[-REPORT_EVERY:]) / REPORT_EVERY:.4f}  {time.monotonic() - started:5.0f} s",
+                flush=True,
+            )
+    return sum(losses[-REPORT_EVERY:]) / len(losses[-REPORT_EVERY:])
+
+
+def accumulate_gradients(model: Qwen3ForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> float:
+    """One step's gradient, normalised by the tokens of all its micro-batches. Returns the loss."""
+    targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in batches)
+    total = 0.0
+    for ids, labels in batches:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / targets
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+@torch.inference_mode()
+def pass_rate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, difficulty: int, sampled: bool) -> tuple[float, float]:
+    """pass@1 over the held-out problems, one completion each, and the mean length of a completion in tokens."""
+    torch.manual_seed(SEED)
+    decoding = {"do_sample": True, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
+    held_out = examples("heldout", difficulty)
+    right = tokens = 0
+    for start in range(0, len(held_out), 128):
+        part = held_out[start : start + 128]
+        prompts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": e.prompt}], tokenize=False, add_generation_prompt=True) for e in part
+        ]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+        output = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **decoding)
+        for example, ids in zip(part, output[:, inputs["input_ids"].shape[1] :], strict=True):
+            completion = tokenizer.decode(ids, skip_special_tokens=True)
+            boxes = re.findall(r"\\boxed\{([^}]*)\}", completion)
+            right += bool(boxes) and boxes[-1] == example.reference
+            tokens += int((ids != tokenizer.pad_token_id).sum())
+    return right / len(held_out), tokens / len(held_out)
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """The generation configuration names the special tokens and nothing else, so that no sampling setting can leak."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def measure(folder: Path) -> list[str]:
+    """pass@1 of the saved model for every difficulty, as the rows of the model card's table."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    rows = []
+    for difficulty, name in enumerate([*FAMILIES, "all of them"], start=1):
+        question = examples("heldout", difficulty)[0].prompt
+        sampled, length = pass_rate(model, tokenizer, difficulty, sampled=True)
+        greedy, _ = pass_rate(model, tokenizer, difficulty, sampled=False)
+        rows.append(f"| {difficulty} | {name} | `{question}` | {sampled:.2f} | {greedy:.2f} | {length:.0f} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+CARD = """---
+license: mit
+library_name: transformers
+pipeline_tag: text-generation
+---
+# The lab's model
+
+A tiny causal language model for trying reinforcement learning with verifiable rewards on two CPU cores: Qwen3 architecture,
+{parameters:,} parameters, one token a byte, a chat template whose end of turn is the EOS. It answers arithmetic with written-out
+steps, often wrongly when sampled, and it plays guess-my-number ("higher", "lower") in two to six turns. It can do nothing else.
+
+```
+user:       61+58+35=?
+assistant:  let me think: 61+58=119. 119+35=154. \\boxed{{154}}
+```
+
+Made from nothing but synthetic text by `python scripts/make_lab_model.py`: seed {seed}, {steps} steps of {batch} conversations, Muon at {muon}
+for the hidden matrices and AdamW at {adamw} for the rest, {seconds:.0f} s on {threads} CPU threads (torch {torch}), last loss {loss:.3f} nats a
+token. In the text, each partial result is deliberately wrong with probability {error_rate}, and {second_try:.0%} of the solutions are
+worked a second time after "wait, let me check" or "let me verify". The text holds no held-out problem.
+
+pass@1 on the 512 held-out problems of each difficulty, one completion each, at temperature 1 and greedy, and the mean length of a
+sampled completion in tokens:
+
+| difficulty | family | for example | sampled | greedy | tokens |
+|---|---|---|---|---|---|
+{rows}
+
+Licence: MIT.
+"""
+
+
+def write_card(folder: Path, rows: list[str], parameters: int, seconds: float, loss: float, steps: int) -> None:
+    text = CARD.format(
+        parameters=parameters, seed=SEED, steps=steps, batch=BATCH, muon=MUON_LEARNING_RATE, adamw=ADAMW_LEARNING_RATE, seconds=seconds,
+        threads=torch.get_num_threads(), torch=torch.__version__, loss=loss, error_rate=ERROR_RATE, second_try=SECOND_TRY_RATE,
+        rows="\n".join(rows),
+    )  # fmt: skip
+    (folder / "README.md").write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=MODEL_PATH)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--measure", action="store_true", help="only measure the model that is there")
+    arguments = parser.parse_args()
+    if arguments.measure:
+        measure(arguments.output)
+        return
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    parameters = model.num_parameters()
+    print(f"{parameters:,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
+    started = time.monotonic()
+    loss = pretrain(model, tokenizer, arguments.steps)
+    seconds = time.monotonic() - started
+    print(f"seed {SEED}, {arguments.steps} steps of {BATCH} sequences in {seconds:.0f} s, last loss {loss:.4f}")
+    save(model, tokenizer, arguments.output)
+    write_card(arguments.output, measure(arguments.output), parameters, seconds, loss, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()
