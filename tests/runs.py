@@ -18,7 +18,7 @@ SMALL: dict[str, Any] = {
         "max_steps": 4,
         "batch_size": 2,
         "group_size": 4,
-        "max_tokens": 12,
+        "max_tokens": 24,
         "temperature": 1.0,
         "lr": 1e-3,
         "save_every": 2,

@@ -1,0 +1,140 @@
+"""What a whole run must get right: one policy, shared noise, groups that say what they were, a gate that stops what is broken."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrain import train
+from retrain.errors import RunFailed
+from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.types import Completion
+from tests.runs import lines, small, timeless
+
+
+def with_temperature(temperature: float) -> dict[str, Any]:
+    return {"training": {"temperature": temperature, "max_steps": 3, "updates_per_batch": 2}}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_ratio_is_one_before_the_first_optimizer_step_of_every_step(tmp_path: Path, temperature: float) -> None:
+    """Also after the weights have changed: the sampler serves the adapter that was just trained."""
+    train(small(tmp_path / "run", **with_temperature(temperature)), quiet=True)
+    records = lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(record["num_datums"] for record in records)
+    for record in records:
+        assert record["ratio_max"] == pytest.approx(1, abs=1e-4)
+        assert record["ess"] == pytest.approx(1, abs=1e-4)
+        assert abs(record["mismatch_k1"]) < 1e-4
+
+
+def test_conditions_of_one_seed_share_prompts_and_noise(tmp_path: Path) -> None:
+    """Common random numbers: before any learning, the arms of a comparison have written the very same completions."""
+    generations = []
+    for advantage, transform in (("grpo", "none"), ("maxrl", "gtpo_hicra")):
+        folder = tmp_path / advantage
+        algorithm = {"advantage_mode": advantage, "transform_mode": transform}
+        train(small(folder, algorithm=algorithm, training={"max_steps": 2}), quiet=True)
+        generations.append(lines(folder / "emergence" / "generations.jsonl"))
+    first, second = ([(g["prompt_id"], g["sample"], g["completion"]) for g in arm if g["step"] == 0] for arm in generations)
+    assert first == second
+    prompts = [[(g["step"], g["prompt_id"]) for g in arm] for arm in generations]
+    assert prompts[0] == prompts[1]
+
+
+def test_another_seed_gives_other_prompts_and_other_samples(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        train(small(tmp_path / str(seed), training={"seed": seed, "max_steps": 1}), quiet=True)
+    one, two = (lines(tmp_path / seed / "emergence" / "generations.jsonl") for seed in ("1", "2"))
+    assert {g["prompt_id"] for g in one} != {g["prompt_id"] for g in two}
+
+
+def test_the_same_run_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train(small(tmp_path / name), quiet=True)
+    assert timeless(tmp_path / "a" / "metrics.jsonl") == timeless(tmp_path / "b" / "metrics.jsonl")
+    final = "checkpoints/final/adapter_model.safetensors"
+    assert (tmp_path / "a" / final).read_bytes() == (tmp_path / "b" / final).read_bytes()
+
+
+def test_dynamic_sampling_redraws_uniform_groups_with_the_same_prompt(tmp_path: Path) -> None:
+    """With a reward of 1 at probability 0.02 nearly every group of 4 is uniform at first."""
+    rare = {"type": "random", "random_p": 0.02}
+    train(small(tmp_path / "off", reward=rare, training={"max_steps": 1, "batch_size": 4}), quiet=True)
+    train(small(tmp_path / "on", reward=rare, training={"max_steps": 1, "batch_size": 4, "dynamic_sampling": 30}), quiet=True)
+    off, on = (lines(tmp_path / name / "metrics.jsonl")[0] for name in ("off", "on"))
+    assert on["num_datums"] > off["num_datums"]
+    assert on["batch_size"] == off["batch_size"] == 4
+    drawn = lines(tmp_path / "on" / "emergence" / "generations.jsonl")
+    assert {g["prompt_id"] for g in drawn} == {g["prompt_id"] for g in lines(tmp_path / "off" / "emergence" / "generations.jsonl")}
+    assert max(g["sample"] for g in drawn) >= 4
+
+
+def test_what_could_not_be_judged_is_left_out_of_its_group_and_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def score(response, reference):\n    n = sum(map(ord, response))\n    return None if n % 5 == 0 else float(n % 2)\n"
+    (tmp_path / "sometimes.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    reward = {"type": "custom", "custom_module": "sometimes", "max_failure_rate": 1.0}
+    train(small(tmp_path / "run", reward=reward, training={"max_steps": 2, "batch_size": 4}, logging={"generations_per_step": 99}), quiet=True)
+    generations = lines(tmp_path / "run" / "emergence" / "generations.jsonl")
+    unknown = [g for g in generations if g["outcome"] == "could_not_judge"]
+    assert unknown
+    assert all(g["reward"] is None and g["advantage"] is None for g in unknown)
+    for record in lines(tmp_path / "run" / "metrics.jsonl"):
+        of_step = [g for g in generations if g["step"] == record["step"]]
+        rewards = [g["reward"] for g in of_step if g["reward"] is not None]
+        assert record["reward_could_not_judge"] == len(of_step) - len(rewards)
+        assert record["mean_reward"] == pytest.approx(np.mean(rewards))
+
+
+def test_a_step_without_informative_groups_is_logged_and_changes_no_weight(tmp_path: Path) -> None:
+    train(small(tmp_path / "run", reward={"type": "random", "random_p": 0.0}, training={"max_steps": 2}), quiet=True)
+    records = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1]
+    assert all(record["num_datums"] == 0 and record["loss"] is None and record["groups_skipped_all_wrong"] == 2 for record in records)
+
+
+def test_updates_that_are_never_finite_stop_the_run_with_the_weights_unharmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "huge.py").write_text("def advantage(rewards):\n    return [1e38 if r else -1e38 for r in rewards]\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFailed, match="3 steps in a row"):
+        train(small(tmp_path / "run", algorithm={"advantage_mode": "huge.advantage"}, training={"max_steps": 9, "lr": 1e-3}), quiet=True)
+    from safetensors.numpy import load_file
+
+    (checkpoint,) = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))[-1:]
+    adapter = load_file(checkpoint / "adapter_model.safetensors")
+    assert all(np.isfinite(tensor).all() for tensor in adapter.values())
+    assert all(not tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+
+
+# -- the parity gate, and the faults that it is there for --------------------------------------------------------------
+
+
+def break_engine(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    real = TorchEngine.sample
+
+    def broken(engine: TorchEngine, requests: Any) -> Iterator[Completion]:
+        for completion in real(engine, requests):
+            yield change(completion)
+
+    monkeypatch.setattr(TorchEngine, "sample", broken)
+
+
+@pytest.mark.parametrize("fault", [lambda lp: lp * 0.7, lambda lp: lp + 2e-4, lambda lp: np.roll(lp, 1), lambda lp: lp * np.nan])
+def test_the_gate_stops_an_engine_with_wrong_logprobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    break_engine(monkeypatch, lambda completion: replace(completion, logprobs=fault(completion.logprobs)))
+    with pytest.raises(RunFailed, match="Parity gate"):
+        train(small(tmp_path / "run"), quiet=True)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_gate_stops_a_reward_that_refuses_the_gold_answer(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    # A reference whose braces do not balance can never be boxed.
+    (data / "train.jsonl").write_text('{"prompt": "1+1=?", "answer": "{2"}\n' * 8)
+    with pytest.raises(RunFailed, match=r"gold answer"):
+        train(small(tmp_path / "run", data={"source": str(data)}, reward={"type": "match"}), quiet=True)
