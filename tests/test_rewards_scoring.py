@@ -115,6 +115,9 @@ def test_random_rewards_depend_on_the_coordinates_alone() -> None:
         forward, backward = draw(scorer, range(2000)), draw(scorer, range(1999, -1, -1))
         assert forward == backward
         assert forward != draw(other, range(2000))
+        assert len({tuple(forward[i] for i in range(step, step + 100)) for step in range(0, 2000, 100)}) == 20  # no coordinate is left out
+        assert len({tuple(forward[i] for i in range(slot, slot + 10)) for slot in range(0, 100, 10)}) > 5
+        assert len({forward[sample] for sample in range(10)}) == 2
         assert 0.25 < sum(value or 0.0 for value in forward.values()) / 2000 < 0.35
 
 

@@ -59,6 +59,8 @@ def pool() -> Iterator[WorkerPool]:
         (r"\frac{1}{", "4", 0.0),
         (r"\foo{\bar", "4", 0.0),
         ("4", r"x=4", 1.0),
+        ("2x+z=1", "1", 1.0),  # the order counts: an equation gives its right side where a number is wanted,
+        ("1", "2x+z=1", 0.0),  # and a number is no equation
     ],
 )
 def test_equal_expressions_are_right_and_unparsable_ones_wrong(patient_pool: WorkerPool, answer: str, gold: str, value: float) -> None:

@@ -1,0 +1,120 @@
+"""Answers judged per second: `python benchmarks/rewards.py` prints a table and writes it under benchmarks/results/.
+
+Every answer is a distinct one inside a completion of 500 words, half of them right, so that no cache knows it. Wall time with
+everything submitted at once, after the workers have started. "Settled" ones need no worker: strings decide.
+"""
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from retrain.config import TrainConfig
+from retrain.rewards import Scorer, ScoreRequest, build_scorer
+from retrain.types import Example, Outcome
+
+TEXT = "so we divide both sides by two and then add the first number to what is left which gives the answer"
+WORDS = TEXT.split()
+SEED = 5
+
+
+def integers(number: int, right: bool) -> tuple[str, str]:
+    return str(number if right else number + 1), str(number)
+
+
+def fractions(number: int, right: bool) -> tuple[str, str]:
+    return rf"\frac{{{2 * number + (not right)}}}{{{2 * number + 14}}}", rf"\frac{{{number}}}{{{number + 7}}}"
+
+
+def slashes(number: int, right: bool) -> tuple[str, str]:
+    return f"{number + (not right)}/{number + 7}", rf"\dfrac{{{number}}}{{{number + 7}}}"
+
+
+def polynomials(number: int, right: bool) -> tuple[str, str]:
+    return f"x^2+{2 * number}x+{number * number + (not right)}", f"(x+{number})^2"
+
+
+Answers = Callable[[int, bool], tuple[str, str]]
+CASES: Sequence[tuple[str, str, Answers, int, int]] = (
+    ("match", "integers", integers, 20_000, 0),
+    ("match, hendrycks", "a/b against \\dfrac{a}{b}", slashes, 20_000, 0),
+    ("math", "integers (settled)", integers, 20_000, 1),
+    ("math", "fractions", fractions, 2_000, 1),
+    ("math", "fractions", fractions, 2_000, 2),
+    ("math", "polynomials", polynomials, 400, 1),
+    ("math", "polynomials", polynomials, 400, 2),
+)
+
+
+def requests(answers: Answers, count: int) -> list[ScoreRequest]:
+    rng = np.random.default_rng(SEED)
+    text = " ".join(rng.choice(WORDS, 500))
+    made = []
+    for index in range(count):
+        answer, reference = answers(1000 + index, index % 2 == 0)
+        made.append(ScoreRequest(f"{text} \\boxed{{{answer}}}.", reference, text, Example(text, reference), 0, index, 0))
+    return made
+
+
+def scorer_of(kind: str, workers: int) -> Scorer:
+    reward = {
+        "type": kind.split(",")[0],
+        "workers": workers,
+        "deadline_s": 60.0,
+        "normalize": "hendrycks" if "hendrycks" in kind else "none",
+    }
+    return build_scorer(TrainConfig.model_validate({"reward": reward}))
+
+
+def measure(kind: str, answers: Answers, count: int, workers: int) -> tuple[float, float]:
+    """Answers per second, and the fraction found right."""
+    asked = requests(answers, count)
+    with scorer_of(kind, workers) as scorer:
+        for future in [scorer.submit(request) for request in requests(fractions, 8 * max(1, workers))]:
+            future.result()  # every worker has started and answered
+        started = time.perf_counter()
+        scores = [future.result() for future in [scorer.submit(request) for request in asked]]
+        elapsed = time.perf_counter() - started
+    return count / elapsed, sum(score.outcome is Outcome.RIGHT for score in scores) / count
+
+
+def time_to_first_verdict() -> float:
+    started = time.perf_counter()
+    with scorer_of("math", 1) as scorer:
+        scorer.submit(requests(fractions, 1)[0]).result()
+        return time.perf_counter() - started
+
+
+def table() -> list[str]:
+    lines = ["| reward | answers | workers | answers/s | right |", "|---|---|---|---|---|"]
+    for kind, name, answers, count, workers in CASES:
+        rate, right = measure(kind, answers, count, workers)
+        lines.append(f"| {kind} | {name} | {workers or '-'} | {rate:,.0f} | {right:.0%} |")
+    return [*lines, "", f"From nothing to the first verdict of math-verify: {time_to_first_verdict():.1f} s."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the throughput of the rewards.")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the dated file")
+    now = datetime.now(UTC).date().isoformat()
+    load = f"load average {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else "load unknown"
+    head = [
+        f"# Rewards, {now}",
+        "",
+        f"`python benchmarks/rewards.py` on {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, {load}.",
+        "",
+    ]
+    output = parser.parse_args().output
+    report = "\n".join([*head, *table()]) + "\n"
+    print(report, end="")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"rewards-{now}.md").write_text(report, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
