@@ -22,7 +22,7 @@ LAYERS: tuple[set[str], ...] = (
     | {"vocabulary"},
     {"the run"},
     {"campaign", "analysis"},
-    {"cli"},
+    {"cli", "__main__"},
 )
 """A part imports its own layer and those before it. A module at the top of the package that is not listed belongs to the run."""
 
