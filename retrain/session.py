@@ -64,7 +64,12 @@ class Session:
         refuse_not_built(config)
         with open_run(config, overwrite=overwrite) as opening, Interrupts() as interrupts:
             tracker = build_tracker(
-                opening.config, opening.folder, condition=config.condition_label, quiet=quiet, resumed=opening.state.tracking
+                opening.config,
+                opening.folder,
+                condition=config.condition_label,
+                quiet=quiet,
+                resumed=opening.state.tracking,
+                first_step=opening.state.step,
             )
             try:
                 for line in (*preflight_lines(opening.config), *opening.notes):
