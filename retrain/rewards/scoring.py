@@ -6,15 +6,14 @@ processes (workers.py), so that completions are judged while others still decode
 
 import importlib.util
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.noise import Stream, uniform
 from retrain.rewards.boxed import extract_boxed
-from retrain.rewards.guard import FailureGuard
 from retrain.rewards.match import answers_match
 from retrain.rewards.math import bare, settled
 from retrain.rewards.workers import Judgement, WorkerPool, WorkerSetup, automatic_workers
@@ -66,11 +65,10 @@ def gold_response(reference: str) -> str:
 class Scorer:
     """Judges completions with one reward or a weighted sum of several. Any thread may submit."""
 
-    def __init__(self, parts: Sequence[WeightedJudge], correct_threshold: float, guard: FailureGuard, pool: WorkerPool | None) -> None:
+    def __init__(self, parts: Sequence[WeightedJudge], correct_threshold: float, pool: WorkerPool | None) -> None:
         """The pool, if there is one, belongs to the scorer."""
         self._parts = tuple(parts)
         self._correct_threshold = correct_threshold
-        self._guard = guard
         self._pool = pool
 
     @property
@@ -116,17 +114,6 @@ class Scorer:
             reward += part.weight * judgement.value
         return Score(Outcome.RIGHT if reward > self._correct_threshold else Outcome.WRONG, reward)
 
-    def observe(self, scores: Iterable[Score]) -> None:
-        """Count the scores of one training step. Raises RunFailed when too many could not be judged."""
-        self._guard.observe(scores)
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON: what the guard against failing rewards remembers."""
-        return self._guard.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._guard.load_state_dict(state)
-
     def close(self) -> None:
         """Kill the workers; verdicts still to come are could-not-judge."""
         if self._pool is not None:
@@ -163,7 +150,7 @@ def build_scorer(config: "TrainConfig") -> Scorer:
             pool.close()
         raise
     parts = [WeightedJudge(*part) for part in zip(reward.types, reward.type_weights, judges, strict=True)]
-    return Scorer(parts, reward.correct_threshold, FailureGuard(reward.max_failure_rate), pool)
+    return Scorer(parts, reward.correct_threshold, pool)
 
 
 def _function_name(kind: str, config: "TrainConfig") -> str:
