@@ -248,6 +248,14 @@ def test_groups_without_advantage_do_not_set_the_threshold() -> None:
     assert credit.statistics.surprisal_kept_fraction == pytest.approx(2 / 7)
 
 
+def test_completions_that_the_loss_leaves_out_do_not_set_the_threshold() -> None:
+    cut_off = completion([4, 4], [-9.0, -9.0], FinishReason.LENGTH)
+    groups = [group([1.0, 0.0, 0.0], [*mixed().completions, cut_off])]
+    for mask_truncated, tau in ((False, 9.0), (True, 1.5)):
+        credit = assign(config("none", algorithm={"surprisal_mask_rho": 0.3}, loss={"mask_truncated": mask_truncated}), groups)
+        assert credit.statistics.surprisal_tau == pytest.approx(tau)
+
+
 def test_a_group_whose_tokens_are_all_masked_still_counts_as_trained() -> None:
     quiet = group([1.0, 0.0], [completion([4], [-0.01]), completion([4], [-0.01])])
     credit = assign(config("none", algorithm={"surprisal_mask_rho": 0.2}), [quiet, mixed()])

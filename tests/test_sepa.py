@@ -27,7 +27,7 @@ class Settings:
 
 def test_the_ramp_starts_after_the_delay_and_ends_at_one() -> None:
     controller = SEPAController(Settings())
-    assert [controller.resolve(step) for step in (0, 2, 3, 7, 12, 100)] == [0.0, 0.0, 0.1, 0.5, 1.0, 1.0]
+    assert [controller.resolve(step) for step in (0, 1, 2, 3, 7, 12, 100)] == [0.0, 0.0, 0.0, 0.1, 0.5, 1.0, 1.0]
 
 
 def test_a_gate_that_opens_acts_from_the_next_resolve_and_stays_open() -> None:
