@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_models import VOCABULARY, config_for, distance, gradients, make_learner, make_rows, model_folder, with_logprobs
 
+from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.backend import LocalBackend
 from retrain.backends.local.dropout import DropoutKey, KeyedDropout
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, minibatch_split, split_rows
+from retrain.backends.local.model import load_base_model
 from retrain.backends.local.optimizer import learning_rate
 from retrain.backends.local.philox import philox as torch_philox
 from retrain.backends.rows import check_rows, needed_tokens, shift
 from retrain.noise import philox
+from retrain.tokenization import resolve_model
 from retrain.types import Row
 
 TRAIN = {"lr": 0.02, "weight_decay": 0.1, "minibatches": 2, "updates_per_batch": 2, "lr_schedule": "cosine", "max_steps": 6}
@@ -259,6 +262,14 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
     ids = torch.arange(4, 20).unsqueeze(0)
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=ids).logits, learner.adapter.peft_model(input_ids=ids).logits)
+
+
+def test_the_saved_adapter_names_its_base_as_the_user_did(tmp_path: Path) -> None:
+    config = config_for(model={"model": "lab"})
+    base = load_base_model(config, resolve_model("lab"), torch.device("cpu"))
+    Adapter(base, config).save(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "lab"
+    assert 'base_model: "lab"' in (tmp_path / "README.md").read_text()
 
 
 def test_initial_weights_depend_on_the_seed_alone_and_leave_the_base_unchanged() -> None:

@@ -99,46 +99,41 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 class _Chunk:
-    """Some rows of the head: logits z / T, their log-sum-exp, and gradients with respect to the hidden states.
+    """Some rows of the head: log p = log softmax(z / T), and gradients with respect to the hidden states.
 
-    With p = softmax(z / T): d logp / d z = (onehot - p) / T, and dH / d z = -p * (z / T - E_p[z / T]) / T.
+    d log p_target / d z = (onehot - p) / T, and dH / d z = -p * (log p + H) / T.
     """
 
     def __init__(self, head: Head, hidden: Tensor, targets: Tensor, temperature: float) -> None:
         self.head, self.targets, self.temperature = head, targets, temperature
-        self.capped = head.logits(hidden)
-        self.logits = self.capped if temperature == 1.0 else self.capped / temperature
-        self.normaliser = torch.logsumexp(self.logits, dim=-1)
-        self.logprobs = self.logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - self.normaliser
-        self._probabilities: Tensor | None = None
+        logits = head.logits(hidden)
+        self.capped = logits if head.softcap is not None else None
+        self.log_p = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+        self.logprobs = self.log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        self._p: Tensor | None = None
 
-    def probabilities(self) -> Tensor:
-        if self._probabilities is None:
-            self._probabilities = (self.logits - self.normaliser.unsqueeze(-1)).exp_()
-        return self._probabilities
-
-    def mean_logits(self) -> Tensor:
-        """[rows] E_p[z / T]; a logit of -inf has probability 0 and adds nothing."""
-        probabilities = self.probabilities()
-        return torch.where(probabilities > 0, probabilities * self.logits, 0.0).sum(-1)
+    def p(self) -> Tensor:
+        if self._p is None:
+            self._p = self.log_p.exp()
+        return self._p
 
     def entropies(self) -> Tensor:
-        return self.normaliser - self.mean_logits()
+        """A sum of terms that are never negative, so that a near-certain token loses no digits; p = 0 adds nothing."""
+        return -torch.where(self.p() > 0, self.p() * self.log_p, 0.0).sum(-1)
 
     def entropy_gradient(self) -> Tensor:
-        probabilities = self.probabilities()
-        gradient = -probabilities * (self.logits - self.mean_logits().unsqueeze(-1))
-        return self._to_hidden(torch.where(probabilities > 0, gradient, 0.0))
+        gradient = -self.p() * (self.log_p + self.entropies().unsqueeze(-1))
+        return self._to_hidden(torch.where(self.p() > 0, gradient, 0.0))
 
     def logprob_gradient(self) -> Tensor:
         """The last use of the chunk: its probabilities are overwritten."""
-        gradient = self.probabilities().neg_()
+        gradient = self.p().neg_()
         gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1.0
         return self._to_hidden(gradient)
 
     def _to_hidden(self, gradient: Tensor) -> Tensor:
         """[rows, H] from the gradient with respect to logits / T, [rows, V]."""
-        factor = self.head.scale / self.temperature
-        if self.head.softcap is not None:
+        if self.capped is not None and self.head.softcap is not None:
             gradient = gradient * (1 - (self.capped / self.head.softcap).square())
-        return (gradient.to(self.head.weight.dtype) @ self.head.weight).mul_(factor)
+        hidden_gradient = gradient.to(self.head.weight.dtype) @ self.head.weight
+        return hidden_gradient.mul_(self.head.scale / self.temperature)
