@@ -7,6 +7,7 @@ survives a round trip, and that the gold answer scores 1 where the reward compar
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import isclose
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.types import Completion, FinishReason, Float32Array, Int32Array, Outcome, Prompt, Row
+from retrain.types import Completion, FinishReason, Float32Array, Int32Array, Prompt, Row
 
 _PROMPTS = 4
 _SAMPLES = 2
@@ -171,9 +172,9 @@ def _check_gold(inputs: GateInputs, prompts: Sequence[Prompt]) -> str:
     ]
     scores = [future.result() for future in [inputs.scorer.submit(request) for request in requests]]
     for prompt, score in zip(prompts, scores, strict=True):
-        if score.outcome is not Outcome.RIGHT:
+        if score.reward is None or not isclose(score.reward, inputs.scorer.gold_reward):
             raise RunFailed(
-                f"Parity gate: the gold answer {prompt.example.reference!r} of {prompt.prompt_id} scores {score.outcome.value} "
-                f"{score.reason}, so a right completion would not be rewarded: check [reward] type and normalize, or the reference."
+                f"Parity gate: the gold answer {prompt.example.reference!r} of {prompt.prompt_id} scores {score.reward} instead of "
+                f"{inputs.scorer.gold_reward} {score.reason}, so a right completion would not be rewarded: check [reward] type and normalize, or the reference."
             )
     return f"{len(scores)}/{len(scores)}"
