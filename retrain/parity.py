@@ -175,6 +175,7 @@ def _check_gold(inputs: GateInputs, prompts: Sequence[Prompt]) -> str:
         if score.reward is None or not isclose(score.reward, inputs.scorer.gold_reward):
             raise RunFailed(
                 f"Parity gate: the gold answer {prompt.example.reference!r} of {prompt.prompt_id} scores {score.reward} instead of "
-                f"{inputs.scorer.gold_reward} {score.reason}, so a right completion would not be rewarded: check [reward] type and normalize, or the reference."
+                f"{inputs.scorer.gold_reward} {score.reason}, so a right completion would not be rewarded: "
+                "check [reward] type and normalize, or the reference."
             )
     return f"{len(scores)}/{len(scores)}"

@@ -47,6 +47,8 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say) ->
     """Tokenizer, data, model, rewards, credit; cheap parts first, so that a mistake shows before a model is loaded."""
     text = load_text(config, say)
     credit = CreditPipeline(config, text.vocabulary.pieces)
+    for note in credit.notes:
+        say(note)
     prompts = load_prompts(config, text, say)
     held_out = load_held_out(config, text, prompts, say) if config.evaluation.asked_for else None
     with ExitStack() as undo:

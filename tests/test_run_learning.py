@@ -78,7 +78,8 @@ def test_what_could_not_be_judged_is_left_out_of_its_group_and_of_training(tmp_p
     (tmp_path / "sometimes.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     reward = {"type": "custom", "custom_module": "sometimes", "max_failure_rate": 1.0}
-    train(small(tmp_path / "run", reward=reward, training={"max_steps": 2, "batch_size": 4}, logging={"generations_per_step": 99}), quiet=True)
+    training, logging = {"max_steps": 2, "batch_size": 4}, {"generations_per_step": 99}
+    train(small(tmp_path / "run", reward=reward, training=training, logging=logging), quiet=True)
     generations = lines(tmp_path / "run" / "emergence" / "generations.jsonl")
     unknown = [g for g in generations if g["outcome"] == "could_not_judge"]
     assert unknown

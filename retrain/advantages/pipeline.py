@@ -30,7 +30,7 @@ from retrain.advantages.uncertainty import SHANNON_ENTROPY, canonical_kind, capp
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import refuse_unknown_params, user_code
 from retrain.sepa import check_ramp
-from retrain.types import FinishReason, Float32Array, Group, Int32Array, Row
+from retrain.types import Float32Array, Group, Int32Array, Row
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -89,25 +89,13 @@ class Credit:
 
     def rows(self) -> list[Row]:
         """The sequences to learn from: completions of the informative groups, none without a token."""
-        rows = []
-        for number, (source, group) in enumerate(zip(self.sources, self.groups, strict=True)):
-            if not group.informative:
-                continue
-            prompt = source.prompt.token_ids
-            for completion, advantages in zip(source.completions, group.token_advantages, strict=True):
-                if len(completion.token_ids) == 0:
-                    continue
-                rows.append(
-                    Row(
-                        token_ids=np.concatenate([prompt, completion.token_ids]).astype(np.int32),
-                        spans=((len(prompt), len(prompt) + len(completion.token_ids)),),
-                        logprobs=completion.logprobs,
-                        advantages=advantages.astype(np.float32),
-                        group=number,
-                        truncated=completion.finish_reason is FinishReason.LENGTH,
-                    )
-                )
-        return rows
+        return [
+            Row.from_completion(source.prompt, completion, advantages.astype(np.float32), number)
+            for number, (source, group) in enumerate(zip(self.sources, self.groups, strict=True))
+            if group.informative
+            for completion, advantages in zip(source.completions, group.token_advantages, strict=True)
+            if len(completion.token_ids)
+        ]
 
     def stages_float32(self) -> dict[str, Float32Array]:
         """Token advantages [n] after each stage, as the token side file stores them."""
