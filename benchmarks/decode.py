@@ -7,6 +7,7 @@ log-prob available; the engine also gives its entropy. The two take turns, and t
 """
 
 import argparse
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    busy = os.getloadavg()[0]
     torch.manual_seed(0)
     model = load(arguments.model)
     shape = (arguments.prompts, arguments.group, arguments.tokens)
@@ -145,7 +147,8 @@ def main() -> None:
     text = (
         f"# Decoding, {name}, {shape[0]} prompts x {shape[1]} completions, {today}\n\n"
         f"Command: `{command} --repeats {arguments.repeats} --threads {arguments.threads}`. fp32, LoRA r16 on, "
-        f"best of {arguments.repeats}. {platform.machine()}, {arguments.threads} threads, {versions}.\n\n" + "\n".join(lines) + "\n"
+        f"best of {arguments.repeats}. {platform.machine()}, {arguments.threads} threads, "
+        f"load average {busy:.1f} before the run, {versions}.\n\n" + "\n".join(lines) + "\n"
     )
     print(text)
     folder = Path(__file__).parent / "results"
