@@ -61,6 +61,7 @@ class GateInputs:
     max_tokens: int
     seed: int
     half_precision: bool
+    """Weights, activations or the KV cache of either side are rounded to 16 bits or fewer."""
     in_process: bool
 
 

@@ -121,6 +121,8 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
 
 def run_parity_gate(config: TrainConfig, parts: Parts) -> GateResult:
     """On the first prompts of the data order, so that a resumed run is judged on the same ones."""
+    inference = config.inference
+    rounded = parts.backend.half_precision or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
     inputs = GateInputs(
         backend=parts.backend,
         scorer=parts.scorer,
@@ -129,8 +131,8 @@ def run_parity_gate(config: TrainConfig, parts: Parts) -> GateResult:
         temperature=config.training.temperature,
         max_tokens=config.training.max_tokens,
         seed=config.training.seed,
-        half_precision=parts.backend.half_precision,
-        in_process=config.inference.engine == "pytorch",
+        half_precision=rounded,
+        in_process=inference.engine == "pytorch",
     )
     count = min(config.training.batch_size, len(parts.prompts))
     return parity_gate(inputs, parts.prompts.batch(0, count, config.training.seed))

@@ -28,7 +28,7 @@ _PROBE_TOKENS = 64
 _PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
 _MOST_TOKENS = {"cpu": 4096, "cuda": 32768}
-"""Beyond these a larger micro-batch gains nothing: on a CPU it only leaves the caches (lab model, 2 cores)."""
+"""Caps for the automatic choice, where memory would allow more; estimates, not tuned."""
 
 
 def choose(config: "TrainConfig", base: "BaseModel") -> MachineChoices:
