@@ -223,10 +223,11 @@ user:       61+58+35=?
 assistant:  let me think: 61+58=119. 119+35=154. \\boxed{{154}}
 ```
 
-Made from nothing but synthetic text by `python scripts/make_lab_model.py`: seed {seed}, {steps} steps of {batch} conversations, Muon at {muon}
-for the hidden matrices and AdamW at {adamw} for the rest, {seconds:.0f} s on {threads} CPU threads (torch {torch}), last loss {loss:.3f} nats a
-token. In the text, each partial result is deliberately wrong with probability {error_rate}, and {second_try:.0%} of the solutions are
-worked a second time after "wait, let me check" or "let me verify". The text holds no held-out problem.
+Made from nothing but synthetic text by `python scripts/make_lab_model.py`: seed {seed}, {steps} steps of {batch} conversations,
+Muon at {muon} for the hidden matrices and AdamW at {adamw} for the rest, {seconds:.0f} s on {threads} CPU threads (torch {torch}),
+last loss {loss:.3f} nats a token. In the text, each partial result is deliberately wrong with probability {error_rate}, and
+{second_try:.0%} of the solutions are worked a second time after "wait, let me check" or "let me verify". The text holds no held-out
+problem.
 
 pass@1 on the 512 held-out problems of each difficulty, one completion each, at temperature 1 and greedy, and the mean length of a
 sampled completion in tokens:
