@@ -260,10 +260,7 @@ def _read(records: Iterable[Record], read_row: RowReader) -> Harvest:
 def _lab(request: Request) -> Harvest:
     from retrain.data import lab
 
-    try:
-        return Harvest(lab.examples(request.split, request.data.difficulty))
-    except ValueError as error:
-        raise ConfigurationError(f"[data] difficulty = {request.data.difficulty}: {error}.") from error
+    return Harvest(lab.examples(request.split, request.data.difficulty))
 
 
 DataLoader = Callable[..., Iterable[Example]]
