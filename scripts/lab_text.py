@@ -10,13 +10,13 @@ import random
 from retrain.data.lab import FAMILIES, Problem, build_problem
 from retrain.types import ChatMessage
 
-ERROR_RATE = 0.30
+ERROR_RATE = 0.16
 """Probability that a partial result is deliberately wrong."""
 ERRORS = (-10, -2, -1, 1, 2, 10)
 SECOND_TRY_RATE = 0.25
 """Probability that a solution is worked a second time before the answer is given."""
 SECOND_TRY_PHRASES = ("wait, let me check", "let me verify")
-FAMILY_WEIGHTS = {"sum3": 0.50, "chain4": 0.12, "product": 0.18, "expression": 0.16}
+FAMILY_WEIGHTS = {"sum3": 0.70, "chain4": 0.10, "product": 0.10, "expression": 0.06}
 """Shares of the families; what is missing from 1 goes to the guessing dialogues."""
 GUESSING_RANGES = (10, 20, 50, 100)
 MIN_TURNS, MAX_TURNS = 2, 6

@@ -1,7 +1,7 @@
-"""Makes the lab's model: the tokenizer, a tiny Qwen3, and 500 steps of pre-training on synthetic text, with one fixed seed.
+"""Makes the lab's model: the tokenizer, a tiny Qwen3, and two phases of pre-training on synthetic text, with one fixed seed.
 
     python scripts/make_lab_model.py                  # writes retrain/assets/lab
-    python scripts/make_lab_model.py --output DIR --steps 20
+    python scripts/make_lab_model.py --output DIR --measure
 
 Left out on purpose: any data that is not generated here, and any training on the held-out problems. The output is an ordinary
 transformers folder. Bits differ between machines and versions of torch; the measured rates should not.
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from lab_text import ERROR_RATE, SECOND_TRY_RATE, conversation
-from muon import Muon
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -24,10 +23,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 from retrain.data.lab import FAMILIES, MODEL_PATH, examples
 
 SEED = 20_260_801
-STEPS = 500
-BATCH = 64
-MUON_LEARNING_RATE = 0.02
-ADAMW_LEARNING_RATE = 4e-3  # embeddings and norms
+PHASES = ((300, 192), (170, 64))
+"""(steps, conversations a step). The second starts AdamW anew; its length sets how good the model is when it is sampled."""
+LEARNING_RATE = 2e-3
+"""AdamW for all weights: with Muon they end five times larger, and a LoRA adapter at 3e-4 then learns several times more slowly."""
 WARMUP_STEPS = 20
 DECAY_SHARE = 0.4  # of the steps, at the end
 MAX_STRETCH = 1.25  # longest over shortest sequence of a micro-batch, so that little is padding
@@ -103,10 +102,10 @@ def encode_conversation(tokenizer: PreTrainedTokenizerFast, rng: random.Random) 
     return ids, mask
 
 
-def micro_batches(tokenizer: PreTrainedTokenizerFast, step: int) -> list[tuple[Tensor, Tensor]]:
+def micro_batches(tokenizer: PreTrainedTokenizerFast, step: int, batch: int) -> list[tuple[Tensor, Tensor]]:
     """The sequences of a step as [rows, length] ids and labels; -100 where nothing is learned."""
     rng = random.Random(SEED * 1_000_003 + step)
-    rows = sorted((encode_conversation(tokenizer, rng) for _ in range(BATCH)), key=lambda row: len(row[0]))
+    rows = sorted((encode_conversation(tokenizer, rng) for _ in range(batch)), key=lambda row: len(row[0]))
     parts: list[list[tuple[list[int], list[bool]]]] = [[]]
     for row in rows:
         if parts[-1] and len(row[0]) > MAX_STRETCH * len(parts[-1][0][0]):
@@ -130,25 +129,21 @@ def schedule(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP_STEPS, 1.0, 0.02 + (steps - step) / (DECAY_SHARE * steps))
 
 
-def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> float:
+def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> float:
     """Returns the mean loss of the last REPORT_EVERY steps in nats per token."""
-    hidden = {name for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
-    muon = Muon(p for name, p in model.named_parameters() if name in hidden)
-    adamw = torch.optim.AdamW((p for name, p in model.named_parameters() if name not in hidden), betas=(0.9, 0.95), weight_decay=0.0)
     started, losses = time.monotonic(), []
-    for step in range(steps):
-        losses.append(accumulate_gradients(model, micro_batches(tokenizer, step)))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.step(MUON_LEARNING_RATE * schedule(step, steps))
-        adamw.param_groups[0]["lr"] = ADAMW_LEARNING_RATE * schedule(step, steps)
-        adamw.step()
-        adamw.zero_grad()
-        if (step + 1) % REPORT_EVERY == 0:
-            print(
-                f"step {step + 1:3d}  loss {sum(losses[-REPORT_EVERY:]) / REPORT_EVERY:.4f}  {time.monotonic() - started:5.0f} s",
-                flush=True,
-            )
-    return sum(losses[-REPORT_EVERY:]) / len(losses[-REPORT_EVERY:])
+    for steps, batch in PHASES:
+        adamw = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+        for step in range(steps):
+            losses.append(accumulate_gradients(model, micro_batches(tokenizer, len(losses), batch)))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adamw.param_groups[0]["lr"] = LEARNING_RATE * schedule(step, steps)
+            adamw.step()
+            adamw.zero_grad()
+            if len(losses) % REPORT_EVERY == 0:
+                mean = sum(losses[-REPORT_EVERY:]) / REPORT_EVERY
+                print(f"step {len(losses):3d}  loss {mean:.4f}  {time.monotonic() - started:5.0f} s", flush=True)
+    return sum(losses[-REPORT_EVERY:]) / REPORT_EVERY
 
 
 def accumulate_gradients(model: Qwen3ForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> float:
@@ -223,8 +218,8 @@ user:       61+58+35=?
 assistant:  let me think: 61+58=119. 119+35=154. \\boxed{{154}}
 ```
 
-Made from nothing but synthetic text by `python scripts/make_lab_model.py`: seed {seed}, {steps} steps of {batch} conversations,
-Muon at {muon} for the hidden matrices and AdamW at {adamw} for the rest, {seconds:.0f} s on {threads} CPU threads (torch {torch}),
+Made from nothing but synthetic text by `python scripts/make_lab_model.py`: seed {seed}, AdamW at {rate}, {phases},
+{seconds:.0f} s on {threads} CPU threads (torch {torch}),
 last loss {loss:.3f} nats a token. In the text, each partial result is deliberately wrong with probability {error_rate}, and
 {second_try:.0%} of the solutions are worked a second time after "wait, let me check" or "let me verify". The text holds no held-out
 problem.
@@ -240,11 +235,11 @@ Licence: MIT.
 """
 
 
-def write_card(folder: Path, rows: list[str], parameters: int, seconds: float, loss: float, steps: int) -> None:
+def write_card(folder: Path, rows: list[str], parameters: int, seconds: float, loss: float) -> None:
     text = CARD.format(
-        parameters=parameters, seed=SEED, steps=steps, batch=BATCH, muon=MUON_LEARNING_RATE, adamw=ADAMW_LEARNING_RATE, seconds=seconds,
-        threads=torch.get_num_threads(), torch=torch.__version__, loss=loss, error_rate=ERROR_RATE, second_try=SECOND_TRY_RATE,
-        rows="\n".join(rows),
+        parameters=parameters, seed=SEED, phases=" then ".join(f"{steps} steps of {batch} conversations" for steps, batch in PHASES),
+        rate=LEARNING_RATE, seconds=seconds, threads=torch.get_num_threads(), torch=torch.__version__, loss=loss, error_rate=ERROR_RATE,
+        second_try=SECOND_TRY_RATE, rows="\n".join(rows),
     )  # fmt: skip
     (folder / "README.md").write_text(text)
 
@@ -252,7 +247,6 @@ def write_card(folder: Path, rows: list[str], parameters: int, seconds: float, l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=MODEL_PATH)
-    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--measure", action="store_true", help="only measure the model that is there")
     arguments = parser.parse_args()
     if arguments.measure:
@@ -264,11 +258,11 @@ def main() -> None:
     parameters = model.num_parameters()
     print(f"{parameters:,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
     started = time.monotonic()
-    loss = pretrain(model, tokenizer, arguments.steps)
+    loss = pretrain(model, tokenizer)
     seconds = time.monotonic() - started
-    print(f"seed {SEED}, {arguments.steps} steps of {BATCH} sequences in {seconds:.0f} s, last loss {loss:.4f}")
+    print(f"seed {SEED}, {sum(steps for steps, _ in PHASES)} steps in {seconds:.0f} s, last loss {loss:.4f}")
     save(model, tokenizer, arguments.output)
-    write_card(arguments.output, measure(arguments.output), parameters, seconds, loss, arguments.steps)
+    write_card(arguments.output, measure(arguments.output), parameters, seconds, loss)
 
 
 if __name__ == "__main__":
