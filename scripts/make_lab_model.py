@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 from retrain.data.lab import FAMILIES, MODEL_PATH, examples
 
 SEED = 20_260_801
-PHASES = ((300, 192), (170, 64))
+PHASES = ((300, 192), (320, 64))
 """(steps, conversations a step). The second starts AdamW anew; its length sets how good the model is when it is sampled."""
 LEARNING_RATE = 2e-3
 """AdamW for all weights: with Muon they end five times larger, and a LoRA adapter at 3e-4 then learns several times more slowly."""
