@@ -3,7 +3,7 @@
 The trainer's half of the stream: it turns prompts into requests, completions into texts, and texts into scores.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -124,8 +124,3 @@ def _group(prompt: Prompt, slot: int, members: dict[int, tuple[Completion, str, 
 
 def _is_uniform(group: Group) -> bool:
     return len(set(group.judged().rewards)) <= 1
-
-
-def count_tokens(groups: Iterable[Group]) -> int:
-    """Action tokens of the groups."""
-    return sum(len(completion.token_ids) for group in groups for completion in group.completions)

@@ -1,8 +1,8 @@
 """How torch's threads wait for each other.
 
 GNU OpenMP spins for milliseconds at every barrier. With another process on the same cores (a reward worker, a second run) the
-spinning threads take the time that the working one needs: sampling the lab with 2 threads beside one busy process took 7 to 40 s
-instead of 1.4 s. A short spin costs nothing on a quiet machine (1.55 s) and 2.2 s beside that process (python benchmarks/threads.py).
+spinning threads take the time that the working one needs: a step then takes several times longer. A short spin costs little on a quiet
+machine and keeps most of that time (python benchmarks/threads.py measures both).
 """
 
 import os

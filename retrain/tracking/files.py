@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from retrain.checkpoint import replace_file
 from retrain.tracking.environment import describe_environment
 from retrain.tracking.jsonl import Json, JsonlWriter, finite
-from retrain.tracking.record import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord, evaluation_records
+from retrain.tracking.record import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
 from retrain.tracking.redact import Redactor
 from retrain.tracking.run_folder import RunFolder
 from retrain.tracking.tokens import TokenTable, write_tokens
@@ -58,7 +58,7 @@ class RunFiles(Tracker):
         self._append(self._folder.metrics, values)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        for record in evaluation_records(result):
+        for record in result.problems:
             self._append(self._folder.evaluation, record.to_json())
 
     def finish(self, summary: RunSummary) -> None:

@@ -165,30 +165,13 @@ EMERGENCE_FIELDS = (
 """The part of a StepRecord in emergence/steps.jsonl: how reasoning changes, without the machinery."""
 
 
-class ProblemResult(Protocol):
-    """One held-out problem, as an evaluation yields it."""
-
-    @property
-    def example_id(self) -> str: ...
-    @property
-    def task(self) -> str: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def correct(self) -> int: ...
-    @property
-    def could_not_judge(self) -> int: ...
-    @property
-    def reward_mean(self) -> float | None: ...
-
-
 class EvaluationResult(Protocol):
     """An evaluation as the sinks need it."""
 
     @property
     def step(self) -> int: ...
     @property
-    def problems(self) -> Sequence[ProblemResult]: ...
+    def problems(self) -> Sequence[EvaluationRecord]: ...
     @property
     def pass_at(self) -> Mapping[int, float]:
         """k -> unbiased pass@k."""
@@ -202,21 +185,6 @@ class EvaluationResult(Protocol):
     @property
     def seconds(self) -> float: ...
     def summary(self) -> dict[str, Any]: ...
-
-
-def evaluation_records(evaluation: EvaluationResult) -> list[EvaluationRecord]:
-    return [
-        EvaluationRecord(
-            step=evaluation.step,
-            example_id=problem.example_id,
-            task=problem.task,
-            samples=problem.samples,
-            correct=problem.correct,
-            could_not_judge=problem.could_not_judge,
-            reward_mean=problem.reward_mean,
-        )
-        for problem in evaluation.problems
-    ]
 
 
 @dataclass(frozen=True)
