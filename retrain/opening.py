@@ -14,8 +14,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from retrain.checkpoint import Checkpoint, CheckpointStore, TrainerState, replace_file
-from retrain.config import TrainConfig, config_hash, load_stored, replaced, resume_differences, with_drawn_seed
+from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
 from retrain.errors import ConfigurationError
+from retrain.tracking.redact import Redactor
 from retrain.tracking.run_folder import MARKER, RunFolder, mark
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
@@ -103,7 +104,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
     if config.training.seed == -1:  # drawn when the run began
         changes["training.seed"] = stored.training.seed
     config = replaced(config, changes)
-    differences = resume_differences(stored, config)
+    differences = resume_differences(stored, _as_stored(config))
     if differences:
         raise ConfigurationError(differences)
     notes: list[str] = []
@@ -118,6 +119,11 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
     store.drop_after(state.step)
     folder.cut_to_step(state.step if checkpoint else -1)
     return Opening(config, folder, store, state, checkpoint, tuple(notes))
+
+
+def _as_stored(config: TrainConfig) -> TrainConfig:
+    """The configuration as config.toml holds it: credentials in it are masked there, so they must not count as a difference."""
+    return load_text(Redactor().text(dump_toml(config)))
 
 
 # -- checkpoints outside the run's folder --------------------------------------------------------------------------------

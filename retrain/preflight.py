@@ -14,7 +14,7 @@ def refuse_not_built(config: TrainConfig) -> None:
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """One sentence a line."""
-    notes = (maximal_lambda_note(config), _loss_note(config))
+    notes = (maximal_lambda_note(config), _loss_note(config), _dropout_note(config))
     return [*_origin_lines(config), *unused_keys(config), *filter(None, notes)]
 
 
@@ -35,4 +35,14 @@ def _loss_note(config: TrainConfig) -> str:
     return (
         f'[loss] mode = "{loss.mode}" with one update a batch: the ratio is 1 up to the mismatch of sampler and learner, so every mode '
         "gives the same gradient; the clip matters from [training] updates_per_batch or minibatches = 2 on."
+    )
+
+
+def _dropout_note(config: TrainConfig) -> str:
+    """The sampler never drops anything, the learner does: its ratio against the sampled log-probs holds the masks too."""
+    if not config.lora.dropout or config.loss.old_logprobs == "recomputed":
+        return ""
+    return (
+        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_max and mismatch hold its effect and are not 1 and 0 "
+        'before the first update; set [loss] old_logprobs = "recomputed" to take the ratio under the same masks.'
     )
