@@ -21,6 +21,7 @@ from retrain.advantages.episode import ADVANTAGES, grpo, grpo_std, maxrl, reinfo
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.ragged import Segments, flatten
 from retrain.advantages.step import StepTokens
+from retrain.analysis import resampling, statistics
 from retrain.backends.local import loss
 from retrain.config import TrainConfig
 from retrain.config.values import parse_grams
@@ -28,7 +29,7 @@ from retrain.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
 from retrain.sepa import SEPAController, check_ramp
 
-NOT_BUILT = ("usl.", "squeeze.", "stats.")
+NOT_BUILT = ("usl.", "squeeze.")
 """Families without a module; single operations of them that exist stand in OPERATIONS."""
 TEXT_INPUTS = frozenset({"text", "a", "b", "token_pieces", "grams"})
 """Inputs in which "nan" and "inf" are words, not numbers."""
@@ -196,6 +197,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "reward.extract_boxed": extract_boxed,
     "reward.hendrycks_is_equiv": hendrycks_is_equiv,
     "stats.pass_at_k": pass_at_k,
+    "stats.paired_permutation": statistics.sign_flip_p,
+    "stats.cohen_dz": statistics.cohen_dz,
+    "stats.holm": statistics.holm,
+    "stats.iqm": resampling.iqm,
 }
 
 

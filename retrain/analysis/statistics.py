@@ -1,0 +1,166 @@
+"""Paired statistics of conditions across seeds: pure functions of numbers.
+
+The unit is the training run: completions are nested in prompts, prompts in steps and steps in a seed, so a test on pooled completions
+takes the spread between runs for an effect. A difference d_s = candidate - baseline is of two runs of one seed, which saw the same
+prompts. Every function raises ValueError for an empty list and for a number that is not finite.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
+
+EXACT_SEEDS = 20
+"""Up to here all 2^n sign flips are counted; beyond, a sample of them."""
+_MONTE_CARLO_FLIPS = 100_000
+_TIE = 1e-12
+"""Sums this close, relative to the sum of all |d|, are equal: decimals such as 0.1 + 0.2 and 0.3 differ in binary only."""
+
+
+def numbers(values: Sequence[float] | Floats) -> Floats:
+    """`values` as [n] float64. Raises ValueError for none, for more than one dimension and for a number that is not finite."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0 or not np.isfinite(array).all():
+        raise ValueError(f"expected a list of finite numbers, got {values!r}")
+    return array
+
+
+def paired_differences(candidate: Mapping[Key, float], baseline: Mapping[Key, float]) -> dict[Key, float]:
+    """Seed -> candidate - baseline, for the seeds that both have, in the baseline's order."""
+    return {key: candidate[key] - value for key, value in baseline.items() if key in candidate}
+
+
+def spread(differences: Sequence[float] | Floats) -> float:
+    """Standard deviation (ddof = 1) of at least two differences; exactly 0 where all are equal."""
+    d = numbers(differences)
+    if len(d) < 2:
+        raise ValueError("a standard deviation needs at least two differences")
+    return float(np.std(d, ddof=1)) if np.ptp(d) > 0 else 0.0
+
+
+def t_interval(differences: Sequence[float] | Floats, confidence: float = 0.95) -> tuple[float, float]:
+    """Student's interval of the mean of n >= 2 differences, n - 1 degrees of freedom.
+
+    Not a percentile bootstrap: that covers too little below some ten runs (Colas et al., arXiv 1806.08295).
+    """
+    from scipy.special import stdtrit
+
+    d = numbers(differences)
+    half = float(stdtrit(len(d) - 1, 0.5 + confidence / 2)) * spread(d) / np.sqrt(len(d))
+    return float(d.mean() - half), float(d.mean() + half)
+
+
+def sign_flip_p(differences: Sequence[float] | Floats) -> float:
+    """Two-sided p of the mean under flips of the differences' signs: the exact fraction of the 2^n flips that are as far from zero.
+
+    Beyond EXACT_SEEDS a fixed sample of m flips: (b + 1) / (m + 1), which is never 0.
+    """
+    d = numbers(differences)
+    if len(d) <= EXACT_SEEDS:
+        return float(sign_flip_p_rows(d[np.newaxis])[0])
+    d = _scaled(d)
+    flips = np.random.default_rng(0).integers(0, 2, size=(_MONTE_CARLO_FLIPS, len(d)), dtype=np.int8)
+    sums = d.sum() - 2 * (flips @ d)
+    as_far = int(np.count_nonzero(np.abs(sums) >= abs(d.sum()) - _TIE * np.abs(d).sum()))
+    return (as_far + 1) / (_MONTE_CARLO_FLIPS + 1)
+
+
+def sign_flip_p_rows(differences: Floats) -> Floats:
+    """The exact p of each row of [rows, n], n <= EXACT_SEEDS; memory for rows * 2^(n-1) sums."""
+    d = _scaled(differences)
+    sums = d[:, :1]  # the first sign stays: a flip and its mirror image are equally far from zero
+    for column in range(1, d.shape[1]):
+        one = d[:, column : column + 1]
+        sums = np.concatenate([sums + one, sums - one], axis=1)
+    bar = np.abs(d.sum(axis=1)) - _TIE * np.abs(d).sum(axis=1)
+    fractions: Floats = (np.abs(sums) >= bar[:, np.newaxis]).mean(axis=1)
+    return fractions
+
+
+def _scaled(d: Floats) -> Floats:
+    """Divided by the largest |d| of the row, so that no sum overflows; p does not depend on the scale."""
+    largest = np.abs(d).max(axis=-1, keepdims=True)
+    scaled: Floats = d / np.where(largest > 0, largest, 1.0)
+    return scaled
+
+
+def smallest_p(seeds: int) -> float:
+    """The least two-sided p that sign flips of so many differences can give: 2 / 2^n."""
+    return min(1.0, 2.0 ** (1 - seeds))
+
+
+def seeds_to_reach(alpha: float, comparisons: int = 1) -> int:
+    """The fewest seeds with which the first of a Holm family of `comparisons` can have an adjusted p below `alpha`."""
+    seeds = 1
+    while comparisons * smallest_p(seeds) >= alpha:
+        seeds += 1
+    return seeds
+
+
+def cohen_dz(differences: Sequence[float] | Floats) -> float:
+    """Cohen's d_z, mean / sd (ddof = 1), times Hedges' correction J = 1 - 3 / (4 (n - 1) - 1) for small n.
+
+    n >= 2. Equal differences have no spread: 0 if they are 0, else infinity with their sign. J is 0 at n = 2.
+    Source: Hedges 1981, doi 10.3102/10769986006002107.
+    """
+    d = numbers(differences)
+    sd, mean = spread(d), float(d.mean())
+    if sd == 0:
+        return 0.0 if mean == 0 else float(np.copysign(np.inf, mean))
+    return hedges_correction(len(d)) * mean / sd
+
+
+def hedges_correction(n: int) -> float:
+    """J for n differences, n >= 2."""
+    return 1 - 3 / (4 * (n - 1) - 1)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Adjusted p values of one family, in the order given: step-down (m - i) * p, made monotone, at most 1.
+
+    An empty family is an empty list. Raises ValueError for a p outside [0, 1]. Source: Holm 1979, Scand. J. Statist. 6.
+    """
+    values = np.asarray(p, dtype=np.float64)
+    if not ((values >= 0) & (values <= 1)).all():
+        raise ValueError(f"p values lie in [0, 1], got {list(p)}")
+    order = np.argsort(values, kind="stable")
+    stepped = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.minimum(stepped, 1.0)
+    return [float(value) for value in adjusted]
+
+
+def tost(differences: Sequence[float] | Floats, margin: float) -> float:
+    """p of the claim |mean| < margin: the larger of two one-sided paired t tests, against -margin and against +margin.
+
+    n >= 2, margin > 0. Equal differences have no t; they get what sign flips of them can give at best, 2^-n, if inside the margin.
+    Source: Schuirmann 1987, doi 10.1007/BF01068419.
+    """
+    from scipy.special import stdtr
+
+    if not margin > 0:
+        raise ValueError(f"a margin is above 0, got {margin}")
+    d = numbers(differences)
+    sd, inside = spread(d), margin - abs(float(d.mean()))
+    if sd == 0:
+        return 2.0 ** -len(d) if inside > 0 else 1.0
+    return float(stdtr(len(d) - 1, -inside / (sd / np.sqrt(len(d)))))
+
+
+def standard_error(values: Sequence[float] | Floats, clusters: Sequence[Hashable] | None = None) -> float:
+    """Standard error of the mean of n >= 2 values; with a cluster for each value, robust to correlation inside the clusters.
+
+    Unclustered sqrt(var / n), ddof = 1. Clustered: the root of the sum over clusters of (sum of residuals)^2, over n.
+    Source: Miller 2024, arXiv 2411.00640, sections 2.1 and 2.2.
+    """
+    x = numbers(values)
+    if clusters is None:
+        return spread(x) / float(np.sqrt(len(x)))
+    members: dict[Hashable, list[float]] = {}
+    for cluster, residual in zip(clusters, x - x.mean(), strict=True):
+        members.setdefault(cluster, []).append(float(residual))
+    return float(np.sqrt(sum(sum(residuals) ** 2 for residuals in members.values())) / len(x))

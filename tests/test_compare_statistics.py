@@ -1,0 +1,217 @@
+"""The formulas behind a comparison, against independent ones: brute force, scipy's own tests, and simulation."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from retrain.analysis import power, resampling, statistics
+
+TENTHS = st.lists(st.integers(-9, 9).map(lambda k: k / 10), min_size=1, max_size=9)
+
+
+def brute_force_p(differences: list[float]) -> float:
+    """Over all 2^n flips, in whole tenths, where equal sums are equal."""
+    tenths = [round(10 * d) for d in differences]
+    sums = [abs(sum(s * d for s, d in zip(signs, tenths, strict=True))) for signs in product((1, -1), repeat=len(tenths))]
+    return sum(value >= abs(sum(tenths)) for value in sums) / len(sums)
+
+
+@given(TENTHS)
+def test_the_sign_flip_p_counts_every_flip_and_ties_of_decimals_are_ties(differences: list[float]) -> None:
+    assert statistics.sign_flip_p(differences) == pytest.approx(brute_force_p(differences), abs=1e-15)
+
+
+@pytest.mark.parametrize(("seeds", "smallest"), [(1, 1.0), (3, 0.25), (5, 0.0625), (6, 0.03125), (8, 0.0078125), (16, 2 / 2**16)])
+def test_the_smallest_p_is_two_in_all_flips(seeds: int, smallest: float) -> None:
+    assert statistics.sign_flip_p([1.0] * seeds) == statistics.smallest_p(seeds) == smallest
+
+
+def test_beyond_twenty_seeds_a_sample_of_flips_agrees_and_is_never_zero() -> None:
+    rng = np.random.default_rng(1)
+    differences = rng.normal(0.3, 1, 24)
+    reference = stats.permutation_test(
+        (differences,), np.mean, permutation_type="samples", n_resamples=50_000, rng=np.random.default_rng(2)
+    ).pvalue
+    assert statistics.sign_flip_p(differences) == pytest.approx(reference, abs=0.01)
+    assert statistics.sign_flip_p([1.0] * 40) == pytest.approx(1e-5, rel=1e-3)
+    assert statistics.sign_flip_p([0.0] * 40) == 1.0
+
+
+def test_p_depends_neither_on_scale_nor_on_the_sign_of_the_effect() -> None:
+    differences = [0.3, -0.1, 0.2, 0.4, 0.05, 0.1]
+    p = statistics.sign_flip_p(differences)
+    for scale in (-1, 1e-310, 1e307):
+        assert statistics.sign_flip_p([scale * d for d in differences]) == p
+
+
+def test_the_interval_and_tost_are_those_of_paired_t_tests() -> None:
+    d = np.array([0.02, -0.01, 0.03, 0.015, 0.0, 0.04])
+    reference = stats.ttest_1samp(d, 0.0)
+    assert statistics.t_interval(d, 0.9) == pytest.approx(tuple(reference.confidence_interval(0.9)))
+    above = stats.ttest_1samp(d, -0.05, alternative="greater").pvalue
+    below = stats.ttest_1samp(d, 0.05, alternative="less").pvalue
+    assert statistics.tost(d, 0.05) == pytest.approx(max(above, below))
+    assert statistics.tost(d, 0.01) > 0.5
+
+
+def test_differences_without_spread_claim_no_more_than_their_number_allows() -> None:
+    assert statistics.tost([0.0] * 3, 0.01) == 1 / 8
+    assert statistics.tost([0.02] * 8, 0.01) == 1.0
+    assert statistics.cohen_dz([0.1] * 3) == np.inf and statistics.cohen_dz([-0.1] * 3) == -np.inf
+    assert statistics.cohen_dz([0.0] * 3) == 0.0
+    assert statistics.t_interval([0.1] * 3) == pytest.approx((0.1, 0.1))
+
+
+def test_the_effect_size_has_hedges_correction() -> None:
+    d = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert statistics.cohen_dz(d) == pytest.approx(3 / np.sqrt(2.5) * (1 - 3 / 15))
+
+
+def test_hedges_correction_removes_the_bias_of_small_campaigns() -> None:
+    rng = np.random.default_rng(0)
+    estimates = [statistics.cohen_dz(rng.normal(0.8, 1, 6)) for _ in range(4000)]
+    assert np.mean(estimates) == pytest.approx(0.8, abs=0.03)
+
+
+def test_holm_by_hand() -> None:
+    assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert statistics.holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), max_size=8))
+def test_holm_lies_between_the_raw_p_and_bonferroni_and_keeps_the_order(p: list[float]) -> None:
+    adjusted = statistics.holm(p)
+    for raw, value in zip(p, adjusted, strict=True):
+        assert raw <= value <= min(1.0, len(p) * raw) + 1e-15
+    assert np.all(np.diff(np.array(adjusted)[np.argsort(p, kind="stable")]) >= 0)
+
+
+@pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), 1.0]])
+def test_what_is_no_number_is_refused(values: list[float]) -> None:
+    for function in (statistics.sign_flip_p, statistics.cohen_dz, statistics.t_interval, resampling.iqm):
+        with pytest.raises(ValueError, match="finite"):
+            function(values)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("p", [[1.1], [-0.1], [float("nan")]])
+def test_holm_refuses_what_is_no_probability(p: list[float]) -> None:
+    with pytest.raises(ValueError, match="p values"):
+        statistics.holm(p)
+
+
+def test_one_difference_has_a_p_and_no_spread() -> None:
+    assert statistics.sign_flip_p([0.5]) == 1.0
+    with pytest.raises(ValueError, match="two differences"):
+        statistics.cohen_dz([0.5])
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=30))
+def test_the_iqm_is_the_mean_without_a_quarter_at_either_end(scores: list[float]) -> None:
+    assert resampling.iqm(scores) == pytest.approx(float(stats.trim_mean(scores, 0.25)), abs=1e-12)
+
+
+def test_a_shared_problem_counts_once_in_the_standard_error() -> None:
+    rng = np.random.default_rng(0)
+    means = rng.random(50)
+    repeated, clusters = np.repeat(means, 4), np.repeat(np.arange(50), 4)
+    assert statistics.standard_error(repeated, list(clusters)) == pytest.approx(means.std() / np.sqrt(50))
+    assert statistics.standard_error(repeated) < 0.6 * statistics.standard_error(means)
+
+
+# -- resampling ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_probability_of_improvement_is_the_fraction_of_pairs_won() -> None:
+    better, worse = np.array([[0.6], [0.5]]), np.array([[0.5], [0.4]])
+    assert resampling.probability_of_improvement(better, worse) == pytest.approx((2 + 1 + 0.5) / 4)
+    assert resampling.probability_of_improvement(worse, worse) == 0.5
+
+
+def test_the_performance_profile_falls_from_one_to_zero() -> None:
+    scores = np.array([[0.2, 0.4], [0.6, 0.8]])
+    assert resampling.performance_profile(scores, [0.0, 0.4, 0.9]).tolist() == [1.0, 0.5, 0.0]
+
+
+def test_the_stratified_interval_of_a_difference_is_narrower_for_paired_arms() -> None:
+    rng = np.random.default_rng(0)
+    shared = rng.normal(0.5, 0.1, (10, 4))
+    candidate, baseline = shared + 0.02 + rng.normal(0, 0.005, (10, 4)), shared
+    low, high = resampling.stratified_difference(candidate, baseline)
+    assert 0 < low < 0.02 < high
+    wide = resampling.stratified_interval(candidate)
+    assert high - low < 0.5 * (wide[1] - wide[0])
+
+
+def test_the_hierarchical_interval_covers_new_problems_where_seeds_alone_do_not() -> None:
+    """An effect that differs from problem to problem; the truth is its mean over all problems, of which 40 are asked."""
+    rng = np.random.default_rng(0)
+    covered, by_seeds, trials = 0, 0, 60
+    for _ in range(trials):
+        effects = np.clip(rng.normal(0.0, 0.25, 40), -0.4, 0.4)
+        samples = np.full((10, 40), 4)
+        baseline = rng.binomial(4, 0.5, (10, 40))
+        candidate = rng.binomial(4, 0.5 + effects, (10, 40))
+        low, high = resampling.hierarchical_interval(candidate, baseline, samples, samples, replicates=300)
+        covered += low <= 0 <= high
+        low, high = statistics.t_interval((candidate - baseline).mean(axis=1) / 4)
+        by_seeds += low <= 0 <= high
+    assert covered / trials >= 0.9
+    assert by_seeds / trials < 0.6
+
+
+# -- power ---------------------------------------------------------------------------------------------------------------
+
+
+def found(differences: np.ndarray, comparisons: int = 1) -> float:
+    """How often the rule of `compare` finds an improvement in rows of differences."""
+    p = np.array([comparisons * statistics.sign_flip_p(row) for row in differences])
+    return float(np.mean([low > 0 for low, _ in map(statistics.t_interval, differences)] & (p < 0.05)))
+
+
+@pytest.mark.parametrize(("seeds", "effect", "comparisons"), [(6, 1.8, 1), (8, 1.2, 1), (8, 1.9, 4), (13, 0.85, 1), (14, 1.0, 4)])
+def test_power_is_as_predicted(seeds: int, effect: float, comparisons: int) -> None:
+    simulated = found(np.random.default_rng(5).normal(effect, 1, (600, seeds)), comparisons)
+    assert power.power_of(seeds, effect, comparisons=comparisons) == pytest.approx(simulated, abs=0.05)
+
+
+def test_the_minimal_detectable_effect_is_found_four_times_in_five() -> None:
+    for seeds in (6, 8, 16):
+        effect = power.minimal_detectable_effect(seeds, sd=0.02)
+        assert effect is not None
+        assert power.power_of(seeds, effect / 0.02) == pytest.approx(0.8, abs=0.01)
+
+
+@pytest.mark.parametrize(("sd", "textbook"), [(0.02, 19), (0.01, 5)])
+def test_seeds_needed_is_the_textbook_and_a_few(sd: float, textbook: int) -> None:
+    assert np.ceil(power.normal_seeds(0.013, sd)) == textbook
+    assert textbook + 1 <= power.seeds_needed(0.013, sd) <= textbook + 3
+
+
+@given(st.floats(0.3, 3.0), st.sampled_from([1, 4]))
+def test_seeds_needed_is_the_first_number_with_that_power(effect: float, comparisons: int) -> None:
+    seeds = power.seeds_needed(effect, 1.0, comparisons=comparisons)
+    assert power.power_of(seeds, effect, comparisons=comparisons) >= 0.8
+    assert power.power_of(seeds - 1, effect, comparisons=comparisons) < 0.8
+
+
+def test_too_few_seeds_have_no_power_whatever_the_effect() -> None:
+    assert power.power_of(5, 100.0) == 0.0 and power.minimal_detectable_effect(5, 0.01) is None
+    assert power.minimal_detectable_effect(6, 0.01) is not None and power.minimal_detectable_effect(6, 0.01, comparisons=4) is None
+    assert statistics.seeds_to_reach(0.05) == 6 and statistics.seeds_to_reach(0.05, 4) == 8
+    assert power.seeds_needed(1.0, 0.0) == 6
+
+
+def test_the_interval_of_a_pilots_sd_covers_it() -> None:
+    rng = np.random.default_rng(0)
+    low, high = zip(*(power.sd_interval(statistics.spread(rng.normal(0, 1, 4)), 3) for _ in range(2000)), strict=True)
+    assert np.mean((np.array(low) <= 1) & (np.array(high) >= 1)) == pytest.approx(0.95, abs=0.02)
+
+
+def test_more_samples_help_only_as_far_as_the_problems_differ() -> None:
+    one, four, many = (power.problems_needed(0.03, between=0.05, within=0.3, samples=k) for k in (1, 4, 10_000))
+    assert one > four > many == pytest.approx(power.normal_seeds(0.03, np.sqrt(0.05)), abs=2)
