@@ -28,6 +28,8 @@ from retrain.config.values import parse_grams
 from retrain.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
 from retrain.sepa import SEPAController, check_ramp
+from retrain.squeeze import compressed_alpha, layer_spectrum, recommend_rank
+from retrain.squeeze.analysis import checked_ranks, powers_of_two
 
 NOT_BUILT = ("usl.", "squeeze.")
 """Families without a module; single operations of them that exist stand in OPERATIONS."""
@@ -168,6 +170,21 @@ def icepop_weight(train: Rows, sampler: Rows, low: float, high: float) -> Rows:
     return cut(loss.icepop_weight(values, batch(sampler)[0], low, high), lengths)
 
 
+def squeeze_layer(lora_A: Rows, lora_B: Rows, target_ranks: list[int]) -> dict[str, Any]:
+    layer = layer_spectrum(torch.tensor(lora_A, dtype=torch.float64), torch.tensor(lora_B, dtype=torch.float64))
+    # A layer may be of a lower rank than its adapter, so the largest target stands for the adapter's.
+    ranks = checked_ranks(target_ranks, max(layer.rank, *target_ranks)) if target_ranks else powers_of_two(layer.rank)
+    variance = None if layer.is_zero else {str(k): layer.retained(k) for k in ranks}
+    return {"singular_values": layer.singular_values, "variance": variance, "status": "zero" if layer.is_zero else "ok"}
+
+
+def squeeze_recommend(
+    layers: list[dict[str, float] | None], ranks: list[int], min_variance_retention: float, rule: Any, source_rank: int | None = None
+) -> int:
+    retained = [{int(k): v for k, v in layer.items()} if layer and not math.isnan(min(layer.values())) else None for layer in layers]
+    return recommend_rank(retained, ranks, min_variance_retention, rule, source_rank)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "advantage.grpo": grpo,
     "advantage.maxrl": maxrl,
@@ -196,6 +213,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "loss.icepop_weight": icepop_weight,
     "reward.extract_boxed": extract_boxed,
     "reward.hendrycks_is_equiv": hendrycks_is_equiv,
+    "squeeze.layer": squeeze_layer,
+    "squeeze.recommend": squeeze_recommend,
+    "squeeze.alpha": compressed_alpha,
     "stats.pass_at_k": pass_at_k,
     "stats.paired_permutation": statistics.sign_flip_p,
     "stats.cohen_dz": statistics.cohen_dz,

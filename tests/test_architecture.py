@@ -146,6 +146,8 @@ def test_light_parts_import_heavy_packages_only_where_they_are_used(part: str) -
         "retrain.data:register_source",
         "retrain.rewards:",
         "retrain.sepa:SEPAController",
+        "retrain.squeeze:analyze_adapter",
+        "retrain.squeeze:compress_adapter",
         "retrain.inference_engine:",
         "retrain.backends:",
     ],

@@ -12,7 +12,7 @@ def test_golden_cases_agree(capsys: pytest.CaptureFixture[str]) -> None:
     status = golden.main([str(CASES)])
     printed = capsys.readouterr().out
     assert status == 0, printed
-    assert "31 of 31 cases agree" in printed
+    assert "34 of 34 cases agree" in printed
     assert "usl.fit: not built" in printed
 
 

@@ -1,4 +1,4 @@
-"""`retrain [FILE.toml] [--overwrite] [--quiet] [flags]`: train what a configuration says."""
+"""`retrain [FILE.toml] [--overwrite] [--quiet] [flags]`: do what a configuration says, a training or a squeeze job."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +31,11 @@ def run_file(arguments: Sequence[str]) -> int:
     from retrain.config import load_config
 
     config = load_config(parsed.path, parsed.overrides)  # before the trainer's seconds of imports: a typo is answered at once
+    if config.kind == "squeeze":
+        from retrain.squeeze import run_squeeze
+
+        run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
+        return 0
     from retrain.trainer import train
 
     train(config, overwrite=parsed.overwrite, quiet=parsed.quiet)

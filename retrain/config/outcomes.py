@@ -42,8 +42,6 @@ class Unused:
 
 def unused_keys(config: TrainConfig) -> list[str]:
     """One sentence for each key that was set away from its default and has no effect in this run."""
-    if config.kind == "squeeze":
-        return []
     return [*_unused_by_rule(config), *_unused_options(config)]
 
 
@@ -58,7 +56,7 @@ def _unused_by_rule(config: TrainConfig) -> Iterator[str]:
 
 
 def _unused_options(config: TrainConfig) -> Iterator[str]:
-    if config.backend.backend not in BUILTIN_NAMES["backend"]:
+    if config.kind == "squeeze" or config.backend.backend not in BUILTIN_NAMES["backend"]:
         return
     defaults = PrimeRLOptions().model_dump()
     backend = config.backend.backend
@@ -135,6 +133,16 @@ def _campaign_where(test: Callable[[Any], bool]) -> Test:
 
 
 UNUSED: tuple[Unused, ...] = (
+    Unused(
+        tuple(f"{section}.*" for section in TrainConfig.model_fields if section != "squeeze"),
+        lambda c: c.kind == "squeeze",
+        "a squeeze job reads [squeeze] alone",
+    ),
+    Unused(
+        ("squeeze.compress_to", "squeeze.per_layer"),
+        lambda c: c.kind == "squeeze" and not c.squeeze.output_path,
+        "no output_path is given, so nothing is compressed",
+    ),
     Unused(("inference.*",), _backend_is("tinker"), "Tinker samples by itself"),
     Unused(("inference.url",), lambda c: c.inference.engine == "pytorch", 'engine "pytorch" samples in this process'),
     Unused(("model.base_url",), _backend_is_not("tinker"), "it belongs to the tinker backend"),
@@ -245,7 +253,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     ),
     NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
-    NotBuilt("squeeze.adapter_path", lambda c: c.kind == "squeeze", "squeeze jobs are to come, so drop the key"),
+    NotBuilt("squeeze.evaluate", lambda c: c.squeeze.evaluate and c.kind != "run", "leave it false"),
 )
 
 

@@ -1,0 +1,185 @@
+"""A LoRA adapter as a PEFT folder holds it: `adapter_config.json` and `adapter_model.safetensors`."""
+
+import json
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrain.errors import ConfigurationError
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+CARD_FILE = "README.md"
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."
+
+_VARIANTS = (
+    "use_dora", "use_qalora", "lora_bias", "target_parameters", "use_bdlora", "arrow_config", "monteclora_config", "velora_config",
+    "kasa_config",
+)  # fmt: skip
+"""Settings whose update is not s B A alone."""
+_BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
+"""`init_lora_weights` with which peft changes the base weights as it loads an adapter, by an amount that depends on its rank."""
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """One adapted linear layer: its update is `scale` B A."""
+
+    name: str
+    """Path of the module in the base model."""
+    a: Tensor
+    """[rank, d_in]"""
+    b: Tensor
+    """[d_out, rank]"""
+    alpha: float
+    use_rslora: bool
+
+    @property
+    def rank(self) -> int:
+        return int(self.a.shape[0])
+
+    @property
+    def effective_rank(self) -> int:
+        d_out, d_in = self.b.shape[0], self.a.shape[1]
+        return min(self.rank, d_in, d_out)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.a.numel() + self.b.numel()
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    folder: Path
+    settings: dict[str, Any]
+    """adapter_config.json."""
+    layers: tuple[LoraLayer, ...]
+    """Sorted by name."""
+    others: dict[str, Tensor]
+    """What a change of rank does not touch: modules saved whole, biases."""
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers' ranks."""
+        return max(layer.rank for layer in self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(layer.num_parameters for layer in self.layers)
+
+
+def weight_names(layer: str) -> tuple[str, str]:
+    """Names of A and B in the file."""
+    return f"{_PREFIX}{layer}{_A}", f"{_PREFIX}{layer}{_B}"
+
+
+def read_adapter(folder: Path) -> LoraAdapter:
+    """Raises ConfigurationError for a folder that holds no plain LoRA adapter: nothing of it may be dropped silently."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    settings = _read_settings(folder)
+    _refuse_variants(folder, settings)
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ConfigurationError(f"{folder} holds no {WEIGHTS_FILE}; save the adapter as safetensors (pickled weights are not read).")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ConfigurationError(f"{path} is not a safetensors file ({error}); save the adapter again.") from error
+    names = _layer_names(path, tensors)
+    layers = tuple(_layer(path, name, tensors, settings) for name in names)
+    used = {key for name in names for key in weight_names(name)}
+    return LoraAdapter(folder, settings, layers, {key: tensor for key, tensor in tensors.items() if key not in used})
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigurationError(
+            f"{folder} is no PEFT adapter (no {CONFIG_FILE}); name the folder of one, such as a run's checkpoints/final."
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON ({error}); save the adapter again.") from error
+    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+        kind = settings.get("peft_type") if isinstance(settings, dict) else None
+        raise ConfigurationError(f"{path} has peft_type {kind!r}; only LORA adapters can be squeezed.")
+    if not (_is_number(settings.get("r")) and _is_number(settings.get("lora_alpha"))):
+        raise ConfigurationError(f"{path} lacks a number for r or lora_alpha, so the update's scale is unknown; save the adapter again.")
+    return settings
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refuse_variants(folder: Path, settings: dict[str, Any]) -> None:
+    where = folder / CONFIG_FILE
+    for key in _VARIANTS:
+        if settings.get(key):
+            raise ConfigurationError(
+                f"{where} has {key} = {settings[key]!r}: its update is not B A alone, so its rank cannot be reduced here."
+            )
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
+        raise ConfigurationError(
+            f"{where} has init_lora_weights = {init!r}, which changes the base model by an amount that depends on the rank; "
+            "save the adapter converted to plain LoRA (peft: path_initial_model_for_weight_conversion)."
+        )
+
+
+def _layer_names(path: Path, tensors: dict[str, Tensor]) -> list[str]:
+    names = set()
+    for key in tensors:
+        if key.startswith(_PREFIX) and key.endswith((_A, _B)):
+            names.add(key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B))
+        elif "lora_" in key:
+            raise ConfigurationError(
+                f"{path} holds {key}, which is no factor of a linear layer; only plain LoRA on linear layers is squeezed."
+            )
+    if not names:
+        raise ConfigurationError(f"{path} holds no LoRA factors (…{_A}, …{_B}); name a LoRA adapter.")
+    return sorted(names)
+
+
+def _layer(path: Path, name: str, tensors: dict[str, Tensor], settings: dict[str, Any]) -> LoraLayer:
+    key_a, key_b = weight_names(name)
+    for key in (key_a, key_b):
+        if key not in tensors:
+            raise ConfigurationError(f"{path} lacks {key}; save the adapter again.")
+    a, b = tensors[key_a], tensors[key_b]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise ConfigurationError(
+            f"{path}: {name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; only [rank, in] and [out, rank], the factors of a "
+            "linear layer, are squeezed."
+        )
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise ConfigurationError(f"{path}: {name} holds nan or inf, so it has no spectrum; use an earlier checkpoint.")
+    stated = _of_pattern(settings.get("rank_pattern"), name, settings["r"])
+    if stated != a.shape[0]:
+        raise ConfigurationError(
+            f"{path}: {name} has rank {a.shape[0]}, and {CONFIG_FILE} says {stated}, so its scale is unknown; save the adapter again."
+        )
+    alpha = _of_pattern(settings.get("alpha_pattern"), name, settings["lora_alpha"])
+    return LoraLayer(name, a, b, float(alpha), bool(settings.get("use_rslora")))
+
+
+def _of_pattern(pattern: dict[str, float] | None, name: str, default: float) -> float:
+    """The value that peft takes for a module: of the first expression that matches the end of its path."""
+    if not pattern:
+        return default
+    from peft.utils.other import get_pattern_key
+
+    return pattern.get(get_pattern_key(pattern.keys(), name), default)

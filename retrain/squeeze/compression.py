@@ -1,0 +1,239 @@
+"""The same adapter at a lower rank: every layer's update cut to its first singular values, at the scale that it had.
+
+Truncation acts on B A, and s B A is what a model sees, so s must stay: alpha' = alpha k / r, and alpha sqrt(k / r) for rank-stabilised
+LoRA, whose s is alpha / sqrt(r). alpha' may be a fraction; peft only ever divides it.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import fsum, hypot, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrain.checkpoint import sync_folder, write_synced
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, LoraLayer, read_adapter, weight_names
+from retrain.squeeze.analysis import svd_device
+from retrain.squeeze.spectrum import Factors, factorise, product_norm
+from retrain.tracking.run_folder import MARKER, mark
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compressed adapter on the disk, read back and compared with what it was cut from."""
+
+    folder: Path
+    source_rank: int
+    ranks: dict[str, int]
+    """Of each layer."""
+    relative_error: float
+    """Frobenius norm of what was cut off, over that of the whole update (all layers as one)."""
+    storage_error: float
+    """Frobenius norm of stored minus truncated update, over that of the whole update: rounding to the source's dtype."""
+    source_parameters: int
+    parameters: int
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers' ranks."""
+        return max(self.ranks.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source_rank": self.source_rank,
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "relative_error": self.relative_error,
+            "storage_error": self.storage_error,
+            "source_parameters": self.source_parameters,
+            "parameters": self.parameters,
+        }
+
+
+def compressed_alpha(alpha: float, source_rank: int, target_rank: int, use_rslora: bool = False) -> float:
+    """The alpha that leaves the update's scale as it was; an int where it is whole. Raises ValueError unless 1 <= target <= source."""
+    if not 1 <= target_rank <= source_rank:
+        raise ValueError(f"target rank {target_rank} is out of range; allowed: 1 to the source rank, {source_rank}")
+    # One division of whole numbers where that is possible, so that 64 * 8 / 32 is 16 and not nearly.
+    exact = alpha * sqrt(target_rank / source_rank) if use_rslora else alpha * target_rank / source_rank
+    return int(exact) if exact == int(exact) else exact
+
+
+def compress_adapter(
+    adapter_path: str | Path,
+    output_path: str | Path,
+    target_rank: int | Mapping[str, int],
+    *,
+    device: str = "cpu",
+    overwrite: bool = False,
+) -> Compression:
+    """Write the adapter at `target_rank`, one for all layers or one by layer name, as a PEFT folder in the source's dtype.
+
+    A layer narrower than that keeps its own rank. `overwrite` replaces a folder that this function made.
+    Raises ConfigurationError for a rank that does not fit and a folder that may not be used; RunFailed if what was written is not what
+    was computed.
+    """
+    adapter = read_adapter(Path(adapter_path))
+    return compress(adapter, Path(output_path), target_rank, svd_device(device), overwrite=overwrite)
+
+
+def compress(
+    adapter: LoraAdapter, output: Path, target_rank: int | Mapping[str, int], device: torch.device, *, overwrite: bool
+) -> Compression:
+    """`compress_adapter` on an adapter that was read."""
+    check_output(adapter.folder, output, overwrite)
+    ranks = _ranks(adapter, target_rank)
+    tensors = dict(adapter.others)
+    cut, whole = [], []
+    for layer in adapter.layers:
+        factors = factorise(layer.a.to(device), layer.b.to(device), layer.name)
+        key_a, key_b = weight_names(layer.name)
+        tensors[key_a], tensors[key_b] = truncated(layer, factors, ranks[layer.name])
+        cut.append(layer.scale * float(torch.linalg.vector_norm(factors.values[ranks[layer.name] :])))
+        whole.append(layer.scale * float(torch.linalg.vector_norm(factors.values)))
+    total = hypot(*whole)
+    settings = _settings(adapter, ranks)
+    error = hypot(*cut) / total if total else 0.0
+    _write(output, tensors, settings, _card(adapter, ranks, error))
+    storage = _verify(adapter, output, ranks, device)
+    written = sum(tensors[key].numel() for layer in adapter.layers for key in weight_names(layer.name))
+    return Compression(output, adapter.rank, ranks, error, storage / total if total else 0.0, adapter.num_parameters, written)
+
+
+def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tensor]:
+    """A' [k, d_in] and B' [d_out, k] of the first k singular values, each with the square root of them, in the source's dtype.
+
+    A layer of zeros keeps the first rows of A, so that it can still be trained.
+    """
+    if not factors.values[0]:
+        return layer.a[:k].contiguous(), torch.zeros(layer.b.shape[0], k, dtype=layer.b.dtype)
+    root = factors.values[:k].sqrt()
+    a = (factors.right[:, :k] * root).T
+    b = factors.left[:, :k] * root
+    return a.to("cpu", layer.a.dtype).contiguous(), b.to("cpu", layer.b.dtype).contiguous()
+
+
+def _ranks(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, int]:
+    names = {layer.name for layer in adapter.layers}
+    if not isinstance(target, int) and set(target) != names:
+        wrong = sorted(names ^ set(target))
+        raise ConfigurationError(f"The ranks by layer name each layer of {adapter.folder} once; {wrong[0]} is missing or unknown.")
+    wanted = dict.fromkeys(names, target) if isinstance(target, int) else target
+    for name, rank in wanted.items():
+        if not 1 <= rank <= adapter.rank:
+            where = "[squeeze] compress_to" if isinstance(target, int) else name
+            raise ConfigurationError(f"{where} = {rank} is out of range; allowed: 1 to {adapter.rank}, the rank of {adapter.folder}.")
+    return {layer.name: min(wanted[layer.name], layer.effective_rank) for layer in adapter.layers}
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def check_output(source: Path, output: Path, overwrite: bool) -> None:
+    """Raises ConfigurationError for the source's own folder, and for one that holds something and may not be replaced."""
+    where = f'[squeeze] output_path = "{output}"'
+    if output.resolve() == source.resolve():
+        raise ConfigurationError(f"{where} is the adapter itself; choose another folder.")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not _is_ours(output):
+        raise ConfigurationError(f"{where} exists and was not made by a squeeze job, so it is not overwritten; choose another folder.")
+    if not overwrite:
+        raise ConfigurationError(f"{where} already holds a compressed adapter; replace it with --overwrite, or choose another folder.")
+
+
+def _is_ours(folder: Path) -> bool:
+    marker = folder / MARKER
+    return marker.is_file() and json.loads(marker.read_text(encoding="utf-8")).get("kind") == "squeeze"
+
+
+def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], card: str) -> None:
+    """Aside first, then renamed, so that a crash leaves no half of an adapter."""
+    from safetensors.torch import save_file
+
+    aside = output.with_name(f".tmp-{output.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    mark(aside, "squeeze")
+    save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
+    with (aside / WEIGHTS_FILE).open("rb") as file:
+        os.fsync(file.fileno())
+    write_synced(aside / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    write_synced(aside / CARD_FILE, card)
+    if output.exists():
+        shutil.rmtree(output)  # ours or empty: check_output looked
+    aside.rename(output)
+    sync_folder(output.parent)
+
+
+def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """The source's settings with the new ranks and alphas; patterns only where a layer differs from the default."""
+    default_rank = max(ranks.values())
+    alphas = {layer.name: compressed_alpha(layer.alpha, layer.rank, ranks[layer.name], layer.use_rslora) for layer in adapter.layers}
+    default_alpha = next(alphas[name] for name, rank in ranks.items() if rank == default_rank)
+    return adapter.settings | {
+        "r": default_rank,
+        "lora_alpha": default_alpha,
+        "rank_pattern": {_exactly(name): rank for name, rank in ranks.items() if rank != default_rank},
+        "alpha_pattern": {_exactly(name): alpha for name, alpha in alphas.items() if alpha != default_alpha},
+    }
+
+
+def _exactly(name: str) -> str:
+    """The expression that peft matches with this module alone."""
+    return f"^{re.escape(name)}"
+
+
+def _card(adapter: LoraAdapter, ranks: Mapping[str, int], error: float) -> str:
+    base = adapter.settings.get("base_model_name_or_path")
+    low, high = min(ranks.values()), max(ranks.values())
+    return (
+        "---\n"
+        f"base_model: {json.dumps(base)}\n"
+        "library_name: peft\n"
+        "tags:\n- lora\n- retrain\n"
+        "---\n\n"
+        f"# LoRA adapter for {base}, {f'rank {high}' if low == high else f'ranks {low} to {high}'}\n\n"
+        f"Compressed by retrain from an adapter of rank {adapter.rank}: of each layer's update the first singular values are kept, at the "
+        f"same scale. Relative Frobenius error of the whole update: {error:.2%}. An optimizer state of the source does not fit; continue "
+        "training with a new one.\n"
+    )
+
+
+# -- verification --------------------------------------------------------------------------------------------------------
+
+
+def _verify(adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device: torch.device) -> float:
+    """Read what was written and compare every layer's update with the truncated one; the Frobenius norm of all differences.
+
+    That norm bounds the largest difference of a single weight. Raises RunFailed where a layer differs by more than rounding.
+    """
+    stored = {layer.name: layer for layer in read_adapter(output).layers}
+    squares = []
+    for source in adapter.layers:
+        layer, k = stored[source.name], ranks[source.name]
+        factors = factorise(source.a.to(device), source.b.to(device), source.name)
+        kept = factors.values[:k]
+        a = torch.cat([layer.a.to(device).double(), factors.right[:, :k].T])
+        b = torch.cat([layer.scale * layer.b.to(device).double(), -source.scale * factors.left[:, :k] * kept], dim=1)
+        difference = product_norm(a, b)
+        allowed = _rounding(layer.a.dtype) * abs(source.scale) * float(kept.sum())
+        if difference > allowed:
+            raise RunFailed(
+                f"{output}: the update of {source.name} differs from the truncated one by {difference:.3g}, and rounding to "
+                f"{str(layer.a.dtype).removeprefix('torch.')} explains {allowed:.3g}; the folder cannot be trusted."
+            )
+        squares.append(difference**2)
+    return sqrt(fsum(squares))
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Bound of |stored - true| over the sum of the kept singular values: half a unit on each factor, twice that for the rest."""
+    return 4 * torch.finfo(dtype).eps

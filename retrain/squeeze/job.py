@@ -1,0 +1,120 @@
+"""What a `[squeeze]` section asks for: analyse an adapter, say the rank, write the smaller adapter."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrain.checkpoint import replace_file
+from retrain.config.outcomes import unused_keys
+from retrain.errors import ConfigurationError
+from retrain.preflight import refuse_not_built
+from retrain.squeeze.adapter import LoraAdapter, read_adapter
+from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
+from retrain.squeeze.compression import Compression, check_output, compress
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+    from retrain.config.schema import Squeeze
+
+REPORT_FILE = "squeeze.json"
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    analysis: Analysis
+    compression: Compression | None
+    """None without `[squeeze] output_path`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What a campaign's manifest stores: recommended_rank, rule, threshold, table, and `compression` if there was one."""
+        return self.analysis.to_json() | ({"compression": self.compression.to_json()} if self.compression else {})
+
+    def lines(self) -> list[str]:
+        """The printed table and what follows from it."""
+        return [*analysis_lines(self.analysis), *(compression_lines(self.compression) if self.compression else [])]
+
+
+def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False) -> Squeezed:
+    """The job of a configuration with `[squeeze] adapter_path` and no `[campaign]`; prints what it finds."""
+    refuse_not_built(config)
+    say = _silence if quiet else print
+    for line in unused_keys(config):
+        say(line)
+    squeezed = squeeze_adapter(config.squeeze, Path(config.squeeze.adapter_path).expanduser(), overwrite=overwrite)
+    for line in squeezed.lines():
+        say(line)
+    return squeezed
+
+
+def _silence(line: str) -> None:
+    """--quiet."""
+
+
+def squeeze_adapter(settings: "Squeeze", adapter_path: Path, *, overwrite: bool = False) -> Squeezed:
+    """Analyse the adapter by `[squeeze]`, and compress it where an output_path is given. Prints nothing.
+
+    A campaign calls this after its first run, with that run's adapter. Raises ConfigurationError, EnvironmentFailure or RunFailed.
+    """
+    adapter = read_adapter(adapter_path)
+    device = svd_device(settings.device)
+    output = Path(settings.output_path).expanduser() if settings.output_path else None
+    _check(settings, adapter)
+    if output:
+        check_output(adapter.folder, output, overwrite)  # before the work
+    analysis = analyze(adapter, settings.min_variance_retention, settings.target_ranks, settings.source_rank, settings.rule, device)
+    if not output:
+        return Squeezed(analysis, None)
+    ranks = analysis.ranks_per_layer() if settings.per_layer else settings.compress_to or analysis.recommended_rank
+    squeezed = Squeezed(analysis, compress(adapter, output, ranks, device, overwrite=overwrite))
+    replace_file(output / REPORT_FILE, json.dumps(squeezed.to_json() | {"layers": _spectra(analysis)}, indent=1) + "\n")
+    return squeezed
+
+
+def _check(settings: "Squeeze", adapter: LoraAdapter) -> None:
+    if settings.per_layer and settings.compress_to:
+        raise ConfigurationError(
+            f"[squeeze] compress_to = {settings.compress_to} is one rank for all layers, and per_layer = true chooses one for each; "
+            "leave one of them out."
+        )
+    if settings.compress_to > adapter.rank:
+        raise ConfigurationError(
+            f"[squeeze] compress_to = {settings.compress_to} is out of range; allowed: 1 to {adapter.rank}, the rank of {adapter.folder}."
+        )
+
+
+def _spectra(analysis: Analysis) -> list[dict[str, Any]]:
+    return [{"name": layer.name, "rank": layer.rank, "singular_values": layer.singular_values} for layer in analysis.layers]
+
+
+# -- what is printed -----------------------------------------------------------------------------------------------------
+
+
+def analysis_lines(analysis: Analysis) -> list[str]:
+    zero = len(analysis.zero_layers)
+    count = len(analysis.layers)
+    lines = [f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {count} layers{f', {zero} of them zero' if zero else ''}."]
+    lines += ["Variance kept (squared singular values) by rank:", _HEADER]
+    lines += [_row_line(row, row.rank == analysis.recommended_rank) for row in analysis.table]
+    judged = "the mean over the layers" if analysis.rule == "mean" else "the worst layer"
+    return [*lines, f"Recommended rank: {analysis.recommended_rank} ({judged} keeps {analysis.threshold:.0%} or more)."]
+
+
+_HEADER = "  rank      mean       min       max     whole   error of the whole"
+
+
+def _row_line(row: TableRow, recommended: bool) -> str:
+    values = "".join(f"{value:>10.2%}" for value in (row.mean, row.min, row.max, row.energy))
+    return f"  {row.rank:>4}{values}   {row.error:>8.2%}{'   <- recommended' if recommended else ''}"
+
+
+def compression_lines(compression: Compression) -> list[str]:
+    low, high = min(compression.ranks.values()), compression.rank
+    rank = f"rank {high}" if low == high else f"ranks {low} to {high}"
+    saved = 1 - compression.parameters / compression.source_parameters
+    return [
+        f"Compressed from rank {compression.source_rank} to {rank}: "
+        f"{compression.source_parameters:,} -> {compression.parameters:,} parameters ({saved:.0%} fewer).",
+        f"Reconstruction error: {compression.relative_error:.2%} of the whole update, and {compression.storage_error:.1e} by rounding.",
+        f"Adapter: {compression.folder}",
+    ]

@@ -1,0 +1,124 @@
+"""The singular values of one layer's update B A, from QR of both factors and the SVD of the r x r core.
+
+Shapes: A [rank, d_in], B [d_out, rank]. With A^T = Q_a R_a and B = Q_b R_b the product is Q_b (R_b R_a^T) Q_a^T, so the SVD of the core
+R_b R_a^T holds all of it: exact for every rank, in float64, without the d_out x d_in matrix.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Factors(NamedTuple):
+    """B A = left diag(values) right^T, float64. m = min(rank, d_in, d_out)."""
+
+    left: Tensor
+    """[d_out, m], orthonormal columns."""
+    values: Tensor
+    """[m], descending."""
+    right: Tensor
+    """[d_in, m], orthonormal columns."""
+
+
+@dataclass(frozen=True)
+class LayerSpectrum:
+    """What one layer's update is made of."""
+
+    name: str
+    rank: int
+    singular_values: tuple[float, ...]
+    """Of B A without its scale, descending; min(rank, d_in, d_out) of them."""
+    scale: float = 1.0
+    """s of the update s B A. It cancels in `retained` and weighs the layers against each other."""
+
+    @property
+    def effective_rank(self) -> int:
+        """No update of these shapes has more; fewer than `rank` where the layer is narrower than its adapter."""
+        return len(self.singular_values)
+
+    @property
+    def is_zero(self) -> bool:
+        """An untrained layer (B = 0 at the start): it has no variance, so none of it is retained or lost."""
+        return self.scale * self.singular_values[0] == 0.0
+
+    @cached_property
+    def _cumulative(self) -> tuple[float, ...]:
+        """Sums of the squares relative to the largest, so that tiny adapters do not underflow."""
+        return tuple(accumulate((value / self.singular_values[0]) ** 2 for value in self.singular_values))
+
+    @property
+    def energy(self) -> float:
+        """Squared Frobenius norm of the update, scale included."""
+        return 0.0 if self.is_zero else (self.scale * self.singular_values[0]) ** 2 * self._cumulative[-1]
+
+    def retained(self, k: int) -> float:
+        """V(k): the fraction of the sum of squared singular values in the first k; sqrt(1 - V) is the relative Frobenius error.
+
+        1 from the effective rank on. Raises ValueError for k < 1 and for a layer of zeros.
+        """
+        if k < 1:
+            raise ValueError(f"rank {k} is not a rank; give 1 or more")
+        if self.is_zero:
+            raise ValueError(f"the update of {self.name} is zero, so it has no variance")
+        return 1.0 if k >= self.effective_rank else self._cumulative[k - 1] / self._cumulative[-1]
+
+    def smallest_rank(self, threshold: float) -> int:
+        """The smallest k whose V(k) reaches the threshold; 1 for a layer of zeros, which loses nothing at any rank."""
+        if self.is_zero:
+            return 1
+        return next(k for k in range(1, self.effective_rank + 1) if reaches(self.retained(k), threshold))
+
+
+def reaches(retained: float, threshold: float) -> bool:
+    return retained >= threshold - _ROUNDING
+
+
+_ROUNDING = 1e-12
+"""A V(k) that is the threshold but for the last digits of its sum counts as reaching it."""
+
+
+def layer_spectrum(lora_a: Tensor, lora_b: Tensor, *, name: str = "layer", scale: float = 1.0) -> LayerSpectrum:
+    """The spectrum of B A from A [rank, d_in] and B [d_out, rank]. Raises ValueError for shapes that do not fit and for nan or inf."""
+    values = torch.linalg.svdvals(_core(*_triangles(lora_a, lora_b, name)))
+    return LayerSpectrum(name, lora_a.shape[0], tuple(values.tolist()), scale)
+
+
+def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> Factors:
+    """The SVD of B A as thin factors; errors as `layer_spectrum`."""
+    a, b = _checked(lora_a, lora_b, name)
+    q_a, r_a = torch.linalg.qr(a.T)
+    q_b, r_b = torch.linalg.qr(b)
+    u, values, vh = torch.linalg.svd(_core(r_a, r_b), full_matrices=False)
+    return Factors(q_b @ u, values, q_a @ vh.T)
+
+
+def product_norm(lora_a: Tensor, lora_b: Tensor) -> float:
+    """Frobenius norm of B A."""
+    return float(torch.linalg.matrix_norm(_core(*_triangles(lora_a, lora_b, "product"))))
+
+
+def _triangles(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    a, b = _checked(lora_a, lora_b, name)
+    return torch.linalg.qr(a.T, mode="r").R, torch.linalg.qr(b, mode="r").R
+
+
+def _core(r_a: Tensor, r_b: Tensor) -> Tensor:
+    return r_b @ r_a.T
+
+
+def _checked(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    if lora_a.ndim != 2 or lora_b.ndim != 2 or lora_a.shape[0] != lora_b.shape[1] or 0 in (*lora_a.shape, *lora_b.shape):
+        raise ValueError(f"{name}: lora_A {list(lora_a.shape)} and lora_B {list(lora_b.shape)} must be [rank, in] and [out, rank]")
+    if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all()):
+        raise ValueError(f"{name}: lora_A or lora_B holds nan or inf")
+    return lora_a.double(), lora_b.double()
+
+
+def relative_error(retained: float) -> float:
+    """Relative Frobenius error of a truncation that keeps this fraction of the variance: 0.95 is an error of 22%."""
+    return math.sqrt(max(0.0, 1.0 - retained))
