@@ -122,4 +122,4 @@ def test_flash_attention_equals_fused_attention():
         torch.testing.assert_close(
             flash.decode(*one_token, rows, 0.1, window, softcap), fused.decode(*one_token, rows, 0.1, window, softcap)
         )
-        torch.testing.assert_close(flash.prompt(*prompt, 0.1, window, softcap), fused.prompt(*prompt, 0.1, window, softcap))
+        torch.testing.assert_close(flash.causal(*prompt, 0.1, window, softcap), fused.causal(*prompt, 0.1, window, softcap))

@@ -1,5 +1,6 @@
 """The learner's gradient is the one of the formulas, whatever the micro-batches."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from learner_models import EOS, config_for, distance, gradients, make_learner, m
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.learner import Learner
+from retrain.backends.local.micro_batches import LearnerRow, pack
+from retrain.inference_engine.attention import FusedAttention
 from retrain.types import Row
 
 MODES: dict[str, dict[str, Any]] = {
@@ -32,6 +35,23 @@ def reference_gradients(learner: Learner, rows: list[Row], **settings: Any) -> t
     loss = reference_loss(model, rows, recorded, frozen, temperature=temperature, **settings)
     loss.backward()
     return loss.item(), gradients(learner)
+
+
+def with_shared_prompts(rows: list[Row]) -> list[Row]:
+    """Every row behind the prompt of its group's first row, and one row of a single action."""
+    changed = []
+    for row in rows:
+        prompt = next(first for first in rows if first.group == row.group)
+        before, cut = prompt.token_ids[: prompt.spans[0][0]], row.spans[0][0]
+        shift = len(before) - cut
+        spans = tuple((start + shift, stop + shift) for start, stop in row.spans)
+        changed.append(replace(row, token_ids=np.concatenate([before, row.token_ids[cut:]]), spans=spans))
+    last = changed[-1]
+    start = last.spans[0][0]
+    one = replace(
+        last, token_ids=last.token_ids[: start + 1], spans=((start, start + 1),), logprobs=last.logprobs[:1], advantages=last.advantages[:1]
+    )
+    return [*changed, one]
 
 
 def rows_near(learner: Learner, noise: float = NOISE) -> list[Row]:
@@ -82,6 +102,26 @@ def test_families_that_scale_or_cap_their_logits_have_the_right_gradient(family:
     learner.train(rows, 0)
     ours = gradients(learner)
     assert distance(ours, reference_gradients(learner, rows)[1]) < 1e-5
+
+
+@pytest.mark.parametrize("budget", [1, 40, 4096], ids=["one row", "a few", "all"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+def test_a_prompt_computed_once_for_its_group_changes_no_gradient(family: str, budget: int) -> None:
+    learner = make_learner(config_for(family), budget)
+    rows = with_shared_prompts(rows_near(learner))
+    learner.train(rows, 0)
+    ours = gradients(learner)
+    assert distance(ours, reference_gradients(learner, rows)[1]) < 1e-5
+
+
+def test_a_shared_prompt_is_packed_once() -> None:
+    rows = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(with_shared_prompts(make_rows()))]
+    kernel, device = FusedAttention(), torch.device("cpu")
+    packed = {share: pack(rows, device, kernel, 4096, share=share).token_ids.numel() for share in (True, False)}
+    prompts = {row.prompt: row.prompt_tokens for row in rows}
+    assert len(prompts) < len(rows)
+    assert packed[False] == sum(row.tokens for row in rows)
+    assert packed[True] == packed[False] - sum(row.prompt_tokens for row in rows) + sum(prompts.values())
 
 
 def test_ratio_is_one_on_policy_at_temperature_0_7() -> None:

@@ -15,11 +15,12 @@ from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.backend import LocalBackend
 from retrain.backends.local.dropout import DropoutKey, KeyedDropout
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.micro_batches import LearnerRow, minibatch_split, split_rows
+from retrain.backends.local.micro_batches import LearnerRow, minibatch_split, pack, split_rows
 from retrain.backends.local.model import load_base_model
 from retrain.backends.local.optimizer import learning_rate
 from retrain.backends.local.philox import philox as torch_philox
 from retrain.backends.rows import check_rows, needed_tokens, shift
+from retrain.inference_engine.attention import FusedAttention
 from retrain.noise import philox
 from retrain.tokenization import resolve_model
 from retrain.types import Row
@@ -225,12 +226,14 @@ def test_minibatches_are_a_partition_of_nearly_equal_parts(rows: int, count: int
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@given(st.integers(1, 12), st.integers(1, 80))
-def test_micro_batches_stay_within_the_budget(rows: int, budget: int) -> None:
-    batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(make_rows(rows))]
-    parts = list(split_rows(batch, budget))
-    assert sorted(row.number for part in parts for row in part) == list(range(rows))
-    assert all(len(part) == 1 or len(part) * max(row.tokens for row in part) <= budget for part in parts)
+@given(st.integers(1, 12), st.integers(1, 80), st.booleans())
+def test_micro_batches_stay_within_the_budget(rows: int, budget: int, share: bool) -> None:
+    batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate([*make_rows(rows), *make_rows(rows, seed=1)])]
+    kernel, device = FusedAttention(), torch.device("cpu")
+    parts = list(split_rows(batch, budget, share=share))
+    assert sorted(row.number for part in parts for row in part) == list(range(2 * rows))
+    packed = [pack(part, device, kernel, budget, share=share).token_ids.numel() for part in parts]
+    assert all(len(part) == 1 or tokens <= budget for part, tokens in zip(parts, packed, strict=True))
 
 
 def test_the_state_before_a_token_predicts_it() -> None:

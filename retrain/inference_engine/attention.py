@@ -1,10 +1,12 @@
-"""The engine's own attention behind transformers' attention interface, so that model definitions run unpatched.
+"""Our own attention behind transformers' attention interface, so that model definitions run unpatched.
 
-While the engine decodes, the model's configuration names the kernel registered here. transformers then builds no mask, and
-every attention layer hands its queries, keys and values to `attend`, with the batch that the engine passed to the forward.
+While the sampler or the learner runs, the model's configuration names the kernel registered here. transformers then builds no
+mask, and every attention layer hands its queries, keys and values to `attend`, with the batch that was passed to the forward.
 The batch knows which tokens a query may see. Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 from retrain.errors import ConfigurationError
 
 KERNEL = "retrain"
-"""The name under which transformers knows the engine's attention."""
+"""The name under which transformers knows this attention."""
 
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MASKED_QUERIES = 512
-"""Queries of a prompt scored together where a window or a soft cap needs a mask, so that memory stays linear in the prompt."""
+"""Queries scored together where a mask is needed, so that memory stays linear in the sequence."""
 
 
 class AttentionBatch(Protocol):
@@ -29,11 +32,34 @@ class AttentionBatch(Protocol):
         ...
 
 
-def register() -> None:
-    """Make the kernel known to transformers; doing it twice is harmless."""
+def missing(model: Any) -> str:
+    """What keeps `attend` from being a model's attention, in words; empty where nothing does.
+
+    A model whose layers do not go through transformers' attention interface would silently compute something else.
+    """
+    config = model.config.get_text_config()
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if unknown:
+        return f"layers of type {', '.join(unknown)}"
+    pluggable = getattr(model, "_supports_attention_backend", False) and not getattr(config, "is_encoder_decoder", False)
+    return "" if pluggable else "no pluggable attention"
+
+
+@contextmanager
+def plugged_in(model: Any) -> Iterator[None]:
+    """Inside, every attention layer of a transformers model calls `attend`; the forward needs `attention_batch=`."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(KERNEL, attend)
+    AttentionInterface.register(KERNEL, attend)  # doing it twice is harmless
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = KERNEL
+        yield
+    finally:
+        for config, kernel in zip(configs, before, strict=True):
+            config._attn_implementation = kernel
 
 
 def attend(
@@ -69,8 +95,8 @@ class Kernel(Protocol):
         """One query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]."""
         ...
 
-    def prompt(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """Causal attention of one prompt with itself: [1, Hq, P, D] over [1, Hk, P, D]."""
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t sees keys 0 .. L - T + t."""
         ...
 
 
@@ -107,19 +133,20 @@ class FusedAttention:
             output = _softcapped(grouped, key, value, bias, scaling, softcap)
         return output.reshape(count, heads, 1, value.shape[-1])
 
-    def prompt(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        length = query.shape[2]
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        queries, length = query.shape[2], key.shape[2]
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         windowed = window is not None and length > window
-        if softcap is None and not windowed:
+        if softcap is None and not windowed and queries == length:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         outputs = []
-        for start in range(0, length, _MASKED_QUERIES):
-            stop = min(start + _MASKED_QUERIES, length)
-            bias = _causal_bias(start, stop, window, query)
-            part, seen_key, seen_value = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+        before = length - queries  # tokens that every query sees
+        for start in range(0, queries, _MASKED_QUERIES):
+            stop = min(start + _MASKED_QUERIES, queries)
+            bias = _causal_bias(before + start, before + stop, window, query)
+            part, seen_key, seen_value = query[:, :, start:stop], key[:, :, : before + stop], value[:, :, : before + stop]
             if softcap is None:
                 outputs.append(F.scaled_dot_product_attention(part, seen_key, seen_value, attn_mask=bias, scale=scaling))
             else:
@@ -132,7 +159,7 @@ class FlashAttention:
 
     def __init__(self) -> None:
         flash = import_module("flash_attn")
-        self._prompt, self._decode = flash.flash_attn_func, flash.flash_attn_with_kvcache
+        self._causal, self._decode = flash.flash_attn_func, flash.flash_attn_with_kvcache
 
     def decode(
         self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
@@ -146,9 +173,9 @@ class FlashAttention:
         )
         return output.transpose(1, 2)
 
-    def prompt(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         parts = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        output: Tensor = self._prompt(*parts, **self._settings(scaling, window, softcap))
+        output: Tensor = self._causal(*parts, **self._settings(scaling, window, softcap))
         return output.transpose(1, 2)
 
     @staticmethod
@@ -174,8 +201,11 @@ def _causal_bias(start: int, stop: int, window: int | None, like: Tensor) -> Ten
 
 
 def _softcapped(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Tensor:
-    """softmax(softcap * tanh(q k / softcap) + bias) v, as Gemma 2 defines it; no fused kernel on a CPU has the tanh."""
-    scores = torch.matmul(query, key.transpose(2, 3)).mul_(scaling / softcap).tanh_().mul_(softcap)
+    """softmax(softcap * tanh(q k / softcap) + bias) v, as Gemma 2 defines it; no fused kernel on a CPU has the tanh.
+
+    Nothing in place: the learner differentiates it.
+    """
+    scores = torch.tanh(torch.matmul(query, key.transpose(2, 3)) * (scaling / softcap)) * softcap
     if bias is not None:
-        scores += bias
+        scores = scores + bias
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)

@@ -18,8 +18,6 @@ from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
 from retrain.types import Int32Array
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
 
 class Decoder:
     """A causal language model of transformers, bare or wrapped by peft, with weights shared with whoever trains it."""
@@ -29,11 +27,9 @@ class Decoder:
         self._modules = list(model.modules())
         base: Any = model
         self._base: Any = base.get_base_model() if hasattr(model, "peft_config") else base
-        self._config: Any = self._base.config
-        self._text_config: Any = self._config.get_text_config()
+        self._text_config: Any = self._base.config.get_text_config()
         self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
-        _refuse_unknown_attention(self._base, self._text_config)
-        attention.register()
+        _refuse_unknown_attention(self._base)
 
     @property
     def device(self) -> torch.device:
@@ -61,23 +57,18 @@ class Decoder:
         tensor there would break the learner's backward.
         """
         training = [module for module in self._modules if module.training]
-        configs = {id(config): config for config in (self._config, self._text_config)}.values()
-        kernels = [config._attn_implementation for config in configs]
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            stack.enter_context(attention.plugged_in(self._base))
             if adapter_slot == BASE_MODEL and hasattr(self._model, "disable_adapter"):
                 stack.enter_context(self._model.disable_adapter())  # type: ignore[operator]
             try:
                 for module in training:
                     module.training = False
-                for config in configs:
-                    config._attn_implementation = attention.KERNEL
                 yield
             finally:
                 for module in training:
                     module.training = True
-                for config, kernel in zip(configs, kernels, strict=True):
-                    config._attn_implementation = kernel
 
     def prefill(self, prompts: Sequence[Int32Array]) -> list[PromptState]:
         """Run the prompts packed into one row; the head sees only their last tokens."""
@@ -108,13 +99,10 @@ class Decoder:
         return logits
 
 
-def _refuse_unknown_attention(base: Any, config: Any) -> None:
-    """A model whose layers do not go through transformers' attention interface would silently be decoded wrongly."""
-    name = type(base).__name__
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-    if unknown or not getattr(base, "_supports_attention_backend", False) or getattr(config, "is_encoder_decoder", False):
-        reason = f"layers of type {', '.join(unknown)}" if unknown else "no pluggable attention"
+def _refuse_unknown_attention(base: Any) -> None:
+    reason = attention.missing(base)
+    if reason:
         raise ConfigurationError(
-            f'[inference] engine = "pytorch" cannot decode {name}, which has {reason}; '
+            f'[inference] engine = "pytorch" cannot decode {type(base).__name__}, which has {reason}; '
             'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
         )

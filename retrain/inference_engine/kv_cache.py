@@ -138,7 +138,7 @@ class PromptPass(Cache):  # type: ignore[misc]
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         parts = [
-            self._kernel.prompt(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], scaling, window, softcap)
+            self._kernel.causal(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], scaling, window, softcap)
             for start, stop in self.segments
         ]
         return torch.cat(parts, dim=2)

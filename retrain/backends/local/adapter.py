@@ -43,6 +43,7 @@ class Adapter:
         """As the user gave it: the hub id, so that the saved adapter finds its base elsewhere."""
         self.revision = config.model.revision or None
         self.dropout = DropoutKey(config.training.seed)
+        self.drops = config.lora.dropout > 0
         # peft draws initial weights from the global generator, which ours replace, and reads an attribute that transformers deprecates.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

@@ -22,11 +22,13 @@ class DropoutKey:
         self.step = 0
         self.rows: Tensor | None = None
         """[batch] row numbers of the micro-batch; None switches dropout off."""
+        self.lengths: Sequence[int] | None = None
+        """Tokens of each row where they are packed into one sequence; None where they are padded to one length."""
 
     @contextmanager
-    def active(self, step: int, rows: Sequence[int], device: torch.device) -> Iterator[None]:
+    def active(self, step: int, rows: Sequence[int], device: torch.device, lengths: Sequence[int] | None = None) -> Iterator[None]:
         """Dropout is on inside. The backward pass belongs inside too: gradient checkpointing runs the forward again."""
-        self.step, self.rows = step, torch.tensor(rows, dtype=torch.int64, device=device)
+        self.step, self.rows, self.lengths = step, torch.tensor(rows, dtype=torch.int64, device=device), lengths
         try:
             yield
         finally:
@@ -40,10 +42,14 @@ class KeyedDropout(nn.Module):
         self.threshold = round(rate * 2**32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, positions, features]; batch row i is row `key.rows[i]`, its position 0 the row's first token."""
+        """x [batch, positions, features], or [1, all positions, features] of packed rows; a row starts with its first token."""
         if self.key.rows is None:
             return x
-        return x * (self.keep_mask(x.shape[1], x.shape[2]).to(x.dtype) / (1 - self.rate))
+        lengths = self.key.lengths
+        keep = self.keep_mask(max(lengths) if lengths else x.shape[1], x.shape[2])
+        if lengths:
+            keep = torch.cat([mask[:length] for mask, length in zip(keep, lengths, strict=True)]).unsqueeze(0)
+        return x * (keep.to(x.dtype) / (1 - self.rate))
 
     def keep_mask(self, positions: int, features: int) -> Tensor:
         """[batch, positions, features] of bool."""

@@ -6,7 +6,7 @@ The policy is softmax(logits / temperature), as it was sampled. Dropout, where i
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.logprobs import TokenScores, score_tokens
 from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings, policy_loss, sequence_weights
-from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, build, minibatch_split, split_rows
+from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, minibatch_split, pack, pad, split_rows
 from retrain.backends.local.model import BaseModel
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.rows import check_rows
+from retrain.inference_engine.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class Learner:
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
         self._recompute = config.loss.old_logprobs == "recomputed"
         self._mask_truncated = config.loss.mask_truncated
+        self._kernel: Kernel = FlashAttention() if config.inference.attention_kernel == "flash" else FusedAttention()
+        self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
 
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
@@ -103,11 +106,10 @@ class Learner:
     def score(self, rows: Sequence[LearnerRow], *, reference: bool = False) -> list[Float32Array]:
         """The learner's log-probs of each row, or those of the frozen base with the adapter off."""
         found: dict[int, Float32Array] = {}
-        with torch.no_grad(), ExitStack() as stack:
+        with torch.no_grad(), self._attention(), ExitStack() as stack:
             if reference:
                 stack.enter_context(self.adapter.disabled())
-            for part in split_rows(rows, self.choices.micro_batch_tokens):
-                micro = build(part, self.base.device)
+            for micro in self._micro_batches(rows, share=True):
                 found.update(_by_row(micro, self._forward(micro).logprobs))
         return [found[row.number] for row in rows]
 
@@ -134,13 +136,12 @@ class Learner:
         weight_of = {row.number: weight for row, weight in zip(rows, weights, strict=True)}
         loss = torch.zeros((), device=self.base.device)
         finite = torch.ones((), dtype=torch.bool, device=self.base.device)
-        for part in split_rows(rows, self.choices.micro_batch_tokens):
-            micro = build(part, self.base.device)
-            part_loss, logprobs = self._backward(micro, [weight_of[row.number] for row in part], step)
+        for micro in self._micro_batches(rows, share=not self.adapter.drops):
+            part_loss, logprobs = self._backward(micro, [weight_of[row.number] for row in micro.rows], step)
             loss += part_loss
             finite &= torch.isfinite(logprobs).all()
             if ratios is not None:
-                for row, new in zip(part, _by_row(micro, logprobs).values(), strict=True):
+                for row, new in zip(micro.rows, _by_row(micro, logprobs).values(), strict=True):
                     ratios.add(new, row.sampler)
         norm = self.optimizer.gradient_norm()
         update = _Update(loss.item(), norm.item(), self._nonfinite(finite, loss, norm))
@@ -165,12 +166,22 @@ class Learner:
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), scores.logprobs.detach()
 
+    def _micro_batches(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[MicroBatch]:
+        """`share` computes a prompt once for its rows; not under dropout, whose masks differ from row to row."""
+        budget, device = self.choices.micro_batch_tokens, self.base.device
+        for part in split_rows(rows, budget, share=share and self._packs):
+            yield pack(part, device, self._kernel, budget, share=share) if self._packs else pad(part, device)
+
     def _forward(self, micro: MicroBatch, *, entropy: bool = False) -> TokenScores:
         """Scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
         with self._half_precision():
-            hidden = self.base.hidden_states(micro.token_ids)
+            hidden = self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
         states = hidden.flatten(0, 1).index_select(0, micro.predictors)
         return score_tokens(self.base.head, states, micro.targets, self.temperature, entropy=entropy)
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """Also around a backward pass: gradient checkpointing runs layers again in it."""
+        return plugged_in(self.base.model) if self._packs else nullcontext()
 
     @contextmanager
     def _half_precision(self) -> Iterator[None]:
@@ -187,7 +198,8 @@ class Learner:
         for layer in self._checkpointed:
             layer.training = True  # of this module alone: the base's own dropouts below it stay off
         try:
-            with self.adapter.dropout.active(step, [row.number for row in micro.rows], self.base.device):
+            numbers, lengths = [row.number for row in micro.rows], [row.tokens for row in micro.rows] if micro.attention else None
+            with self._attention(), self.adapter.dropout.active(step, numbers, self.base.device, lengths):
                 yield
         finally:
             for layer in self._checkpointed:

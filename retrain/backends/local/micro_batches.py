@@ -1,13 +1,19 @@
-"""Rows into micro-batches under a token budget: right-padded ids, and flat indices of the positions that predict actions."""
+"""Rows into micro-batches under a token budget: token ids, and the positions that predict actions.
+
+Shape letters: N tokens of a micro-batch, A action tokens over all of its rows.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from retrain.backends.local.packing import PackedAttention, Segment
 from retrain.backends.rows import needed_tokens, shift
+from retrain.inference_engine.attention import Kernel
 from retrain.noise import Stream, uniform
 from retrain.types import Float32Array, Row
 
@@ -28,57 +34,133 @@ class LearnerRow:
         """Tokens that the forward pass reads."""
         return needed_tokens(self.row)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first action."""
+        return self.row.spans[0][0]
+
+    @property
+    def prompt(self) -> bytes:
+        return self.row.token_ids[: self.prompt_tokens].tobytes()
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B rows padded on the right to L tokens; N action tokens over all of them."""
+    """Rows as one forward pass: packed into one sequence, or padded on the right where the model cannot be packed."""
 
     rows: Sequence[LearnerRow]
     token_ids: Tensor
-    """[B, L] int64. The padding's value is never read: attention is causal, and no padded position predicts an action."""
+    """[1, N] int64, or [rows, longest] padded with a value that is never read: attention is causal, nothing is predicted there."""
+    positions: Tensor | None
+    """Like token_ids: each token's place in its own row. None: 0 .. longest - 1 in every row."""
+    attention: PackedAttention | None
+    """None: the model's own."""
     predictors: Tensor
-    """[N] int64 into the flattened [B * L] positions, row by row."""
+    """[A] int64 into the flattened tokens, row by row. The last token of a shared prompt predicts every row's first action."""
     targets: Tensor
-    """[N] int64"""
+    """[A] int64"""
     lengths: tuple[int, ...]
     """Action tokens of each row."""
 
     def flat(self, arrays: Sequence[Float32Array]) -> Tensor:
-        """[N] float32 on the device from one array a row."""
+        """[A] float32 on the device from one array a row."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.token_ids.device)
 
 
-def split_rows(rows: Sequence[LearnerRow], budget: int) -> Iterator[list[LearnerRow]]:
-    """Rows sorted by length, longest first, cut so that rows * longest stays within `budget` tokens; a longer row stands alone.
+def split_rows(rows: Sequence[LearnerRow], budget: int, *, share: bool) -> Iterator[list[LearnerRow]]:
+    """Rows in parts of at most `budget` packed tokens; a longer row stands alone. With `share` equal prompts count once a part.
 
-    Sorting keeps the padding small and makes the largest micro-batch the first, so that memory fails early or not at all.
+    The longest rows come first, so that memory fails early or not at all, and the rows of a prompt stay together.
     """
+    longest: dict[bytes | int, int] = {}
+    for row in rows:
+        key = row.prompt if share else row.number
+        longest[key] = max(longest.get(key, 0), row.tokens)
+    rank = {key: place for place, key in enumerate(sorted(longest, key=lambda key: -longest[key]))}
     part: list[LearnerRow] = []
-    for row in sorted(rows, key=lambda row: -row.tokens):
-        if part and part[0].tokens * (len(part) + 1) > budget:
+    prompts: set[bytes] = set()
+    used = 0
+    for row in sorted(rows, key=lambda row: (rank[row.prompt if share else row.number], -row.tokens)):
+        shared = row.prompt_tokens if share and row.prompt in prompts else 0
+        if part and used + row.tokens - shared > budget:
             yield part
-            part = []
+            part, prompts, used, shared = [], set(), 0, 0
         part.append(row)
+        prompts.add(row.prompt)
+        used += row.tokens - shared
     if part:
         yield part
 
 
-def build(rows: Sequence[LearnerRow], device: torch.device) -> MicroBatch:
+class _Packer:
+    """Appends segments to a packed sequence."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.ids: list[npt.NDArray[np.int32]] = []
+        self.positions: list[npt.NDArray[np.int64]] = []
+        self._prompts: dict[bytes, Segment] = {}
+
+    def append(self, tokens: npt.NDArray[np.int32], prompt: Segment | None = None) -> Segment:
+        start = self.segments[-1].stop if self.segments else 0
+        segment = Segment(start, len(tokens), prompt.start, prompt.length) if prompt else Segment(start, len(tokens))
+        self.segments.append(segment)
+        self.ids.append(tokens)
+        self.positions.append(segment.prompt_length + np.arange(len(tokens)))
+        return segment
+
+    def append_sharing(self, row: LearnerRow) -> tuple[Segment, Segment]:
+        """The row's prompt, packed once, and what follows it."""
+        tokens = row.row.token_ids[: row.tokens]
+        if row.prompt not in self._prompts:
+            self._prompts[row.prompt] = self.append(tokens[: row.prompt_tokens])
+        prompt = self._prompts[row.prompt]
+        return prompt, self.append(tokens[row.prompt_tokens :], prompt)
+
+
+def pack(rows: Sequence[LearnerRow], device: torch.device, kernel: Kernel, budget: int, *, share: bool) -> MicroBatch:
+    """`share` packs equal prompts once; without it every row stands for itself, one after the other."""
+    packer = _Packer()
+    predictors = []
+    for row in rows:
+        wanted = shift(row.row).predictors
+        if share:
+            prompt, own = packer.append_sharing(row)
+            predictors.append(wanted + np.where(wanted < prompt.length, prompt.start, own.start - prompt.length))
+        else:
+            predictors.append(wanted + packer.append(row.row.token_ids[: row.tokens]).start)
+    return MicroBatch(
+        rows,
+        torch.from_numpy(np.concatenate(packer.ids)[None].astype(np.int64)).to(device),
+        torch.from_numpy(np.concatenate(packer.positions)[None]).to(device),
+        PackedAttention(packer.segments, budget, kernel, device),
+        torch.from_numpy(np.concatenate(predictors)).to(device),
+        _targets(rows, device),
+        tuple(row.row.num_actions for row in rows),
+    )
+
+
+def pad(rows: Sequence[LearnerRow], device: torch.device) -> MicroBatch:
+    """For a model whose attention is its own business."""
     longest = max(row.tokens for row in rows)
     token_ids = np.zeros((len(rows), longest), np.int64)
-    predictors, targets = [], []
+    predictors = []
     for index, row in enumerate(rows):
         token_ids[index, : row.tokens] = row.row.token_ids[: row.tokens]
-        shifted = shift(row.row)
-        predictors.append(shifted.predictors + index * longest)
-        targets.append(shifted.targets.astype(np.int64))
+        predictors.append(shift(row.row).predictors + index * longest)
     return MicroBatch(
         rows,
         torch.from_numpy(token_ids).to(device),
+        None,
+        None,
         torch.from_numpy(np.concatenate(predictors)).to(device),
-        torch.from_numpy(np.concatenate(targets)).to(device),
+        _targets(rows, device),
         tuple(row.row.num_actions for row in rows),
     )
+
+
+def _targets(rows: Sequence[LearnerRow], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([shift(row.row).targets for row in rows]).astype(np.int64)).to(device)
 
 
 def minibatch_split(rows: Sequence[LearnerRow], count: int, seed: int, step: int, turn: int) -> list[list[LearnerRow]]:

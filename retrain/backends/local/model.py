@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from retrain.backends.local.devices import choose_dtype
 from retrain.backends.local.logprobs import Head
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.inference_engine.attention import AttentionBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,12 +35,13 @@ class BaseModel:
     device: torch.device
     dtype: torch.dtype
 
-    def hidden_states(self, token_ids: Tensor) -> Tensor:
-        """[batch, positions, H] of right-padded [batch, positions] ids.
+    def hidden_states(self, token_ids: Tensor, positions: Tensor | None = None, attention_batch: AttentionBatch | None = None) -> Tensor:
+        """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our attention plugged in.
 
         No attention mask: attention is causal and padding stands on the right, so no token can see any.
         """
-        return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+        packed = {} if attention_batch is None else {"position_ids": positions, "attention_batch": attention_batch}
+        return self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state  # type: ignore[no-any-return]
 
 
 def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device) -> BaseModel:
