@@ -71,8 +71,8 @@ def _check_free(folder: RunFolder, overwrite: bool) -> None:
 
 @contextmanager
 def _writer_lock(folder: RunFolder) -> Iterator[None]:
-    """One writer a run. The owner's name stands in a file of its own, since taking a lock empties the lock's file."""
-    owner = folder.lock.with_name(".lock.owner")
+    """One writer a run."""
+    owner = folder.lock_owner
     lock = FileLock(folder.lock)
     try:
         lock.acquire(timeout=0)

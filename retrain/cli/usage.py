@@ -3,6 +3,7 @@
 COMMANDS = {
     "init": "write a configuration to start from",
     "migrate-config": "rewrite removed keys of an older configuration",
+    "status": "how runs and campaigns are getting on",
     "eval": "held-out pass@1 and pass@k of a run's checkpoint or of a base model",
     "help": "this page; `retrain help config` lists every key with its flag",
     "version": "print the version",

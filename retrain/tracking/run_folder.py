@@ -27,6 +27,11 @@ class RunFolder:
         return self.path / ".lock"
 
     @property
+    def lock_owner(self) -> Path:
+        """Names the process that holds the lock; a file of its own, since taking a lock empties the lock's file."""
+        return self.path / ".lock.owner"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -1,0 +1,290 @@
+"""How runs and campaigns are getting on: what each is doing, how far it is, what its last steps say, and what to do where it stopped."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
+from retrain.analysis.writer import Liveness, Writer
+from retrain.errors import ConfigurationError, RetrainError
+from retrain.tracking import RunFolder, StepRecord
+from retrain.tracking.run_folder import MARKER
+
+_WINDOW = 50
+"""Last steps over which step time and throughput are taken."""
+_PATIENCE_S = 600.0
+"""A live process that wrote nothing for so long, and for so many of its step times, is called stalled: a model may take minutes to load."""
+_PATIENCE_STEPS = 10
+_SMALL_LOSS = 0.05
+
+
+class State(StrEnum):
+    PENDING = "pending"
+    """A campaign's run that has not started."""
+    STARTING = "starting"
+    """A live process, no step yet."""
+    RUNNING = "running"
+    STALLED = "stalled"
+    """A live process, or one on another machine, that has written nothing for long."""
+    DEAD = "dead"
+    """Its process is gone without having let go of the run: it was killed, or the machine went down."""
+    STOPPED = "stopped"
+    """Interrupted or failed, and ended by itself."""
+    FAILED = "failed"
+    """The same, with its campaign's word for it."""
+    DONE = "done"
+    UNREADABLE = "unreadable"
+
+
+LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED})
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Absent is None. Rates and times are of the last steps; `correct_rate`, `mean_reward` and `loss` of the very last."""
+
+    path: Path
+    condition: str
+    seed: int | None
+    state: State
+    steps: int = 0
+    """Steps completed."""
+    max_steps: int | None = None
+    correct_rate: float | None = None
+    mean_reward: float | None = None
+    loss: float | None = None
+    held_out: float | None = None
+    """pass@1 of the last evaluation of trained weights."""
+    tokens_per_s: float | None = None
+    """Median."""
+    median_step_time_s: float | None = None
+    remaining_s: float | None = None
+    """Of a run that goes on: the steps that are left, at that time each, evaluations aside."""
+    idle_s: float | None = None
+    """Since it last wrote a file."""
+    note: str = ""
+    """Why it does not go on, and what to do."""
+    loss_note: str = ""
+    """What a loss near 0, or none, means here; "" for any other loss."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"path": str(self.path), "name": self.name}
+
+
+@dataclass(frozen=True)
+class CampaignStatus:
+    path: Path
+    runs: tuple[RunStatus, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """State -> runs in it."""
+        return dict(Counter(str(run.state) for run in self.runs))
+
+    @property
+    def steps(self) -> int:
+        return sum(run.steps for run in self.runs)
+
+    @property
+    def max_steps(self) -> int:
+        """Of all runs; one that has not started counts as long as the longest that has."""
+        known = [run.max_steps for run in self.runs if run.max_steps]
+        return sum(run.max_steps or max(known) for run in self.runs) if known else 0
+
+    @property
+    def median_step_time_s(self) -> float | None:
+        """Over the runs."""
+        return _median([run.median_step_time_s for run in self.runs])
+
+    @property
+    def remaining_s(self) -> float | None:
+        """The steps that are left at the median step time, shared by the runs that run now; None where none does."""
+        running = sum(run.state in LIVE for run in self.runs)
+        step_time = self.median_step_time_s
+        return (self.max_steps - self.steps) * step_time / running if running and step_time is not None else None
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("counts", "steps", "max_steps", "median_step_time_s", "remaining_s")
+        summary = {name: getattr(self, name) for name in names}
+        return {"path": str(self.path), "name": self.path.name} | summary | {"runs": [run.to_json() for run in self.runs]}
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Everything in and below one folder."""
+
+    folder: Path
+    campaigns: tuple[CampaignStatus, ...]
+    runs: tuple[RunStatus, ...]
+    """Outside campaigns."""
+
+    @property
+    def all_runs(self) -> list[RunStatus]:
+        return [run for campaign in self.campaigns for run in campaign.runs] + list(self.runs)
+
+    @property
+    def is_live(self) -> bool:
+        return any(run.state in LIVE for run in self.all_runs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"campaigns": [item.to_json() for item in self.campaigns], "runs": [item.to_json() for item in self.runs]}
+
+
+def overview(folder: Path) -> Overview:
+    """Read every run and campaign in and below `folder`, and write nothing. Raises ConfigurationError where there is no such folder."""
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder} is no folder; name the one that holds runs, such as logs, or a single run's.")
+    now = time.time()
+    campaigns, runs = [], []
+    for path in _found(folder):
+        if is_run(path) or not is_campaign(path):
+            runs.append(run_status(StoredRun(path), now))
+        else:
+            campaigns.append(CampaignStatus(path, tuple(run_status(run, now) for run in campaign_runs(path))))
+    return Overview(folder, tuple(campaigns), tuple(runs))
+
+
+def _found(folder: Path) -> Iterator[Path]:
+    """Folders of runs and campaigns in the order of their paths, without looking inside them."""
+    if is_run(folder) or Writer.of(RunFolder(folder)) or (is_campaign(folder) and not _is_checkpoint(folder)):
+        yield folder
+        return
+    for child in sorted(folder.iterdir()):
+        if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
+            yield from _found(child)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run, below a marker of its own."""
+    return (folder.parent / MARKER).is_file() and not (folder / MARKER).is_file()
+
+
+def run_status(run: StoredRun, now: float) -> RunStatus:
+    """The state of one run at `now`, seconds since 1970. Files that cannot be understood are a state, not an error."""
+    try:
+        return _read(run, now)
+    except RetrainError as error:
+        return RunStatus(run.path, _condition(run), None, State.UNREADABLE, note=str(error).replace("\n", " "))
+
+
+def _condition(run: StoredRun) -> str:
+    return run.planned.condition if run.planned else ""
+
+
+def _read(run: StoredRun, now: float) -> RunStatus:
+    folder, writer = run.folder, Writer.of(run.folder)
+    if not folder.config.is_file():  # the folder is made, and its configuration is written when the model is loaded
+        state = State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
+        return RunStatus(run.path, _condition(run), None, state)
+    recent = run.last_metrics(_WINDOW)
+    last = recent[0] if recent else None
+    step_time = _median([record.step_time_s for record in recent])
+    idle = max(0.0, now - _last_written(folder))
+    state = _state(run, writer, idle, step_time)
+    max_steps = run.config.training.max_steps
+    evaluation = run.final_evaluation
+    return RunStatus(
+        path=run.path,
+        condition=run.condition,
+        seed=run.seed,
+        state=state,
+        steps=run.steps,
+        max_steps=max_steps,
+        correct_rate=last.correct_rate if last else None,
+        mean_reward=last.mean_reward if last else None,
+        loss=last.loss if last else None,
+        held_out=evaluation.pass_at.get(1) if evaluation else None,
+        tokens_per_s=_median([record.tokens_per_s for record in recent]),
+        median_step_time_s=step_time,
+        remaining_s=max(0, max_steps - run.steps) * step_time if state in LIVE and step_time is not None else None,
+        idle_s=idle,
+        note=_note(run, state, writer, idle),
+        loss_note=loss_note(last) if last else "",
+    )
+
+
+def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float | None) -> State:
+    if writer:
+        liveness = writer.liveness()
+        if liveness is Liveness.GONE:
+            return State.DEAD
+        if idle > max(_PATIENCE_S, _PATIENCE_STEPS * (step_time or 0.0)):
+            return State.STALLED
+        return State.RUNNING if run.steps else State.STARTING
+    if not run.unfinished:
+        return State.DONE
+    return State.FAILED if run.planned and run.planned.status == "failed" else State.STOPPED
+
+
+def _last_written(folder: RunFolder) -> float:
+    files = (folder.metrics, folder.evaluation, folder.trainer_state, folder.environment, folder.lock_owner, folder.config)
+    return max(path.stat().st_mtime for path in files if path.exists())
+
+
+def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> str:
+    resume = f"go on with `retrain {run.folder.config} --resume {run.path}`"
+    match state:
+        case State.DEAD:
+            return f"killed after {run.steps} steps ({writer} is gone); {resume}."
+        case State.STALLED:
+            return f"{writer} has written nothing for {duration(idle)}; look at it there, and if it hangs, end it and {resume}."
+        case State.STOPPED | State.FAILED:
+            return f"{run.unfinished}; {resume}."
+        case _:
+            return ""
+
+
+# -- a loss near 0 -------------------------------------------------------------------------------------------------------
+
+
+def loss_note(record: StepRecord) -> str:
+    """What it means that a step's loss is near 0 or absent; "" for any other loss."""
+    if record.loss_is_placeholder:
+        return "The backend trains asynchronously and its loss is a placeholder; it says nothing about learning."
+    if record.num_datums == 0:
+        return _nothing_trained(record)
+    if record.nonfinite_updates and record.loss is None:
+        return "No loss: the update was not finite and was skipped, so the weights are as before."
+    if record.loss is None or abs(record.loss) >= _SMALL_LOSS:
+        return ""
+    if not record.grad_norm:
+        return "A loss near 0 without a gradient: nothing is learned; look at the advantages (max_abs_advantage) and the learning rate."
+    return (
+        "A loss near 0 is what this loss is: minus the mean advantage of the tokens, and the advantages of a group cancel. "
+        "The gradient does not cancel (grad_norm), so judge by the correct rate."
+    )
+
+
+def _nothing_trained(record: StepRecord) -> str:
+    right, wrong = record.groups_skipped_all_correct or 0, record.groups_skipped_all_wrong or 0
+    if wrong > right:
+        return "Nothing was trained in the last step: groups were all wrong, so take easier problems, larger groups or more tokens."
+    if right > wrong:
+        return "Nothing was trained in the last step: groups were all right, so take harder problems."
+    return "Nothing was trained in the last step: no group had completions of different reward."
+
+
+# -- small helpers -------------------------------------------------------------------------------------------------------
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def duration(seconds: float) -> str:
+    """2 h 05 min, 3 min 20 s, 12 s."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"

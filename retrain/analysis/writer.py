@@ -1,0 +1,77 @@
+"""Whether a run is being written: the process that its lock names, asked for on this machine."""
+
+import os
+import re
+import socket
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Self
+
+from retrain.tracking import RunFolder
+
+_OWNER = re.compile(r"pid (\d+) on (.+)")
+_CLOCK_SLACK_S = 5.0
+"""Between the clock of the file system and the kernel's ticks."""
+
+
+class Liveness(Enum):
+    ALIVE = "alive"
+    GONE = "gone"
+    ELSEWHERE = "elsewhere"
+    """On another machine, which cannot be asked from here."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The process that holds, or held until it was killed, a run folder's lock."""
+
+    pid: int
+    host: str
+    since: float
+    """When it took the lock, seconds since 1970."""
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Self | None:
+        """None where no process has the folder: a run that ends by itself, or by an error or a signal, takes its name away."""
+        try:
+            text = folder.lock_owner.read_text(encoding="utf-8")
+            since = folder.lock_owner.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        match = _OWNER.fullmatch(text.strip())
+        return cls(int(match.group(1)), match.group(2), since) if match else None
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+    def liveness(self) -> Liveness:
+        if self.host != socket.gethostname():
+            return Liveness.ELSEWHERE
+        return Liveness.ALIVE if _runs(self.pid, self.since) else Liveness.GONE
+
+
+def _runs(pid: int, since: float) -> bool:
+    """Whether `pid` is a process that was there at `since`: a number that was given out again is another process."""
+    if not Path("/proc/self/stat").exists():
+        return _answers(pid)
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    fields = text.rpartition(")")[2].split()  # after the name, which may hold anything
+    state, start_ticks = fields[0], int(fields[19])
+    uptime = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    started = time.time() - uptime + start_ticks / os.sysconf("SC_CLK_TCK")
+    return state not in "ZX" and started <= since + _CLOCK_SLACK_S
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # there, and another user's
+        return True
+    return True

@@ -1,0 +1,116 @@
+"""`retrain status [LOGS]`: how runs and campaigns are getting on."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from retrain.analysis.status import CampaignStatus, Overview, RunStatus
+
+_CLEAR = "\x1b[H\x1b[2J"
+_HEADER = ("run", "state", "step", "correct", "reward", "loss", "held-out", "tokens/s", "s/step", "left")
+
+
+def command(
+    logs: Annotated[Path, typer.Argument(metavar="LOGS", help="A folder of runs, a campaign's or a single run's.")] = Path("logs"),
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    watch: Annotated[bool, typer.Option("--watch", help="Print it again until nothing runs any more, or Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two prints of --watch.")] = 2.0,
+) -> None:
+    """Progress, last metrics, throughput and step time of every run in and below a folder; runs that were killed or hang are named."""
+    from retrain.analysis.status import overview
+
+    as_json = as_json or form == "json"
+    try:
+        while True:
+            seen = overview(logs)
+            _show(json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen)), clear=watch and not as_json)
+            if not (watch and seen.is_live):
+                return
+            time.sleep(interval)
+    except KeyboardInterrupt:  # how one stops watching
+        return
+
+
+def _show(text: str, *, clear: bool) -> None:
+    from retrain.tracking.redact import Redactor
+
+    if clear and sys.stdout.isatty():
+        sys.stdout.write(_CLEAR)
+    sys.stdout.write(Redactor().text(text) + "\n")
+    sys.stdout.flush()
+
+
+def lines(seen: "Overview") -> list[str]:
+    """What a person reads: a table for each campaign and one for the other runs, then what stopped and what a small loss means."""
+    if not seen.all_runs and not seen.campaigns:
+        return [f"No runs in {seen.folder}."]
+    printed: list[str] = []
+    for campaign in seen.campaigns:
+        printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs"), ""]
+    if seen.runs:
+        printed += [*_table(seen.runs, seen.folder), ""]
+    notes = [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]
+    return [*printed, *notes, *_loss_lines(seen.all_runs)]
+
+
+def campaign_line(campaign: "CampaignStatus") -> str:
+    from retrain.analysis.status import duration
+
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(campaign.counts.items()))
+    line = f"Campaign {campaign.path}: {len(campaign.runs)} runs ({counts}), step {campaign.steps:,} of {campaign.max_steps:,}"
+    if campaign.median_step_time_s is not None:
+        line += f", median step time {campaign.median_step_time_s:.2f} s"
+    return line + (f", {duration(campaign.remaining_s)} left" if campaign.remaining_s is not None else "")
+
+
+def _table(runs: Sequence["RunStatus"], root: Path) -> Iterator[str]:
+    """Aligned columns, the first to the left, the rest to the right."""
+    rows = [_HEADER, *(_cells(run, root) for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, second, *rest = row
+        cells = [first.ljust(widths[0]), second.ljust(widths[1])]
+        yield "  ".join([*cells, *(cell.rjust(width) for cell, width in zip(rest, widths[2:], strict=True))]).rstrip()
+
+
+def _cells(run: "RunStatus", root: Path) -> tuple[str, ...]:
+    from retrain.analysis.status import duration
+    from retrain.tracking.terminal import one_line
+
+    below = run.path.is_relative_to(root) and run.path != root
+    return (
+        one_line(str(run.path.relative_to(root) if below else run.path)),
+        str(run.state),
+        f"{run.steps}/{run.max_steps}" if run.max_steps else "-",
+        _number(run.correct_rate, ".1%"),
+        _number(run.mean_reward, ".3f"),
+        _number(run.loss, ".4f"),
+        _number(run.held_out, ".1%"),
+        _number(run.tokens_per_s, ",.0f"),
+        _number(run.median_step_time_s, ".2f"),
+        "-" if run.remaining_s is None else duration(run.remaining_s),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _loss_lines(runs: Sequence["RunStatus"]) -> list[str]:
+    """Each explanation once, with the runs that it is about where it is not about all."""
+    by_note: dict[str, list[str]] = {}
+    for run in runs:
+        if run.loss_note:
+            by_note.setdefault(run.loss_note, []).append(run.name)
+    return [note if len(names) == len(runs) else f"{_some(names)}: {note}" for note, names in by_note.items()]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

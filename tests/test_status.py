@@ -1,0 +1,232 @@
+"""`retrain status` on folders that real runs left, and on what happens to them."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import lines, small
+
+from retrain import train
+from retrain.analysis.status import State, loss_note, overview
+from retrain.cli.main import main
+from retrain.cli.status import lines as printed_lines
+from retrain.config import dump_toml
+from retrain.errors import ConfigurationError
+from retrain.tracking import RunFolder, StepRecord
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of two steps with an evaluation."""
+    evaluation = {"at_end": True, "max_examples": 4}
+    return train(small(tmp_path_factory.mktemp("logs") / "run", training={"max_steps": 2}, evaluation=evaluation), quiet=True).folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def state_of(folder: Path) -> State:
+    (status,) = overview(folder).all_runs
+    return status.state
+
+
+def own(folder: Path, pid: int, host: str | None = None) -> None:
+    """As a process does that takes the lock. What an earlier session left is not its last word."""
+    RunFolder(folder).summary.unlink(missing_ok=True)
+    RunFolder(folder).lock_owner.write_text(f"pid {pid} on {host or socket.gethostname()}\n")
+
+
+def age(folder: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    for path in folder.iterdir():
+        os.utime(path, (then, then))
+
+
+def test_a_finished_run_shows_its_last_step_and_its_evaluation(run: Path) -> None:
+    (status,) = overview(run).runs
+    records = lines(run / "metrics.jsonl")
+    assert (status.state, status.steps, status.max_steps, status.note) == (State.DONE, 2, 2, "")
+    assert (status.correct_rate, status.mean_reward, status.loss) == tuple(
+        records[-1][name] for name in ("correct_rate", "mean_reward", "loss")
+    )
+    assert status.median_step_time_s == pytest.approx(sum(record["step_time_s"] for record in records) / 2)
+    assert status.tokens_per_s == pytest.approx(sum(record["tokens_per_s"] for record in records) / 2)
+    assert status.held_out == json.loads((run / "summary.json").read_text())["evaluation"]["after"]["pass@1"]
+
+
+def test_a_run_without_its_last_step_and_without_a_process_has_stopped_and_says_how_to_go_on(run: Path) -> None:
+    (run / "summary.json").unlink()
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0] + '{"step": 1, "con')
+    (status,) = overview(run).runs
+    assert (status.state, status.steps) == (State.STOPPED, 1)
+    assert f"retrain {run}/config.toml --resume {run}" in status.note
+
+
+def test_a_live_process_runs_until_it_is_silent_for_long(run: Path, sleeper: int) -> None:
+    own(run, sleeper)
+    assert state_of(run) is State.RUNNING
+    age(run, 3600)
+    os.utime(RunFolder(run).lock_owner)  # a session that began just now may load its model for a while
+    assert state_of(run) is State.RUNNING
+
+
+def test_a_process_that_writes_nothing_for_long_is_stalled(run: Path) -> None:
+    own(run, os.getpid(), host="another-machine")
+    assert state_of(run) is State.RUNNING
+    age(run, 3600)
+    (status,) = overview(run).runs
+    assert status.state is State.STALLED
+    assert status.idle_s == pytest.approx(3600, abs=60) and "1 h 00 min" in status.note
+
+
+def test_a_process_that_is_gone_leaves_a_dead_run(run: Path, sleeper: int) -> None:
+    own(run, sleeper)
+    os.kill(sleeper, 9)
+    for _ in range(100):  # nobody waits for it: a zombie is no writer
+        if state_of(run) is State.DEAD:
+            break
+        time.sleep(0.05)
+    (status,) = overview(run).runs
+    assert status.state is State.DEAD and str(sleeper) in status.note
+
+
+def test_a_process_number_that_was_given_out_again_is_no_writer(run: Path, sleeper: int) -> None:
+    own(run, sleeper)
+    age(run, 100)
+    assert state_of(run) is State.DEAD
+
+
+def test_a_killed_run_is_recognised(tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run.toml"
+    file.write_text(dump_toml(small(folder, training={"max_steps": 1000})))
+    with subprocess.Popen([sys.executable, "-m", "retrain", str(file), "--quiet"]) as process:
+        try:
+            for _ in range(1200):
+                if (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl"):
+                    break
+                time.sleep(0.05)
+            (status,) = overview(tmp_path).runs
+            assert status.state is State.RUNNING and status.steps >= 1
+            assert status.remaining_s is not None and status.median_step_time_s is not None
+            assert status.remaining_s == pytest.approx((1000 - status.steps) * status.median_step_time_s)
+        finally:
+            process.kill()
+    assert state_of(tmp_path) is State.DEAD
+
+
+def campaign(folder: Path, finished: Path) -> Path:
+    """Two runs that are there and one that is not."""
+    entries = []
+    for seed, status in ((1, "done"), (2, "failed"), (3, "pending")):
+        name = f"maxrl+none_s{seed}"
+        entries.append(
+            {"name": name, "condition": "maxrl+none", "seed": seed, "status": status, "dir": f"runs/{name}", "reason": "no disk"}
+        )
+        if status != "pending":
+            shutil.copytree(finished, folder / "runs" / name)
+    (folder / "runs" / "maxrl+none_s2" / "summary.json").unlink()
+    (folder / "manifest.json").write_text(json.dumps({"max_steps": 2, "runs": entries}))
+    return folder
+
+
+def test_a_campaign_counts_its_runs_and_those_that_have_not_started(finished: Path, tmp_path: Path) -> None:
+    folder = campaign(tmp_path / "campaign_20260101_000000", finished)
+    shutil.copytree(finished, tmp_path / "alone")
+    seen = overview(tmp_path)
+    assert [status.name for status in seen.runs] == ["alone"]
+    (found,) = seen.campaigns
+    assert found.path == folder
+    assert found.counts == {"done": 1, "failed": 1, "pending": 1}
+    assert (found.steps, found.max_steps, found.remaining_s) == (4, 6, None)
+    text = "\n".join(printed_lines(seen))
+    assert "3 runs (1 done, 1 failed, 1 pending), step 4 of 6" in text and "failed (no disk)" in text
+
+
+def test_what_is_left_of_a_campaign_is_shared_by_the_runs_that_run(finished: Path, tmp_path: Path, sleeper: int) -> None:
+    folder = campaign(tmp_path / "campaign", finished)
+    own(folder / "runs" / "maxrl+none_s1", sleeper)
+    (found,) = overview(tmp_path).campaigns
+    assert found.median_step_time_s is not None
+    assert found.remaining_s == pytest.approx(2 * found.median_step_time_s)
+
+
+def test_checkpoints_outside_a_run_are_neither_runs_nor_campaigns(tmp_path: Path) -> None:
+    train(small(tmp_path / "run", training={"max_steps": 2}, backend={"adapter_path": str(tmp_path / "adapters")}), quiet=True)
+    seen = overview(tmp_path)
+    assert (tmp_path / "adapters" / "run" / "step_000002").is_dir()
+    assert [status.name for status in seen.runs] == ["run"] and not seen.campaigns
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(finished: Path, tmp_path: Path) -> None:
+    for name in ("bad", "good"):
+        shutil.copytree(finished, tmp_path / name)
+    (tmp_path / "bad" / "metrics.jsonl").write_text("nonsense\n")
+    bad, good = overview(tmp_path).runs
+    assert (bad.state, good.state) == (State.UNREADABLE, State.DONE)
+    assert "metrics.jsonl" in bad.note
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"loss": -0.001, "grad_norm": 0.3}, "minus the mean advantage"),
+        ({"loss": 0.0, "grad_norm": 0.0}, "without a gradient"),
+        ({"loss": None, "num_datums": 0, "groups_skipped_all_wrong": 4}, "all wrong"),
+        ({"loss": None, "num_datums": 0, "groups_skipped_all_correct": 4}, "all right"),
+        ({"loss": None, "num_datums": 4, "nonfinite_updates": 1}, "not finite"),
+        ({"loss": None, "reported_loss": 0.0, "loss_is_placeholder": True}, "placeholder"),
+        ({"loss": 0.5, "grad_norm": 0.3}, ""),
+    ],
+)
+def test_a_loss_near_0_or_none_is_explained_by_its_cause(values: dict[str, Any], words: str) -> None:
+    note = loss_note(StepRecord(step=0, condition="maxrl+none", **values))
+    assert words in note and bool(note) == bool(words)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_or_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(run.parent)]) == 0
+    header, row, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["run", "state", "step"] and row.split()[:3] == ["run", "done", "2/2"]
+    for arguments in (["--json"], ["--format", "json"]):
+        assert main(["status", str(run.parent), *arguments]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["campaigns"] == [] and document["runs"][0]["state"] == "done"
+
+
+def test_watching_ends_when_nothing_runs_any_more(run: Path, sleeper: int, capsys: pytest.CaptureFixture[str]) -> None:
+    own(run, sleeper)
+    command = [sys.executable, "-m", "retrain", "status", str(run), "--watch", "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None
+        assert "state" in watcher.stdout.readline() and "running" in watcher.stdout.readline()
+        os.kill(sleeper, 9)
+        rest, _ = watcher.communicate(timeout=30)
+    assert watcher.returncode == 0 and "dead" in rest
+
+
+def test_a_folder_without_runs_is_said_and_one_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"No runs in {tmp_path}.\n"
+    with pytest.raises(ConfigurationError):
+        overview(tmp_path / "absent")
