@@ -5,13 +5,11 @@ with a planning phrase every hundred words or so. No operation here uses more th
 """
 
 import argparse
-import platform
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
+from report import add_output, load_average, publish, table
 
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.planning import DEFAULT_GRAMS, RegexDetector
@@ -59,14 +57,14 @@ def seconds(function: Callable[[], object], repeats: int) -> float:
     return float(np.median(times))
 
 
-def measure(repeats: int) -> list[str]:
+def measure(repeats: int) -> str:
     rng = np.random.default_rng(0)
     tokens = step_tokens(rng)
     total = tokens.segments.total
-    lines = ["| what | tokens | CPU seconds (median) | million tokens/s |", "|---|---|---|---|"]
+    lines: list[list[object]] = []
 
     def add(what: str, count: int, duration: float) -> None:
-        lines.append(f"| {what} | {count:,} | {duration:.3f} | {count / duration / 1e6:.1f} |")
+        lines.append([what, f"{count:,}", f"{duration:.3f}", f"{count / duration / 1e6:.1f}"])
 
     for name, spec in TRANSFORMS.items():
         rho = 0.2 if spec.needs_rho else 0.0
@@ -79,26 +77,17 @@ def measure(repeats: int) -> list[str]:
     add("planning phrases (18 grams)", count, seconds(lambda: [detector.detect(completion) for completion in completions], repeats))
     accented = [[piece.replace("e", "\u00e9\u2019") for piece in completion] for completion in completions]
     add("planning phrases, text beyond Latin-1", count, seconds(lambda: [detector.detect(completion) for completion in accented], repeats))
-    return lines
+    return table(["what", "tokens", "CPU seconds (median)", "million tokens/s"], lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time of credit assignment on one core.")
     parser.add_argument("--repeats", type=int, default=5)
+    add_output(parser)
     arguments = parser.parse_args()
-    now = datetime.now(UTC)
-    header = [
-        f"# Credit assignment, {now:%Y-%m-%d}",
-        "",
-        f"Command: `python benchmarks/credit.py --repeats {arguments.repeats}`. One core; {GROUPS * GROUP_SIZE} completions of "
-        f"{TOKENS:,} tokens, maxrl. {platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}.",
-        "",
-    ]
-    text = "\n".join([*header, *measure(arguments.repeats)]) + "\n"
-    print(text, end="")
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / f"credit-{now:%Y-%m-%d}.md").write_text(text)
+    load = load_average()
+    about = f"One core; {GROUPS * GROUP_SIZE} completions of {TOKENS:,} tokens, maxrl. numpy {np.__version__}."
+    publish("credit", "Credit assignment", [about, measure(arguments.repeats)], load, arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,159 +1,197 @@
-"""Sampling speed of the PyTorch engine beside Hugging Face `generate`: same model, adapter, prompts and lengths, in one run.
+"""Sampling speed of the PyTorch engine beside `generate`, transformers' continuous batching and a vLLM server, in one run.
 
-`python benchmarks/decode.py --model models/smollm2-135m` prints a table and writes it under benchmarks/results/. Prompts are random
-token ids (their content does not change the cost), lengths are forced. In the ragged rows the completions have different
-lengths; `generate` has to go on to the longest one, and only tokens that were asked for are counted. Both make the token's
-log-prob available; the engine also gives its entropy. The two take turns, and the best of the repeats counts.
+    python benchmarks/decode.py --model models/smollm2-135m --vllm-python .venv-vllm/bin/python
+
+Same model, adapter, prompts and lengths. Each peer is a process of its own; they take turns, those that wait are stopped, and the best
+of the turns counts. Prompts are random token ids, new at each turn, so that no peer finds a prompt in its cache; lengths are forced. In
+the ragged rows completions have different lengths; `generate` goes on to the longest one, and only the tokens asked for are counted. The
+engine gives log-prob and entropy of each token, vLLM and continuous batching the log-prob, `generate` neither.
 """
 
 import argparse
 import os
-import platform
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
-import numpy as np
-import peft
-import torch
-import transformers
-from peft import LoraConfig, get_peft_model
-from torch import nn
+from processes import Worker, WorkerFailed
+from report import add_output, load_average, publish, table, versions_line
+from vllm_server import VllmServer
+from workers.job import make_job
 
-from retrain.inference_engine.base import NoiseKey, SampleRequest
-from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.tokenization import resolve_model
 
-LAB_SHAPE = {
-    "vocab_size": 100,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 384,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_WARM_UP_TOKENS = 4
 
 
-@dataclass(frozen=True)
-class Job:
-    """Prompts and, per completion, the number of tokens; completion j of prompt i is lengths[i * group + j]."""
+class Pausable(Protocol):
+    versions: Any
 
-    prompts: list[np.ndarray]
-    group: int
-    lengths: list[int]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
-def load(name: str) -> nn.Module:
-    if name == "lab-shape":
-        base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**LAB_SHAPE))
-    else:
-        base = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    return get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).eval()
+@dataclass
+class Peer:
+    name: str
+    process: Pausable
+    run: Callable[[int, bool, int], float]
+    """(step, ragged, tokens) to the seconds that it took."""
+    seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+
+    def turn(self, step: int, ragged: bool, tokens: int) -> float:
+        self.process.resume()
+        try:
+            return self.run(step, ragged, tokens)
+        finally:
+            self.process.pause()
+
+    def best(self, ragged: bool) -> float:
+        return min(self.seconds[ragged])
 
 
-def make_job(model: nn.Module, prompts: int, group: int, tokens: int, ragged: bool) -> Job:
-    rng = np.random.default_rng(0)
-    vocabulary = model.config.vocab_size
-    made = [rng.integers(3, vocabulary, int(rng.integers(tokens // 2, tokens))).astype(np.int32) for _ in range(prompts)]
-    lengths = rng.integers(tokens // 8, tokens + 1, prompts * group).tolist() if ragged else [tokens] * (prompts * group)
-    return Job(made, group, lengths)
-
-
-def engine_run(model: nn.Module, job: Job) -> Callable[[int], None]:
-    engine = TorchEngine(model, [], "cpu", decode_rows=len(job.lengths))
-
-    def run(step: int) -> None:
-        requests = [
-            SampleRequest(prompt, 1, job.lengths[i * job.group + j], 1.0, NoiseKey(1, 0, step, i), first_sample=j)
-            for i, prompt in enumerate(job.prompts)
-            for j in range(job.group)
-        ]
-        if len(set(job.lengths)) == 1:  # one request a group, as a trainer asks
-            requests = [SampleRequest(p, job.group, job.lengths[0], 1.0, NoiseKey(1, 0, step, i)) for i, p in enumerate(job.prompts)]
-        assert sum(len(one.token_ids) for one in engine.sample(requests)) == job.tokens
-
-    return run
-
-
-def generate_run(model: nn.Module, job: Job) -> Callable[[int], None]:
-    """One batch of all completions, prompts padded on the left, until the longest completion is done."""
-    longest = max(len(prompt) for prompt in job.prompts)
-    ids = np.zeros((len(job.lengths), longest), dtype=np.int64)
-    mask = np.zeros_like(ids)
-    for row in range(len(job.lengths)):
-        prompt = job.prompts[row // job.group]
-        ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
-    most = max(job.lengths)
-
-    def run(step: int) -> None:
-        torch.manual_seed(step)
-        with torch.no_grad():
-            output = model.generate(
-                input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=most, min_new_tokens=most, pad_token_id=0,
-            )  # fmt: skip
-        assert output.shape[1] == longest + most
-
-    return run
-
-
-def seconds(runs: list[Callable[[int], None]], repeats: int) -> list[tuple[float, float]]:
-    """Best (wall, processor) seconds of each run; they take turns, after one short turn to warm up."""
-    best = [(float("inf"), float("inf"))] * len(runs)
-    for step in range(repeats):
-        for index, run in enumerate(runs):
-            wall, processor = time.perf_counter(), time.process_time()
-            run(step)
-            took = time.perf_counter() - wall, time.process_time() - processor
-            best[index] = (min(best[index][0], took[0]), min(best[index][1], took[1]))
-    return best
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="lab-shape", help="a model folder, or lab-shape: the lab model's size with random weights")
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="lab", help='a model folder, or "lab"')
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--peers", nargs="*", choices=("generate", "continuous"), default=["generate", "continuous"])
+    parser.add_argument("--vllm-python", help="python of an environment with vLLM (benchmarks/README.md): a server is started for it")
+    parser.add_argument("--vllm-modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--vllm-url", help="a server that runs already, with the adapter of --adapter served as policy")
+    parser.add_argument("--adapter", help="PEFT folder; one with random weights is made where it is not given")
+    parser.add_argument("--page-size", type=int, default=64, help="KV page of continuous batching, in tokens")
+    parser.add_argument("--prefill-tokens", type=int, default=512, help="tokens of a batch of continuous batching at most")
+    add_output(parser)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    busy = os.getloadavg()[0]
-    torch.manual_seed(0)
-    model = load(arguments.model)
-    shape = (arguments.prompts, arguments.group, arguments.tokens)
+    if arguments.vllm_url and (len(arguments.dtypes) > 1 or not arguments.adapter):
+        parser.error("--vllm-url serves one dtype and one adapter: name them with --dtypes and --adapter")
+    return arguments
 
-    lines = ["| lengths | tokens | engine tok/s | generate tok/s | ratio (wall) | ratio (CPU seconds) |", "|---|---|---|---|---|---|"]
+
+@contextmanager
+def start_peers(arguments: argparse.Namespace, settings: dict[str, Any], dtype: str) -> Iterator[tuple[list[Peer], list[str]]]:
+    """The peers, the engine first, and a sentence for each one that could not start."""
+    missing: list[str] = []
+    with ExitStack() as stack:
+        peers: list[Peer] = []
+        for kind in ("engine", *arguments.peers):
+            extra = {"kind": kind, "engine_dtype": "bf16" if dtype == "bf16" else "auto", "torch_dtype": DTYPES[dtype]}
+            worker = stack.enter_context(Worker(sys.executable, "decode_worker.py", {**settings, **extra}))
+            peers.append(Peer(kind, worker, _asks(worker)))
+            worker.pause()
+        for mode in arguments.vllm_modes if arguments.vllm_python else []:
+            try:
+                server = VllmServer.start(
+                    arguments.vllm_python, settings["model"], settings["adapter"], dtype=DTYPES[dtype], compiled=mode == "compiled",
+                    rows=settings["rows"], context=2 * arguments.tokens + 16, threads=arguments.threads,
+                )  # fmt: skip
+            except WorkerFailed as error:
+                missing.append(f"vLLM {mode} did not start: {_last_line(error)}.")
+                continue
+            peers.append(_vllm_peer(f"vLLM {mode}", stack.enter_context(server), settings))
+        if arguments.vllm_url:
+            peers.append(_vllm_peer("vLLM", VllmServer(arguments.vllm_url), settings))
+        yield peers, missing
+
+
+def _asks(worker: Worker) -> Callable[[int, bool, int], float]:
+    return lambda step, ragged, tokens: worker.ask(step=step, ragged=ragged, tokens=tokens)["seconds"]
+
+
+def _vllm_peer(name: str, server: VllmServer, settings: dict[str, Any]) -> Peer:
+    def run(step: int, ragged: bool, tokens: int) -> float:
+        return server.sample(make_job(settings["vocabulary"], settings["prompts"], settings["group"], tokens, ragged, step))
+
+    server.versions = server.fetch_versions()
+    server.pause()
+    return Peer(name, server, run)
+
+
+def _last_line(error: WorkerFailed) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[-1]
+
+
+def measure(peers: list[Peer], tokens: int, repeats: int) -> list[str]:
+    """Fills each peer's seconds; one that fails is taken out, with a sentence."""
+    failed = []
     for ragged in (False, True):
-        job = make_job(model, *shape, ragged)
-        (ours, ours_cpu), (theirs, theirs_cpu) = seconds([engine_run(model, job), generate_run(model, job)], arguments.repeats)
-        name = f"{min(job.lengths)} to {max(job.lengths)}" if ragged else f"all {arguments.tokens}"
-        rates = f"{job.tokens / ours:.0f} | {job.tokens / theirs:.0f} | {theirs / ours:.2f} | {theirs_cpu / ours_cpu:.2f}"
-        lines.append(f"| {name} | {job.tokens:,} | {rates} |")
+        for step in range(repeats + 1):
+            for peer in list(peers):
+                try:
+                    seconds = peer.turn(step, ragged, tokens if step else min(tokens, _WARM_UP_TOKENS))
+                except (WorkerFailed, OSError, RuntimeError) as error:
+                    if peer.name == "engine":
+                        raise
+                    failed.append(f"{peer.name} failed: {(str(error).strip().splitlines() or ['no message'])[-1]}.")
+                    peers.remove(peer)
+                    continue
+                if step:
+                    peer.seconds[ragged].append(seconds)
+    return failed
 
-    today = datetime.now(UTC).date().isoformat()
+
+def rows(peers: list[Peer], settings: dict[str, Any], dtype: str, tokens: int) -> Iterator[list[str]]:
+    for ragged in (False, True):
+        job = make_job(settings["vocabulary"], settings["prompts"], settings["group"], tokens, ragged, 1)
+        lengths = f"{min(job.lengths)} to {max(job.lengths)}" if ragged else f"all {tokens}"
+        ours = peers[0].best(ragged)
+        for peer in peers:
+            seconds = peer.seconds[ragged]
+            spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
+            yield [dtype, lengths, f"{job.tokens:,}", peer.name, spread, f"{job.tokens / min(seconds):.0f}", f"{min(seconds) / ours:.2f}"]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    load = load_average()
+    model = str(Path(resolve_model(arguments.model)).resolve())
+    settings: dict[str, Any] = {
+        "model": model,
+        "prompts": arguments.prompts,
+        "group": arguments.group,
+        "rows": arguments.prompts * arguments.group,
+        "tokens": arguments.tokens,
+        "threads": arguments.threads,
+        "page_size": arguments.page_size,
+        "prefill_tokens": arguments.prefill_tokens,
+    }
+    lines: list[list[str]] = []
+    notes: list[str] = []
+    found: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        settings["adapter"] = str(Path(arguments.adapter or folder).resolve())
+        with Worker(sys.executable, "prepare.py", settings) as prepare:
+            settings["vocabulary"] = prepare.ask(make="adapter", model=model, folder=folder)["vocabulary"]
+        for dtype in arguments.dtypes:
+            with start_peers(arguments, settings, dtype) as (peers, missing):
+                notes += missing + measure(peers, arguments.tokens, arguments.repeats)
+                found += [peer.process.versions for peer in peers]
+                lines += rows(peers, settings, dtype, arguments.tokens)
+    head = ["dtype", "lengths", "tokens", "peer", "seconds (best to worst)", "tok/s", "time / engine's"]
     name = Path(arguments.model).name
-    command = f"python benchmarks/decode.py --model {arguments.model} --prompts {shape[0]} --group {shape[1]} --tokens {shape[2]}"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}"
-    text = (
-        f"# Decoding, {name}, {shape[0]} prompts x {shape[1]} completions, {today}\n\n"
-        f"Command: `{command} --repeats {arguments.repeats} --threads {arguments.threads}`. fp32, LoRA r16 on, "
-        f"best of {arguments.repeats}. {platform.machine()}, {arguments.threads} threads, "
-        f"load average {busy:.1f} before the run, {versions}.\n\n" + "\n".join(lines) + "\n"
+    shape = f"{arguments.prompts}x{arguments.group}x{arguments.tokens}"
+    publish(
+        f"decode-{name}-{shape}",
+        f"Decoding, {name}, {arguments.prompts} prompts x {arguments.group} completions x {arguments.tokens} tokens",
+        [
+            f"LoRA r16 on every linear layer, {arguments.threads} threads, {settings['rows']} rows decode together, best of "
+            f"{arguments.repeats} turns after a short one. {versions_line(*found)}.",
+            *notes,
+            table(head, lines),
+        ],
+        load,
+        arguments.output,
     )
-    print(text)
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / f"decode-{name}-{shape[0]}x{shape[1]}-{today}.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,11 @@ everything submitted at once, after the workers have started. "Settled" ones nee
 """
 
 import argparse
-import os
-import platform
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from report import add_output, load_average, publish, table
 
 from retrain.config import TrainConfig
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
@@ -90,30 +87,20 @@ def time_to_first_verdict() -> float:
         return time.perf_counter() - started
 
 
-def table() -> list[str]:
-    lines = ["| reward | answers | workers | answers/s | right |", "|---|---|---|---|---|"]
+def rates() -> Iterator[list[object]]:
     for kind, name, answers, count, workers in CASES:
         rate, right = measure(kind, answers, count, workers)
-        lines.append(f"| {kind} | {name} | {workers or '-'} | {rate:,.0f} | {right:.0%} |")
-    return [*lines, "", f"From nothing to the first verdict of math-verify: {time_to_first_verdict():.1f} s."]
+        yield [kind, name, workers or "-", f"{rate:,.0f}", f"{right:.0%}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the throughput of the rewards.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the dated file")
-    now = datetime.now(UTC).date().isoformat()
-    load = f"load average {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else "load unknown"
-    head = [
-        f"# Rewards, {now}",
-        "",
-        f"`python benchmarks/rewards.py` on {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, {load}.",
-        "",
-    ]
+    add_output(parser)
     output = parser.parse_args().output
-    report = "\n".join([*head, *table()]) + "\n"
-    print(report, end="")
-    output.mkdir(parents=True, exist_ok=True)
-    (output / f"rewards-{now}.md").write_text(report, encoding="utf-8")
+    load = load_average()
+    found = table(["reward", "answers", "workers", "answers/s", "right"], rates())
+    first = f"From nothing to the first verdict of math-verify: {time_to_first_verdict():.1f} s."
+    publish("rewards", "Rewards", [found, first], load, output)
 
 
 if __name__ == "__main__":

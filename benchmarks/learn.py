@@ -1,0 +1,165 @@
+"""The learning pass beside TRL's on the same rows, old log-probs and advantages: seconds, memory, loss, gradient.
+
+    python benchmarks/learn.py --model models/smollm2-135m --peer-python .venv-peers/bin/python
+
+One pass is all forward and backward passes of a step and the optimizer's update, at learning rate 0. Each setting runs in a process of
+its own, one at a time and in turn; in each the first pass warms up and the best of the others counts. Memory is what is resident: before
+the pass (libraries, weights, adapter, optimizer) and at most during it. Loss and gradient are compared with each row alone in fp32
+through peft and transformers, over all parameters of the adapter.
+"""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from processes import Worker, WorkerFailed
+from report import add_output, load_average, publish, table, versions_line
+from safetensors.numpy import load_file
+
+from retrain.tokenization import resolve_model
+
+RANK = 16
+
+
+@dataclass
+class Setting:
+    name: str
+    python: str
+    script: str
+    settings: dict[str, Any]
+    passes: list[dict[str, Any]] = field(default_factory=list)
+    gradient_error: float = math.nan
+    failure: str = ""
+
+    @property
+    def best(self) -> dict[str, Any]:
+        return min(self.passes, key=lambda one: one["seconds"])
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="lab", help='a model folder, or "lab"')
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ragged", action="store_true", help="completions of tokens / 8 to tokens tokens")
+    parser.add_argument("--passes", type=int, default=2, help="passes in one process, the first of which warms up")
+    parser.add_argument("--repeats", type=int, default=1, help="processes of each setting")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="[training] micro_batch_tokens; 0 lets retrain choose")
+    parser.add_argument("--peer-python", default=".venv-peers/bin/python", help="python of an environment with benchmarks/peers.txt")
+    parser.add_argument(
+        "--trl", nargs="*", default=["4", "8", "32", "4c", "8c", "32c"], help="TRL's per-device batches; c: gradient checkpointing on"
+    )
+    add_output(parser)
+    return parser.parse_args()
+
+
+def make_settings(arguments: argparse.Namespace, common: Mapping[str, Any]) -> list[Setting]:
+    training = {"micro_batch_tokens": arguments.micro_batch_tokens} if arguments.micro_batch_tokens else {}
+    made = [Setting("retrain", sys.executable, "learn_worker.py", {**common, "kind": "retrain", "training": training})]
+    for variant in arguments.trl:
+        batch, checkpointing = int(variant.rstrip("c")), variant.endswith("c")
+        name = f"TRL, batch {batch}{', checkpointing' if checkpointing else ''}"
+        made.append(Setting(name, arguments.peer_python, "learn_trl.py", {**common, "batch": batch, "checkpointing": checkpointing}))
+    return made
+
+
+def measure(setting: Setting, passes: int, reference: Mapping[str, Any], gradient: Path) -> dict[str, str]:
+    """Runs one process of this setting; returns the versions it found."""
+    try:
+        with Worker(setting.python, setting.script, setting.settings) as worker:
+            answers = [worker.ask() for _ in range(passes - 1)]
+            answers.append(worker.ask(gradient=str(gradient)))
+            versions = worker.versions
+    except WorkerFailed as error:
+        if not error.out_of_memory:
+            raise
+        setting.failure = "not enough memory"
+        return {}
+    setting.passes += answers[1:] or answers
+    setting.gradient_error = relative_error(load_file(gradient), reference)
+    return versions
+
+
+def relative_error(found: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> float:
+    """||g - g_ref|| / ||g_ref|| over all parameters, in float64."""
+    if found.keys() != reference.keys():
+        raise ValueError(f"gradients of other parameters: {sorted(found.keys() ^ reference.keys())[:3]}")
+    difference = sum(float(np.square(found[name].astype(np.float64) - reference[name]).sum()) for name in reference)
+    return math.sqrt(difference / sum(float(np.square(value.astype(np.float64)).sum()) for value in reference.values()))
+
+
+def rows(settings: list[Setting], loss: float) -> list[list[str]]:
+    ours = settings[0].best["seconds"]
+    lines = []
+    for setting in settings:
+        if not setting.passes:
+            lines.append([setting.name, setting.failure, *["-"] * 7])
+            continue
+        best = setting.best
+        lines.append(
+            [
+                setting.name, f"{best['seconds']:.2f}", f"{best['seconds'] / ours:.2f}", f"{best['cpu_seconds']:.2f}",
+                f"{best['before_gib']:.2f}", f"{best['peak_gib']:.2f}", f"{best['peak_gib'] - best['before_gib']:.2f}",
+                f"{abs(best['loss'] - loss):.1e}", f"{setting.gradient_error:.1e}",
+            ]
+        )  # fmt: skip
+    return lines
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    load = load_average()
+    model = str(Path(resolve_model(arguments.model)).resolve())
+    versions: list[Mapping[str, str]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        common: dict[str, Any] = {
+            "model": model,
+            "tokenizer": model,
+            "adapter": str(folder / "adapter"),
+            "logprobs": str(folder / "logprobs.safetensors"),
+            "rank": RANK,
+            "prompts": arguments.prompts,
+            "group": arguments.group,
+            "tokens": arguments.tokens,
+            "ragged": arguments.ragged,
+            "threads": arguments.threads,
+        }
+        with Worker(sys.executable, "prepare.py", common) as prepare:
+            common["vocabulary"] = prepare.ask(make="adapter", model=model, folder=common["adapter"])["vocabulary"]
+        with Worker(sys.executable, "learn_worker.py", {**common, "kind": "reference"}) as plain:
+            found = plain.ask(logprobs=common["logprobs"], gradient=str(folder / "reference.safetensors"))
+        reference = load_file(folder / "reference.safetensors")
+        settings = make_settings(arguments, common)
+        for _ in range(arguments.repeats):
+            for setting in settings:
+                versions.append(measure(setting, arguments.passes, reference, folder / "gradient.safetensors"))
+    head = ["setting", "seconds", "time / retrain's", "CPU seconds", "GiB before", "GiB at most", "GiB of the pass", "loss difference",
+            "gradient error"]  # fmt: skip
+    shape = f"{arguments.prompts}x{arguments.group}x{arguments.tokens}{'-ragged' if arguments.ragged else ''}"
+    lengths = "up to " if arguments.ragged else ""
+    publish(
+        f"learn-{Path(arguments.model).name}-{shape}",
+        f"The learning pass, {Path(arguments.model).name}, {arguments.prompts} prompts x {arguments.group} completions x {lengths}"
+        f"{arguments.tokens} tokens",
+        [
+            f"fp32, LoRA r{RANK} on every linear layer, {arguments.threads} threads, loss {found['loss']:.6f}; retrain chose "
+            f"{settings[0].best['note']}. {versions_line(*versions)}.",
+            table(head, rows(settings, found["loss"])),
+        ],
+        load,
+        arguments.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Measured processes: each peer runs in its own, with its own Python, and all take turns. One that waits is stopped by signal."""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+WORKERS = Path(__file__).parent / "workers"
+_TAIL = 2000
+
+
+class WorkerFailed(RuntimeError):
+    """The process ended instead of answering; the message is the end of its standard error."""
+
+    @property
+    def out_of_memory(self) -> bool:
+        return any(sign in str(self) for sign in ("can't allocate memory", "not enough memory", "MemoryError", "signal 9"))
+
+
+def memory_limit_gib(share: float = 0.9) -> float:
+    """This share of the memory that is available now."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 / 2**30 * share
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+class ProcessGroup:
+    """A process and its children in a session of their own: stopped, continued and ended together."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], **streams: Any) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `close`
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            text=True,
+            **{"stdout": self.log, "stderr": self.log, **streams},
+        )
+
+    def pause(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def log_tail(self) -> str:
+        self.log.seek(0)
+        return self.log.read()[-_TAIL:]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGCONT)
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        self.log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Worker(ProcessGroup):
+    """A script of workers/: settings at the start, then requests and answers, a line of JSON each."""
+
+    def __init__(self, python: str, script: str, settings: Mapping[str, Any]) -> None:
+        threads = str(settings["threads"])
+        super().__init__(
+            [python, str(WORKERS / script), json.dumps({"memory_limit_gib": memory_limit_gib(), **settings})],
+            {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            self.versions: dict[str, str] = self._answer()["versions"]
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise self._failure()
+        return json.loads(line)
+
+    def _failure(self) -> WorkerFailed:
+        code = self.process.wait()
+        ended = f"ended by signal {-code}" if code < 0 else f"ended with {code}"
+        return WorkerFailed(f"{self.process.args[1]} {ended}:\n{self.log_tail()}")  # type: ignore[index]

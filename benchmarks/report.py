@@ -1,0 +1,59 @@
+"""The dated file of a benchmark: title, command, machine, versions, then its tables. Every script here prints and writes through it."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from retrain.tracking.environment import describe_environment
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def load_average() -> float:
+    """Of the last minute. Taken before the first measurement, since a benchmark is itself a load."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+
+
+def command_line() -> str:
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def machine_line(load: float) -> str:
+    """Processor, memory, load before the run, and the revision of this repository."""
+    found = describe_environment("cpu")
+    git = found["git"]
+    revision = f"{git['revision'][:10]}{' with changes' if git['changed'] else ''}" if git else "no git revision"
+    return (
+        f"{found['cpu']}, {found['cpu_count']} cores, {found['memory_gib']} GiB, load average {load:.1f} before the run; "
+        f"Python {found['python']}, {revision}"
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def versions_line(*found: Mapping[str, str]) -> str:
+    """Names and versions of several environments, each pair once."""
+    return ", ".join(dict.fromkeys(f"{name} {version}" for versions in found for name, version in versions.items()))
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the dated file")
+
+
+def publish(name: str, title: str, paragraphs: Sequence[str], load: float, folder: Path) -> Path:
+    """Print the report and write it to `folder`/`name`-DATE.md."""
+    today = datetime.now(UTC).date().isoformat()
+    text = "\n\n".join([f"# {title}, {today}", f"Command: `{command_line()}`\n\n{machine_line(load)}.", *paragraphs]) + "\n"
+    print(text, end="", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{today}.md"
+    path.write_text(text, encoding="utf-8")
+    return path

@@ -1,0 +1,140 @@
+"""Samples a job with the PyTorch engine, with `generate`, or with transformers' continuous batching: settings["kind"] says which."""
+
+from collections.abc import Callable
+from typing import Any
+
+from job import Job, make_job
+from worker import measured, serve
+
+import retrain.threads
+
+retrain.threads.spin_briefly()
+
+import numpy as np  # noqa: E402 - torch reads its environment when it is imported
+import torch  # noqa: E402
+from peft import PeftModel  # noqa: E402
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+
+from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
+from retrain.inference_engine.torch_engine import TorchEngine  # noqa: E402
+
+Run = Callable[[Job, int], int]
+"""Samples the job with this seed; returns the tokens that were made."""
+
+
+def engine(settings: dict[str, Any]) -> Run:
+    """As a run has it: the fp32 model that learns, and `[inference] dtype` for decoding."""
+    decoder = TorchEngine(load(settings, torch.float32), [], "cpu", decode_rows=settings["rows"], dtype=settings["engine_dtype"])
+
+    def run(job: Job, seed: int) -> int:
+        if job.uniform:  # one request a group, as a trainer asks
+            asked = [SampleRequest(p, job.group, job.lengths[0], 1.0, NoiseKey(1, 0, seed, i)) for i, p in enumerate(job.prompts)]
+        else:
+            asked = [
+                SampleRequest(prompt, 1, job.lengths[i * job.group + j], 1.0, NoiseKey(1, 0, seed, i), first_sample=j)
+                for i, prompt in enumerate(job.prompts)
+                for j in range(job.group)
+            ]
+        return sum(len(one.token_ids) for one in decoder.sample(asked))
+
+    return run
+
+
+def generate(settings: dict[str, Any]) -> Run:
+    """One batch of all completions, prompts padded on the left, until the longest completion is done."""
+    model = load(settings, getattr(torch, settings["torch_dtype"]))
+
+    def run(job: Job, seed: int) -> int:
+        longest, most = max(len(prompt) for prompt in job.prompts), max(job.lengths)
+        ids = np.zeros((len(job.lengths), longest), dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for row in range(len(job.lengths)):
+            prompt = job.prompts[row // job.group]
+            ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                max_new_tokens=most, min_new_tokens=most, pad_token_id=0,
+            )  # fmt: skip
+        assert output.shape[1] == longest + most
+        return job.tokens
+
+    return run
+
+
+def continuous(settings: dict[str, Any]) -> Run:
+    """What `generate_batch` does, with the manager kept running over the turns, as a server has it.
+
+    A prompt is read once for its group where all completions have one length, since `num_return_sequences` is the manager's.
+    """
+    model = load(settings, getattr(torch, settings["torch_dtype"]))
+    tokens, rows, page = settings["tokens"], settings["rows"], settings["page_size"]
+    config = ContinuousBatchingConfig(
+        page_size=page,
+        num_blocks=rows * (-(-2 * tokens // page) + 1),
+        max_batch_tokens=max(rows, settings["prefill_tokens"]),
+        max_requests_per_batch=rows,
+        return_logprobs=True,
+    )
+    running: dict[int, Any] = {}
+
+    def manager(group: int) -> Any:
+        if group not in running:
+            for other in list(running):
+                running[other].stop(block=True)
+                running.pop(other).destroy()
+            sampling = GenerationConfig(
+                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, max_new_tokens=tokens, num_return_sequences=group
+            )
+            running[group] = model.init_continuous_batching(generation_config=sampling, continuous_batching_config=config)
+            running[group].start()
+        return running[group]
+
+    def run(job: Job, seed: int) -> int:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            serving = manager(job.group if job.uniform else 1)
+            lengths = job.lengths[:: job.group] if job.uniform else job.lengths
+            for number, length in enumerate(lengths):
+                serving.add_request(job.prompts[number * len(job.prompts) // len(lengths)].tolist(), max_new_tokens=length)
+            return sum(tokens_of_next(serving) for _ in job.lengths)
+
+    return run
+
+
+def tokens_of_next(serving: Any) -> int:
+    """Waits for a request to finish."""
+    while True:
+        result = serving.get_result(timeout=1)
+        if result is None and not serving.is_running():
+            raise RuntimeError("continuous batching ended before its requests")
+        if result is not None and result.is_finished():
+            if result.error:
+                raise RuntimeError(result.error)
+            return len(result.generated_tokens)
+
+
+def load(settings: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The adapter has the model's dtype here, so that bf16 layers need no cast; the engine keeps it in fp32, as the learner does."""
+    base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
+    return PeftModel.from_pretrained(base, settings["adapter"], autocast_adapter_dtype=dtype == torch.float32).eval()
+
+
+def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    torch.set_num_threads(settings["threads"])
+    run = {"engine": engine, "generate": generate, "continuous": continuous}[settings["kind"]](settings)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        shape = settings["vocabulary"], settings["prompts"], settings["group"]
+        job = make_job(*shape, request["tokens"], request["ragged"], request["step"])
+        with measured() as measure:
+            made = run(job, request["step"])
+        assert made == job.tokens, f"{made} tokens instead of {job.tokens}"
+        return {"seconds": measure.seconds, "tokens": job.tokens, "peak_gib": measure.peak_gib}
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(setup, ("retrain", "torch", "transformers", "peft"))

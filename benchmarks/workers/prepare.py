@@ -1,0 +1,82 @@
+"""Folders that a benchmark needs before it measures: an adapter, a model that never ends a completion, a model of the lab's shape."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from worker import serve
+
+RANK, ALPHA = 16, 32
+_B_SCALE = 0.01
+LAB_SHAPE = {
+    "vocab_size": 259,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "tie_word_embeddings": True,
+}
+
+
+def adapter(model: str, folder: str) -> dict[str, Any]:
+    """LoRA on every linear layer, B not zero as after some training, so that gradients reach A and nobody can skip it."""
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    wrapped = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(0, _B_SCALE)
+    wrapped.save_pretrained(folder)
+    return {"vocabulary": base.config.vocab_size}
+
+
+def shape(folder: str, context: int) -> dict[str, Any]:
+    """Random weights in the lab model's shape with a context of `context` tokens."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**LAB_SHAPE, max_position_embeddings=context)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    return {"vocabulary": config.vocab_size}
+
+
+def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
+    """`model` with a token for EOS that it does not draw, and a chat template that writes a message's text and nothing else.
+
+    So every trainer that reads this folder samples completions of full length. The token is the one that is least probable after
+    these prompts; whoever measures checks the lengths.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    highest = torch.full((network.config.vocab_size,), -torch.inf)
+    with torch.no_grad():
+        for prompt in prompts:
+            logits = network(**tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)).logits[0]
+            highest = torch.maximum(highest, logits.log_softmax(-1).amax(0))
+    never = int(highest[: len(tokenizer)].argmin())
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for file in Path(model).glob("*.safetensors*"):
+        shutil.copyfile(file, target / file.name)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(never)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    network.config.eos_token_id = never
+    network.config.save_pretrained(folder)
+    special = {"eos_token_id": never, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    transformers.GenerationConfig(**special).save_pretrained(folder)
+    return {"eos_token_id": never, "highest_logprob": float(highest[never])}
+
+
+def setup(settings: dict[str, Any]) -> Any:
+    torch.set_num_threads(settings["threads"])
+    makers = {"adapter": adapter, "shape": shape, "endless": endless}
+    return lambda request: makers[request.pop("make")](**request)
+
+
+if __name__ == "__main__":
+    serve(setup, ("torch", "transformers", "peft"))

@@ -1,0 +1,76 @@
+"""What every measured process shares: settings in, one line of JSON out for each request, and what the kernel says of its memory.
+
+Only the standard library, so that it runs in a peer's environment too. Linux: memory is read from /proc.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclass
+class Measure:
+    """Filled when `measured` ends."""
+
+    seconds: float = float("nan")
+    cpu_seconds: float = float("nan")
+    before_gib: float = float("nan")
+    """Resident before the block: model, adapter, libraries."""
+    peak_gib: float = float("nan")
+    """Most that was resident inside the block."""
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[Measure]:
+    """Wall and processor seconds and the resident peak of the block alone."""
+    result = Measure(before_gib=resident_gib())
+    _forget_peak()
+    wall, processor = time.perf_counter(), time.process_time()
+    yield result
+    result.seconds, result.cpu_seconds = time.perf_counter() - wall, time.process_time() - processor
+    result.peak_gib = _status("VmHWM")
+
+
+def resident_gib() -> float:
+    return _status("VmRSS")
+
+
+def _status(field: str) -> float:
+    """ru_maxrss would not do: a child inherits its parent's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024 / GIB
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def serve(setup: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]], packages: tuple[str, ...]) -> None:
+    """Run a worker: `setup(settings)` gives the function that answers requests, one JSON line each, until standard input ends.
+
+    What libraries print goes to standard error. Settings that every worker knows: threads, and memory_limit_gib, beyond which an
+    allocation fails instead of the machine running out.
+    """
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    limit = int(settings["memory_limit_gib"] * GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    answer = setup(settings)
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    print(json.dumps({"versions": versions}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
