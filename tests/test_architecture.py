@@ -18,8 +18,8 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "wandb", "trackio", "tenso
 LAYERS: tuple[set[str], ...] = (
     {"errors", "noise", "threads", "types"},
     {"config"},
-    {"advantages", "backends", "checkpoint", "data", "hub", "inference_engine", "plugins", "rewards", "sepa", "tokenization", "tracking"}
-    | {"vocabulary"},
+    {"advantages", "backends", "checkpoint", "data", "fused", "hub", "inference_engine", "plugins", "rewards", "sepa", "tokenization"}
+    | {"tracking", "vocabulary"},
     {"the run"},
     {"campaign", "analysis"},
     {"cli", "__main__"},
@@ -146,6 +146,7 @@ def test_light_parts_import_heavy_packages_only_where_they_are_used(part: str) -
         "retrain.data:register_source",
         "retrain.rewards:",
         "retrain.sepa:SEPAController",
+        "retrain.backpressure:",
         "retrain.squeeze:analyze_adapter",
         "retrain.squeeze:compress_adapter",
         "retrain.inference_engine:",

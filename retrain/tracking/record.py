@@ -100,7 +100,7 @@ class StepRecord(_Record):
     """Groups whose equal rewards are neither all right nor all wrong, or with fewer than two judged completions."""
 
     bp_action: str | None = None
-    """What back pressure did: hold, increase, throttle."""
+    """What back pressure did: sweep (while it warms up), hold, increase, throttle."""
     bp_regime: str | None = None
     bp_optimal_concurrency: float | None = None
     """p* of the fitted scaling law, in completions."""

@@ -1,0 +1,47 @@
+"""The roofline: whether arithmetic or memory bounds a step. A hint; nothing acts on it.
+
+Source: Williams et al. 2009, doi 10.1145/1498765.1498785.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Bound = Literal["compute_bound", "memory_bound"]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    bound: Bound
+    intensity: float
+    """FLOP per byte moved."""
+    ridge: float
+    """The intensity from which on arithmetic is the limit."""
+    attained_gflops: float
+    """GFLOP/s."""
+    utilization: float
+    """Of what the hardware can reach at this intensity."""
+
+
+def step_flops(num_parameters: int, tokens_decoded: int, tokens_trained: int) -> float:
+    """2 N per token forward, 4 N more per token trained."""
+    return 2.0 * num_parameters * tokens_decoded + 6.0 * num_parameters * tokens_trained
+
+
+def roofline(flops: float, num_bytes: float, seconds: float, peak_gflops: float, peak_bw_gb_s: float) -> Roofline | None:
+    """Where a step of `flops` and `num_bytes` of memory traffic stands. None where a peak is 0, which means that it is not known.
+
+    Raises ValueError unless bytes and seconds are above 0.
+    """
+    if not (num_bytes > 0 and seconds > 0):
+        raise ValueError(f"a step takes time and moves bytes, got {seconds} s and {num_bytes} bytes")
+    if peak_gflops <= 0 or peak_bw_gb_s <= 0:
+        return None
+    intensity, ridge = flops / num_bytes, peak_gflops / peak_bw_gb_s
+    attained = flops / seconds / 1e9
+    return Roofline(
+        bound="compute_bound" if intensity >= ridge else "memory_bound",
+        intensity=intensity,
+        ridge=ridge,
+        attained_gflops=attained,
+        utilization=attained / min(peak_gflops, intensity * peak_bw_gb_s) if flops else 0.0,
+    )

@@ -1,0 +1,125 @@
+"""The universal scalability law (Gunther) and its fit to measured throughput.
+
+    X(p) = lambda C(p),  C(p) = p / (1 + sigma (p - 1) + kappa p (p - 1)),  p* = sqrt((1 - sigma) / kappa)
+
+p is the concurrency, here the completions of a step; sigma is contention, kappa coherency. p / X is a parabola A + B p + C p^2 with
+A = (1 - sigma) / lambda, B = (sigma - kappa) / lambda, C = kappa / lambda, so lambda = 1 / (A + B + C), sigma = (B + C) lambda and
+kappa = C lambda: a linear least-squares problem.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Weights = Literal["relative", "none"]
+FitStatus = Literal["ok", "insufficient", "rejected", "unknown"]
+
+WINDOW = 100
+"""Observations that a fit looks at: the last ones."""
+_MIN_CONCURRENCIES = 3
+"""A parabola has three coefficients, so it needs as many different p; equal ones tell nothing more about its shape."""
+_NO_COHERENCY = 1e-10
+"""Share of p / X at the largest p below which a quadratic term is rounding."""
+
+
+def capacity(p: float, sigma: float, kappa: float) -> float:
+    """C(p), throughput relative to one completion at a time. Raises ValueError for p < 0."""
+    if not p >= 0:
+        raise ValueError(f"a concurrency is 0 or more, got {p}")
+    return p / (1 + sigma * (p - 1) + kappa * p * (p - 1))
+
+
+def optimal_concurrency(sigma: float, kappa: float) -> float:
+    """p* of the highest throughput: infinite without a coherency penalty, 0 where contention alone makes every p > 1 slower."""
+    if kappa <= 0:
+        return math.inf
+    return math.sqrt(max(0.0, 1 - sigma) / kappa)
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    lam: float
+    """lambda, the throughput at p = 1."""
+    sigma: float
+    kappa: float
+
+    @property
+    def optimum(self) -> float:
+        return optimal_concurrency(self.sigma, self.kappa)
+
+    def throughput(self, p: float) -> float:
+        return self.lam * capacity(p, self.sigma, self.kappa)
+
+    def peak(self, p_max: float) -> float:
+        """The highest throughput at any p from 1 to p_max; finite also without a coherency penalty."""
+        inside = min(max(self.optimum, 1.0), p_max)
+        return max(self.throughput(p) for p in (1.0, inside, p_max))
+
+
+@dataclass(frozen=True)
+class Fit:
+    status: FitStatus
+    """insufficient: too few different p. rejected: no law has these coefficients. unknown: a law, but R^2 is too low to act on it."""
+    law: ScalingLaw | None = None
+    r2: float | None = None
+    """Of the throughput, unweighted."""
+    superlinear: bool = False
+    """sigma came out below 0 and was set to 0."""
+
+
+def fit_scaling_law(p: Sequence[float], throughput: Sequence[float], weights: Weights = "relative", min_r2: float = 0.5) -> Fit:
+    """Least squares of p / X on a parabola in p, over the last WINDOW observations.
+
+    Noise in X is multiplicative, so the error of p / X grows with it: "relative" divides by it. Where the parabola bends down there is no
+    coherency penalty, and a straight line is fitted instead of setting kappa to 0 afterwards, which would leave the other two biased.
+    Raises ValueError for lists of different length, for a p below 1 and for a throughput that is not above 0.
+    """
+    x, y_throughput = _observations(p, throughput)
+    if len(np.unique(x)) < _MIN_CONCURRENCIES:
+        return Fit("insufficient")
+    y = x / y_throughput
+    weight = 1 / y if weights == "relative" else np.ones_like(y)
+    a, b, c = _coefficients(x, y, weight)
+    if not (math.isfinite(a + b + c) and a + b + c > 0):
+        return Fit("rejected")
+    sigma = (b + c) / (a + b + c)
+    law = ScalingLaw(1 / (a + b + c), max(0.0, sigma), c / (a + b + c))
+    r2 = _r_squared(law, x, y_throughput)
+    return Fit("ok" if r2 >= min_r2 else "unknown", law, r2, superlinear=sigma < 0)
+
+
+def _observations(p: Sequence[float], throughput: Sequence[float]) -> tuple[Floats, Floats]:
+    if len(p) != len(throughput):
+        raise ValueError(f"{len(p)} concurrencies and {len(throughput)} throughputs")
+    x, rate = np.asarray(p, dtype=np.float64)[-WINDOW:], np.asarray(throughput, dtype=np.float64)[-WINDOW:]
+    if not ((x >= 1).all() and np.isfinite(x).all() and (rate > 0).all() and np.isfinite(rate).all()):
+        raise ValueError("a concurrency is 1 or more and a throughput above 0, both finite")
+    return x, rate
+
+
+def _coefficients(p: Floats, y: Floats, weight: Floats) -> tuple[float, float, float]:
+    """A, B, C of y = A + B p + C p^2, C >= 0. In u = p / p_max, whose powers are of one size: those of p differ by p^4."""
+    u = p / p.max()
+    a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight)
+    if c <= _NO_COHERENCY * y.max():
+        a, b = _solve(np.stack([np.ones_like(u), u], axis=1), y, weight)
+        c = 0.0
+    return float(a), float(b / p.max()), float(c / p.max() ** 2)
+
+
+def _solve(columns: Floats, y: Floats, weight: Floats) -> Floats:
+    return np.linalg.lstsq(columns * weight[:, np.newaxis], y * weight, rcond=None)[0].astype(np.float64)
+
+
+def _r_squared(law: ScalingLaw, p: Floats, throughput: Floats) -> float:
+    predicted = np.array([law.throughput(value) for value in p])
+    residual = float(np.square(throughput - predicted).sum())
+    total = float(np.square(throughput - throughput.mean()).sum())
+    if total == 0:  # constant throughput: a law that gives it explains everything there is
+        return 1.0 if residual <= 1e-12 * float(np.square(throughput).sum()) else 0.0
+    return 1 - residual / total
