@@ -1,18 +1,20 @@
 """retrain: reinforcement learning with verifiable rewards for language models.
 
-`load_config` reads a TOML, `train` runs it. Both are imported when first used, so that `import retrain` is cheap.
+`load_config` reads a TOML, `train` runs it, `load_runs` gives the metrics of runs as a pandas frame. All are imported when first
+used, so that `import retrain` is cheap.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from retrain.analysis.runs import load_runs
     from retrain.config import load_config
     from retrain.trainer import Run, train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "load_config", "train"]
+__all__ = ["Run", "__version__", "load_config", "load_runs", "train"]
 
-_HOMES = {"load_config": "config", "Run": "trainer", "train": "trainer"}
+_HOMES = {"load_config": "config", "load_runs": "analysis.runs", "Run": "trainer", "train": "trainer"}
 
 
 def __getattr__(name: str) -> Any:

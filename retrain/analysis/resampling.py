@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from retrain.analysis.statistics import Floats
 
-_REPLICATES = 2000
+_REPLICATES = 1000
 Statistic = Callable[[Floats], float]
 
 

@@ -5,6 +5,8 @@ COMMANDS = {
     "migrate-config": "rewrite removed keys of an older configuration",
     "status": "how runs and campaigns are getting on",
     "eval": "held-out pass@1 and pass@k of a run's checkpoint or of a base model",
+    "compare": "conditions across seeds: differences, intervals, p values, verdicts",
+    "power": "how many seeds a difference needs",
     "help": "this page; `retrain help config` lists every key with its flag",
     "version": "print the version",
 }

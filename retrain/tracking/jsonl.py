@@ -18,6 +18,9 @@ from retrain.errors import EnvironmentFailure, RunFailed
 
 Json = dict[str, Any]
 
+_BLOCK = 1 << 16
+"""Bytes read at once from the end of a file: some forty lines of metrics."""
+
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
     """One line, newline included."""
@@ -99,6 +102,15 @@ def read_jsonl(path: Path) -> Iterator[Json]:
         yield _parse(line, path, number)
 
 
+def read_jsonl_backwards(path: Path) -> Iterator[Json]:
+    """The lines of a file, last one first, read in blocks from its end: the newest steps of a long file cost no more than their bytes.
+
+    A last line without its newline is left out. Raises RunFailed, naming the file, for a damaged line.
+    """
+    for line in _whole_lines_backwards(path):
+        yield _parse(line, path, None)
+
+
 def truncate_to_step(path: Path, step: int) -> None:
     """Keep the lines of the steps before `step`, atomically; those from it on are about to be made again."""
     if not path.exists():
@@ -112,11 +124,30 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
-def _parse(line: bytes, path: Path, number: int) -> Json:
+def _whole_lines_backwards(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        later, torn = b"", True
+        while position > 0:
+            size = min(_BLOCK, position)
+            position -= size
+            file.seek(position)
+            first, *lines = (file.read(size) + later).split(b"\n")
+            if lines:
+                lines.reverse()
+                yield from (line for line in (lines[1:] if torn else lines) if line)
+                torn = False
+            later = first
+        if later and not torn:
+            yield later
+
+
+def _parse(line: bytes, path: Path, number: int | None) -> Json:
+    place = f"{path}, line {number}," if number else f"{path}"
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise RunFailed(f"{path}, line {number}, is not JSON ({error}): the file was changed or the disk is damaged.") from error
+        raise RunFailed(f"{place} is not JSON ({error}): the file was changed or the disk is damaged.") from error
     if not isinstance(record, dict):
-        raise RunFailed(f"{path}, line {number}, holds {type(record).__name__} where an object is expected.")
+        raise RunFailed(f"{place} holds {type(record).__name__} where an object is expected.")
     return record

@@ -1,0 +1,128 @@
+"""The arms of a comparison: the finished runs of each condition, one for each seed, and what the runs of a pair have in common."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from retrain.analysis.measures import Metric, scored_by_chance
+from retrain.analysis.runs import StoredRun
+from retrain.config import TrainConfig
+from retrain.config.keys import all_keys
+from retrain.errors import ConfigurationError
+
+COUNTER_NOISE_ENGINES = frozenset({"pytorch"})
+"""Engines that declare noise = "counter": the local ones. A server draws by itself."""
+
+_PROMPT_KEYS = ("training.batch_size", "training.max_examples", "model.model")
+_OWN_KEYS = frozenset({"training.seed", "training.max_hours", "training.save_every", "training.keep_checkpoints", "reward.workers"})
+_OWN_SECTIONS = frozenset({"logging", "resume", "campaign", "squeeze", "backend"})
+"""What may differ between the runs of a pair without being a difference of their training."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    label: str
+    values: Mapping[int, float]
+    """Seed -> the metric, for the runs that have it."""
+    runs: Mapping[int, StoredRun]
+
+
+@dataclass
+class Gathered:
+    """Runs by condition, in the order in which the conditions came, and one sentence for each run that was left out."""
+
+    conditions: dict[str, dict[int, StoredRun]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[StoredRun]:
+        return [run for by_seed in self.conditions.values() for run in by_seed.values()]
+
+
+def gather(runs: Iterable[StoredRun]) -> Gathered:
+    """Raises ConfigurationError for two finished runs of one condition and seed, since a pair needs one of each."""
+    gathered = Gathered()
+    for run in runs:
+        by_seed = gathered.conditions.setdefault(run.condition, {})
+        if run.unfinished:
+            gathered.left_out.append(f"{run.name} {run.unfinished}.")
+        elif run.seed in by_seed:
+            raise ConfigurationError(
+                f"{by_seed[run.seed].path} and {run.path} are two runs of {run.condition} with seed {run.seed}; name one of them."
+            )
+        else:
+            by_seed[run.seed] = run
+    return gathered
+
+
+def measured(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out: list[str]) -> Arm:
+    """An arm with the metric of each run; a run without it is left out and said."""
+    values = {}
+    for seed, run in runs.items():
+        value = metric.of(run)
+        if value is not None:
+            values[seed] = value
+        elif metric.k is not None and scored_by_chance(run):
+            left_out.append(f"{run.name} has no {metric.name} that counts: its held-out answers were scored by the random reward.")
+        else:
+            left_out.append(f"{run.name} has no {metric.name}.")
+    return Arm(label, values, {seed: runs[seed] for seed in values})
+
+
+def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path) -> str:
+    """The condition that was trained on random rewards. Raises ConfigurationError unless there is exactly one."""
+    labels = [label for label, runs in conditions.items() if runs and all(map(scored_by_chance, runs.values()))]
+    if len(labels) != 1:
+        found = f"{len(labels)} conditions ({', '.join(labels)})" if labels else "no condition"
+        raise ConfigurationError(
+            f'--control needs one condition with [reward] type = "random", and {place} has {found}; name the baseline with --baseline.'
+        )
+    return labels[0]
+
+
+# -- what a pair has in common -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How many of the pairs saw the same prompts, and how many also drew the same sampling noise."""
+
+    pairs: int
+    prompts: int
+    noise: int
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[StoredRun, StoredRun]]) -> "Shared":
+        prompts = [_same_prompts(one.config, other.config) for one, other in pairs]
+        noise = [same and _has_noise(one.config) and _has_noise(other.config) for same, (one, other) in zip(prompts, pairs, strict=True)]
+        return cls(len(pairs), sum(prompts), sum(noise))
+
+
+def _same_prompts(one: TrainConfig, other: TrainConfig) -> bool:
+    """Given one seed: the same data in batches of one size. Back pressure changes the size as the machine pleases."""
+    fixed = not (one.backpressure.enabled or other.backpressure.enabled)
+    same = one.data == other.data and one.environment == other.environment
+    return fixed and same and all(one.value(key) == other.value(key) for key in _PROMPT_KEYS)
+
+
+def _has_noise(config: TrainConfig) -> bool:
+    return config.backend.backend == "local" and config.inference.engine in COUNTER_NOISE_ENGINES
+
+
+def differing_keys(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> list[str]:
+    """The keys in which the runs of some pair differ, beside seeds, paths and what does not change the training."""
+    keys = [key.path for key in all_keys() if key.path not in _OWN_KEYS and key.section not in _OWN_SECTIONS]
+    return [key for key in keys if any(one.config.value(key) != other.config.value(key) for one, other in pairs)]
+
+
+def check_same_problems(runs: Sequence[StoredRun]) -> None:
+    """Raises ConfigurationError where two runs were not asked the same held-out problems at their last evaluation."""
+    asked = [(run, frozenset(item.example_id for item in run.final_evaluation.problems)) for run in runs if run.final_evaluation]
+    for run, problems in asked[1:]:
+        first, expected = asked[0]
+        if problems != expected:
+            raise ConfigurationError(
+                f"{first.path} and {run.path} were evaluated on different held-out problems ({len(expected)} and {len(problems)}, "
+                f"{len(expected & problems)} of them shared), so their accuracies do not compare; use --metric correct_rate, "
+                "or run them with one [evaluation] section."
+            )

@@ -1,0 +1,275 @@
+"""Comparing conditions with a baseline, seed by seed.
+
+The unit is the run: a contrast is the list of differences between runs of one seed. It is called an improvement (or worse) only if
+the t interval leaves 0 out and the sign-flip p, adjusted over all contrasts after Holm, is below alpha; equivalent only within a stated
+margin; otherwise inconclusive, with the difference that the campaign could have found. Never "no effect".
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from retrain.analysis import power, statistics
+from retrain.analysis.arms import Arm, Gathered, Shared, check_same_problems, control_label, differing_keys, gather, measured
+from retrain.analysis.measures import Metric, choose_metric
+from retrain.analysis.runs import StoredRun, campaign_runs
+from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks, problem_interval
+from retrain.errors import ConfigurationError
+
+
+class Verdict(StrEnum):
+    IMPROVEMENT = "improvement"
+    WORSE = "worse"
+    EQUIVALENT = "equivalent"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What was decided before looking."""
+
+    alpha: float = 0.05
+    margin: float | None = None
+    """Differences below this are called equivalent, in the metric's units; None never says so."""
+    effect: float | None = None
+    """A difference whose number of seeds is wanted."""
+    power: float = 0.8
+    lower_is_better: bool = False
+
+    def check(self, metric: Metric) -> None:
+        """Raises ConfigurationError for a value outside its range."""
+        for name, value in (("alpha", self.alpha), ("power", self.power)):
+            if not 0 < value < 1:
+                raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {0.05 if name == 'alpha' else 0.8}.")
+        for name, size in (("margin", self.margin), ("effect", self.effect)):
+            if size is not None and not 0 < size < float("inf"):
+                raise ConfigurationError(f"--{name} {size:g} is not above 0; give the size of a difference, such as 0.02.")
+            if size is not None and metric.is_rate and size >= 1:
+                raise ConfigurationError(
+                    f"--{name} {size:g} is no difference of {metric.name}, which lies between 0 and 1; two points are 0.02."
+                )
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    label: str
+    runs: int
+    mean: float | None
+    sd: float | None
+    """Between runs, ddof = 1."""
+    tasks: TaskAggregate | None
+    """Where the held-out problems are of several tasks."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One condition against the baseline. Differences are candidate - baseline, in the metric's units."""
+
+    condition: str
+    differences: Mapping[int, float]
+    """By seed."""
+    mean: float
+    sd: float | None
+    interval: tuple[float, float] | None
+    """Student's, at confidence 1 - alpha; None for a single pair."""
+    problem_interval: tuple[float, float] | None
+    """With seeds, held-out problems and samples drawn anew, where there are held-out problems."""
+    p: float
+    p_adjusted: float
+    smallest_p_adjusted: float
+    """What the best conceivable differences would give with these numbers of pairs."""
+    d_z: float | None
+    """With Hedges' correction."""
+    minimal_detectable_effect: float | None
+    seeds_needed: int | None
+    """For the stated effect, at the sd seen here."""
+    equivalence_p_adjusted: float | None
+    verdict: Verdict
+    shared: Shared
+    differing_keys: Sequence[str]
+    tasks: TaskContrast | None
+
+    @property
+    def pairs(self) -> int:
+        return len(self.differences)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    metric: Metric
+    rules: Rules
+    baseline: str
+    arms: Sequence[ArmSummary]
+    """The baseline first."""
+    contrasts: Sequence[Contrast]
+    left_out: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def seeds_to_conclude(self) -> int:
+        """Pairs that the whole family needs before any verdict but inconclusive is possible."""
+        return statistics.seeds_to_reach(self.rules.alpha, len(self.contrasts))
+
+
+def compare_campaign(
+    folder: Path, rules: Rules, baseline: str | None = None, metric: str | None = None, *, control: bool = False
+) -> Comparison:
+    """Every condition of a campaign against one of them: the first unless `baseline` names it or `control` takes the random-reward one."""
+    gathered = gather(campaign_runs(folder))
+    labels = list(gathered.conditions)
+    if control:
+        baseline = control_label(gathered.conditions, folder)
+    elif baseline is None and labels:
+        baseline = labels[0]
+    if baseline not in gathered.conditions:
+        raise ConfigurationError(f"--baseline {baseline} is no condition of {folder}; the conditions are {', '.join(labels)}.")
+    return _compare(gathered, baseline, gathered.conditions[baseline], rules, metric)
+
+
+def compare_runs(candidates: Sequence[StoredRun], baselines: Sequence[StoredRun], rules: Rules, metric: str | None = None) -> Comparison:
+    """The conditions of some runs against the one condition of others, paired by seed."""
+    gathered, base = gather(candidates), gather(baselines)
+    if len(base.conditions) != 1:
+        raise ConfigurationError(
+            f"the runs of --baseline are of {len(base.conditions)} conditions ({', '.join(base.conditions)}); name one's."
+        )
+    ((label, runs),) = base.conditions.items()
+    if label in gathered.conditions:
+        label = f"{label} (baseline)"
+    left_out = [*base.left_out, *gathered.left_out]
+    return _compare(Gathered({label: runs, **gathered.conditions}, left_out), label, runs, rules, metric)
+
+
+def _compare(gathered: Gathered, baseline: str, base_runs: Mapping[int, StoredRun], rules: Rules, metric_name: str | None) -> Comparison:
+    metric = choose_metric(metric_name, gathered.runs)
+    rules.check(metric)
+    if metric.k is not None:
+        check_same_problems(gathered.runs)
+    left_out = list(gathered.left_out)
+    base = measured(baseline, base_runs, metric, left_out)
+    others = [measured(label, runs, metric, left_out) for label, runs in gathered.conditions.items() if label != baseline]
+    paired = [arm for arm in others if any(seed in base.values for seed in arm.values)]
+    if not paired:
+        raise ConfigurationError(_no_pair(base, others, left_out))
+    return Comparison(
+        metric=metric,
+        rules=rules,
+        baseline=baseline,
+        arms=[_summary(arm, metric) for arm in (base, *others)],
+        contrasts=_family(base, paired, metric, rules),
+        left_out=left_out,
+        notes=[*_notes(base, others, metric, asked=metric_name is not None)],
+    )
+
+
+def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
+    seeds = {arm.label: ", ".join(map(str, arm.values)) or "none" for arm in (base, *others)}
+    has = "; ".join(f"{label}: {values}" for label, values in seeds.items())
+    because = f" Left out: {' '.join(left_out)}" if left_out else ""
+    return f"there is no pair to compare: no finished run shares its seed with one of the baseline (seeds of {has}).{because}"
+
+
+def _summary(arm: Arm, metric: Metric) -> ArmSummary:
+    values = list(arm.values.values())
+    return ArmSummary(
+        label=arm.label,
+        runs=len(values),
+        mean=float(np.mean(values)) if values else None,
+        sd=statistics.spread(values) if len(values) > 1 else None,
+        tasks=aggregate_tasks(arm.runs) if metric.k == 1 else None,
+    )
+
+
+# -- the family of contrasts ---------------------------------------------------------------------------------------------
+
+
+def _family(base: Arm, others: Sequence[Arm], metric: Metric, rules: Rules) -> list[Contrast]:
+    """One contrast an arm, its p values adjusted over all of them."""
+    contrasts = [_contrast(base, arm, metric, rules, len(others)) for arm in others]
+    adjusted = statistics.holm([contrast.p for contrast in contrasts])
+    smallest = statistics.holm([statistics.smallest_p(contrast.pairs) for contrast in contrasts])
+    equivalence = _equivalence(contrasts, rules)
+    return [
+        replace(
+            contrast,
+            p_adjusted=p,
+            smallest_p_adjusted=least,
+            equivalence_p_adjusted=same,
+            verdict=_verdict(contrast, p, same, rules),
+        )
+        for contrast, p, least, same in zip(contrasts, adjusted, smallest, equivalence, strict=True)
+    ]
+
+
+def _contrast(base: Arm, arm: Arm, metric: Metric, rules: Rules, family: int) -> Contrast:
+    """A contrast before anything is adjusted over the family."""
+    differences = statistics.paired_differences(arm.values, base.values)
+    d = list(differences.values())
+    pairs = [(arm.runs[seed], base.runs[seed]) for seed in differences]
+    several = len(d) > 1
+    sd = statistics.spread(d) if several else None
+    return Contrast(
+        condition=arm.label,
+        differences=differences,
+        mean=float(np.mean(d)),
+        sd=sd,
+        interval=statistics.t_interval(d, 1 - rules.alpha) if several else None,
+        problem_interval=problem_interval(pairs, 1 - rules.alpha) if several and metric.k == 1 else None,
+        p=statistics.sign_flip_p(d),
+        p_adjusted=1.0,
+        smallest_p_adjusted=1.0,
+        d_z=statistics.cohen_dz(d) if several else None,
+        minimal_detectable_effect=power.minimal_detectable_effect(len(d), sd, rules.alpha, rules.power, family) if sd else None,
+        seeds_needed=power.seeds_needed(rules.effect, sd, rules.alpha, rules.power, family) if rules.effect and sd else None,
+        equivalence_p_adjusted=None,
+        verdict=Verdict.INCONCLUSIVE,
+        shared=Shared.of(pairs),
+        differing_keys=differing_keys(pairs),
+        tasks=contrast_tasks(pairs, 1 - rules.alpha) if metric.k == 1 and several else None,
+    )
+
+
+def _equivalence(contrasts: Sequence[Contrast], rules: Rules) -> list[float | None]:
+    """Adjusted p of |mean| < margin for each contrast; None without a margin and for a single pair."""
+    if rules.margin is None:
+        return [None] * len(contrasts)
+    tested = [contrast for contrast in contrasts if contrast.pairs > 1]
+    p = statistics.holm([statistics.tost(list(contrast.differences.values()), rules.margin) for contrast in tested])
+    by_condition = {contrast.condition: value for contrast, value in zip(tested, p, strict=True)}
+    return [by_condition.get(contrast.condition) for contrast in contrasts]
+
+
+def _verdict(contrast: Contrast, p_adjusted: float, equivalence_p: float | None, rules: Rules) -> Verdict:
+    excludes_zero = contrast.interval is not None and (contrast.interval[0] > 0 or contrast.interval[1] < 0)
+    if excludes_zero and p_adjusted < rules.alpha:
+        better = contrast.mean < 0 if rules.lower_is_better else contrast.mean > 0
+        return Verdict.IMPROVEMENT if better else Verdict.WORSE
+    if equivalence_p is not None and equivalence_p < rules.alpha:
+        return Verdict.EQUIVALENT
+    return Verdict.INCONCLUSIVE
+
+
+def _notes(base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> list[str]:
+    notes = []
+    arms = (base, *others)
+    if metric.k is None and not asked:
+        notes.append(
+            "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on the problems that "
+            "were trained on, while learning; [evaluation] at_end = true gives the better number."
+        )
+    ends = sorted({run.steps for arm in arms for run in arm.runs.values()})
+    if len(ends) > 1:
+        notes.append(f"The runs ended at different steps ({ends[0]} to {ends[-1]}): the comparison is of unequal training.")
+    rewards = {str(run.config.reward.types) for arm in arms for run in arm.runs.values()}
+    if metric.k is not None and len(rewards) > 1:
+        notes.append("The arms were scored by different rewards, the held-out answers too: right does not mean the same in all of them.")
+    lonely = [f"{arm.label} ({', '.join(map(str, seeds))})" for arm in others if (seeds := [s for s in arm.values if s not in base.values])]
+    if lonely:
+        notes.append(f"Seeds without a run of the baseline are in the means and in no difference: {'; '.join(lonely)}.")
+    unpaired = [arm.label for arm in others if not any(seed in base.values for seed in arm.values)]
+    if unpaired:
+        notes.append(f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it.")
+    return notes

@@ -1,0 +1,245 @@
+"""A comparison as Markdown, which also reads well in a terminal, and as one JSON object with stable keys."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from retrain.analysis.compare import ArmSummary, Comparison, Contrast, Verdict
+from retrain.analysis.measures import Metric
+from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
+
+
+def to_markdown(comparison: Comparison) -> str:
+    return "\n".join(_paragraphs(comparison)) + "\n"
+
+
+def _paragraphs(comparison: Comparison) -> Iterator[str]:
+    metric, rules = comparison.metric, comparison.rules
+    yield f"# Conditions against {comparison.baseline}"
+    yield ""
+    direction = "lower" if rules.lower_is_better else "higher"
+    yield f"{metric.description[0].upper()}{metric.description[1:]}; {direction} is better. The unit is the run; runs are paired by seed."
+    yield ""
+    yield from _table(("condition", "runs", "mean", "sd between runs"), [_arm_row(arm, metric) for arm in comparison.arms])
+    yield ""
+    confidence = f"{100 * (1 - rules.alpha):g}% interval"
+    head = ("condition", "pairs", "difference", confidence, "p", "adjusted p", "d_z", f"detectable ({100 * rules.power:g}%)", "verdict")
+    yield from _table(head, [_contrast_row(contrast, comparison) for contrast in comparison.contrasts])
+    yield ""
+    shared = {sharing(contrast) for contrast in comparison.contrasts}
+    if len(shared) == 1:
+        yield from (*shared, "")
+    for contrast in comparison.contrasts:
+        yield f"- **{contrast.condition}**: {explanation(contrast, comparison)}"
+        if len(shared) > 1:
+            yield f"  {sharing(contrast)}"
+        yield from (f"  {line}" for line in _details(contrast, comparison))
+    if any(arm.tasks for arm in comparison.arms):
+        yield ""
+        yield from _tasks(comparison)
+    for title, sentences in (("Notes", comparison.notes), ("Left out", comparison.left_out)):
+        if sentences:
+            yield ""
+            yield f"{title}:"
+            yield from (f"- {sentence}" for sentence in sentences)
+
+
+def explanation(contrast: Contrast, comparison: Comparison) -> str:
+    """What may be concluded from one contrast, and what not, in words."""
+    metric, rules = comparison.metric, comparison.rules
+    shown = f"{_difference(contrast.mean, metric)} in {contrast.pairs} pairs"
+    match contrast.verdict:
+        case Verdict.IMPROVEMENT | Verdict.WORSE:
+            return f"{contrast.verdict}: {shown}, adjusted p {_p(contrast.p_adjusted)}."
+        case Verdict.EQUIVALENT:
+            return f"equivalent within {_size(rules.margin, metric)}: {shown}, adjusted p {_p(contrast.equivalence_p_adjusted)} (TOST)."
+        case Verdict.INCONCLUSIVE:
+            return f"inconclusive: {shown}. {_why_inconclusive(contrast, comparison)}"
+
+
+def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
+    metric, rules = comparison.metric, comparison.rules
+    if contrast.smallest_p_adjusted >= rules.alpha:
+        return (
+            f"No result of {contrast.pairs} pairs could be significant: their smallest adjusted p is {_p(contrast.smallest_p_adjusted)}; "
+            f"{comparison.seeds_to_conclude} seeds is the least for {_comparisons(comparison)} at {rules.alpha:g}."
+        )
+    if contrast.minimal_detectable_effect is None:
+        return "All differences are equal, so they say nothing about chance."
+    return (
+        f"A true difference of {_size(contrast.minimal_detectable_effect, metric)} would be found in {100 * rules.power:g}% of such "
+        "campaigns, a smaller one less often."
+    )
+
+
+def _comparisons(comparison: Comparison) -> str:
+    count = len(comparison.contrasts)
+    return "one comparison" if count == 1 else f"{count} comparisons"
+
+
+def _details(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    metric, rules = comparison.metric, comparison.rules
+    if contrast.problem_interval:
+        yield f"With problems and samples drawn anew as well: {_interval(contrast.problem_interval, metric)}."
+    if contrast.seeds_needed is not None:
+        yield (
+            f"To find {_size(rules.effect, metric)} with a power of {100 * rules.power:g}%, {contrast.seeds_needed} seeds are needed "
+            f"at the sd of the differences seen here ({_size(contrast.sd, metric)})."
+        )
+    if contrast.differing_keys:
+        yield f"The arms differ in {', '.join(contrast.differing_keys)}."
+    else:
+        yield "The arms differ in no key: this is an A/A comparison."
+
+
+def sharing(contrast: Contrast) -> str:
+    """What the runs of a pair had in common, which is what makes the pairing tight."""
+    shared = contrast.shared
+    prompts, noise = _of(shared.prompts, shared.pairs), _of(shared.noise, shared.pairs)
+    if shared.noise == shared.prompts == shared.pairs:
+        return "The arms of every pair saw the same prompts and shared their sampling noise."
+    return f"Same prompts in {prompts} pairs, shared sampling noise in {noise}."
+
+
+def _of(count: int, pairs: int) -> str:
+    return "no" if count == 0 else "all" if count == pairs else f"{count} of {pairs}"
+
+
+def _tasks(comparison: Comparison) -> Iterator[str]:
+    yield "Over tasks (interquartile mean of runs x tasks, 95% interval from runs resampled within tasks):"
+    yield ""
+    contrasts = {contrast.condition: contrast.tasks for contrast in comparison.contrasts}
+    rows = []
+    for arm in comparison.arms:
+        if arm.tasks:
+            against = contrasts.get(arm.label)
+            difference = (
+                f"{_difference(against.iqm_difference, comparison.metric)} ({_interval(against.interval, comparison.metric)})"
+                if against
+                else ""
+            )
+            chance = f"{100 * against.probability_of_improvement:.0f}%" if against else ""
+            low, high = arm.tasks.interval
+            shown = f"{100 * arm.tasks.iqm:.1f}% ({100 * low:.1f} to {100 * high:.1f})"
+            rows.append((arm.label, str(len(arm.tasks.tasks)), shown, difference, chance))
+    yield from _table(("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows)
+
+
+# -- numbers in words ----------------------------------------------------------------------------------------------------
+
+
+def _arm_row(arm: ArmSummary, metric: Metric) -> tuple[str, ...]:
+    mean = "" if arm.mean is None else f"{100 * arm.mean:.1f}%" if metric.is_rate else f"{arm.mean:.4g}"
+    return arm.label, str(arm.runs), mean, _size(arm.sd, metric)
+
+
+def _contrast_row(contrast: Contrast, comparison: Comparison) -> tuple[str, ...]:
+    metric = comparison.metric
+    reachable = contrast.smallest_p_adjusted < comparison.rules.alpha
+    return (
+        contrast.condition,
+        str(contrast.pairs),
+        _difference(contrast.mean, metric),
+        _interval(contrast.interval, metric) if contrast.interval else "",
+        _p(contrast.p),
+        _p(contrast.p_adjusted),
+        "" if contrast.d_z is None else f"{contrast.d_z:.2f}",
+        _size(contrast.minimal_detectable_effect, metric) if reachable else "none",
+        f"**{contrast.verdict}**",
+    )
+
+
+def _difference(value: float, metric: Metric) -> str:
+    return f"{100 * value:+.1f} pp" if metric.is_rate else f"{value:+.4g}"
+
+
+def _size(value: float | None, metric: Metric) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.1f} pp" if metric.is_rate else f"{value:.4g}"
+
+
+def _interval(interval: tuple[float, float], metric: Metric) -> str:
+    low, high = interval
+    return f"{100 * low:+.1f} to {100 * high:+.1f} pp" if metric.is_rate else f"{low:+.4g} to {high:+.4g}"
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2g}" if value < 0.995 else "1"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A Markdown table with its columns aligned for a terminal."""
+    clean = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    widths = [max(len(row[column]) for row in clean) for column in range(len(head))]
+    for index, row in enumerate(clean):
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        if index == 0:
+            yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+
+
+# -- as data -------------------------------------------------------------------------------------------------------------
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Differences and means in the metric's own units; what does not exist is null."""
+    rules = comparison.rules
+    return {
+        "metric": comparison.metric.name,
+        "metric_description": comparison.metric.description,
+        "lower_is_better": rules.lower_is_better,
+        "baseline": comparison.baseline,
+        "alpha": rules.alpha,
+        "margin": rules.margin,
+        "effect": rules.effect,
+        "power": rules.power,
+        "seeds_to_conclude": comparison.seeds_to_conclude,
+        "arms": [
+            {"condition": arm.label, "runs": arm.runs, "mean": arm.mean, "sd": arm.sd, "tasks": _tasks_json(arm.tasks)}
+            for arm in comparison.arms
+        ],
+        "contrasts": [_contrast_json(contrast, comparison) for contrast in comparison.contrasts],
+        "notes": list(comparison.notes),
+        "left_out": list(comparison.left_out),
+    }
+
+
+def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]:
+    shared, tasks = contrast.shared, contrast.tasks
+    return {
+        "condition": contrast.condition,
+        "verdict": contrast.verdict.value,
+        "explanation": explanation(contrast, comparison),
+        "pairs": contrast.pairs,
+        "differences": {str(seed): value for seed, value in contrast.differences.items()},
+        "mean_difference": contrast.mean,
+        "sd": contrast.sd,
+        "interval": contrast.interval,
+        "problem_interval": contrast.problem_interval,
+        "p": contrast.p,
+        "p_adjusted": contrast.p_adjusted,
+        "smallest_p_adjusted": contrast.smallest_p_adjusted,
+        "can_conclude": contrast.smallest_p_adjusted < comparison.rules.alpha,
+        "d_z": contrast.d_z,
+        "minimal_detectable_effect": contrast.minimal_detectable_effect,
+        "seeds_needed": contrast.seeds_needed,
+        "equivalence_p_adjusted": contrast.equivalence_p_adjusted,
+        "same_prompts": shared.prompts,
+        "shared_noise": shared.noise,
+        "differing_keys": list(contrast.differing_keys),
+        "tasks": None
+        if tasks is None
+        else {
+            "iqm_difference": tasks.iqm_difference,
+            "interval": tasks.interval,
+            "probability_of_improvement": tasks.probability_of_improvement,
+        },
+    }
+
+
+def _tasks_json(tasks: TaskAggregate | None) -> dict[str, Any] | None:
+    if tasks is None:
+        return None
+    profile = dict(zip((f"{threshold:g}" for threshold in PROFILE_THRESHOLDS), tasks.profile, strict=True))
+    return {"scores": dict(tasks.tasks), "iqm": tasks.iqm, "interval": tasks.interval, "performance_profile": profile}

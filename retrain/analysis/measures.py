@@ -1,0 +1,91 @@
+"""The one number of a run that is compared, chosen before looking at any: held-out accuracy, or else the training correct rate.
+
+`running_correct_rate` is none of them: a cumulative mean lags and favours whoever learns early.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from retrain.analysis.runs import StoredRun
+from retrain.analysis.statistics import Floats
+from retrain.errors import ConfigurationError
+from retrain.tracking import StepRecord
+
+WINDOW = 50
+"""Steps at the end of training whose mean stands for a run."""
+_PASS_AT = re.compile(r"pass@([1-9]\d*)")
+_FIELDS = tuple(field.name for field in fields(StepRecord) if field.type in (int | None, float | None))
+_RATES = frozenset({"correct_rate", "auc", "informative_fraction", "max_token_hit_rate"})
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    """pass@K, correct_rate, auc, or another numeric field of a StepRecord."""
+    description: str
+    is_rate: bool
+    """Between 0 and 1, shown as a percentage."""
+
+    @property
+    def k(self) -> int | None:
+        """K of pass@K, which is held out; None for what is read from the training's metrics."""
+        match = _PASS_AT.fullmatch(self.name)
+        return int(match.group(1)) if match else None
+
+    def of(self, run: StoredRun) -> float | None:
+        """None where the run does not have it."""
+        if self.k is not None:
+            return held_out(run, self.k)
+        if self.name == "auc":
+            return learning_curve_mean(run.curve("correct_rate"))
+        values = [value for record in run.last_metrics(WINDOW) if (value := getattr(record, self.name)) is not None]
+        return float(np.mean(values)) if values else None
+
+
+def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
+    """The metric that was asked for; else held-out pass@1 if any of the runs has it, else the training correct rate.
+
+    Raises ConfigurationError for a name that is no metric.
+    """
+    if name is None:
+        name = "pass@1" if any(held_out(run, 1) is not None for run in runs) else "correct_rate"
+    if name == "accuracy":
+        name = "pass@1"
+    if _PASS_AT.fullmatch(name):
+        return Metric(name, f"held-out {name} at the last evaluation", is_rate=True)
+    if name == "auc":
+        return Metric(name, "mean of the training correct rate over all steps (area under the learning curve)", is_rate=True)
+    if name == "running_correct_rate":
+        raise ConfigurationError(
+            f"--metric {name} is a cumulative mean, which lags and favours whoever learns early; use correct_rate or auc."
+        )
+    if name not in _FIELDS:
+        raise ConfigurationError(
+            f"--metric {name} is no metric; use pass@1 (or another pass@K), correct_rate, auc, "
+            "or a number of metrics.jsonl such as mean_reward."
+        )
+    what = "training correct rate" if name == "correct_rate" else name
+    return Metric(name, f"mean {what} of the last {WINDOW} steps", is_rate=name in _RATES)
+
+
+def held_out(run: StoredRun, k: int) -> float | None:
+    """pass@k of the run's last evaluation of trained weights; None without one, and where chance alone scored the answers."""
+    if scored_by_chance(run) or run.final_evaluation is None:
+        return None
+    return run.final_evaluation.pass_at.get(k)
+
+
+def scored_by_chance(run: StoredRun) -> bool:
+    """Whether the random reward decided which answers are right: the held-out ones too, since one reward scores both."""
+    return set(run.config.reward.types) == {"random"}
+
+
+def learning_curve_mean(points: Floats) -> float | None:
+    """Area under [2, steps] of step numbers and rates, divided by the steps' span; steps that are missing are bridged, never 0."""
+    steps, rates = points
+    if len(steps) < 2:
+        return float(rates[0]) if len(steps) else None
+    return float(np.sum(np.diff(steps) * (rates[1:] + rates[:-1]) / 2) / (steps[-1] - steps[0]))

@@ -1,0 +1,93 @@
+"""`retrain compare CAMPAIGN_DIR` and `retrain compare RUN... --baseline RUN...`: which conditions differ, as far as the seeds can tell."""
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer.core import TyperCommand
+
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.analysis.compare import Comparison, Rules
+
+
+class Format(StrEnum):
+    MARKDOWN = "markdown"
+    JSON = "json"
+
+
+class BaselineTakesSeveral(TyperCommand):
+    """`--baseline A B C` is three baselines, so that a shell's pattern can follow it; runs to compare come before it."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        return super().parse_args(ctx, repeated(args, "--baseline"))
+
+
+def repeated(arguments: Sequence[str], flag: str) -> list[str]:
+    """The flag before each of the values that follow it: [--baseline, a, b] -> [--baseline, a, --baseline, b]."""
+    result: list[str] = []
+    values = 0
+    follows = False
+    for argument in arguments:
+        follows = argument == flag or (follows and not argument.startswith("-"))
+        values = 0 if argument == flag else values + follows
+        result += [flag, argument] if values > 1 else [argument]
+    return result
+
+
+SETTINGS = {"cls": BaselineTakesSeveral}
+
+
+def command(
+    targets: Annotated[list[Path], typer.Argument(metavar="CAMPAIGN_DIR | RUN...", help="A campaign's folder, or folders of runs.")],
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL | RUN...", help="A campaign's condition (the first unless given), or the baseline's runs."),
+    ] = None,
+    control: Annotated[bool, typer.Option("--control", help="The campaign's random-reward condition is the baseline.")] = False,
+    metric: Annotated[
+        str | None, typer.Option(help="pass@K, correct_rate, auc, or a number of metrics.jsonl; held-out pass@1 where there is one.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="Level of the whole family of comparisons.")] = 0.05,
+    margin: Annotated[float | None, typer.Option(help="Smaller differences are called equivalent (TOST), such as 0.02.")] = None,
+    effect: Annotated[float | None, typer.Option(help="Say how many seeds would find this difference, such as 0.02.")] = None,
+    power: Annotated[float, typer.Option(help="Probability of finding a difference, for what is detectable and needed.")] = 0.8,
+    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
+    form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.MARKDOWN,
+    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+) -> None:
+    """Compare conditions across seeds: paired differences, intervals, exact p values adjusted by Holm, and a verdict."""
+    from retrain.analysis.compare import Rules
+    from retrain.analysis.comparison_text import to_json, to_markdown
+    from retrain.tracking.jsonl import finite
+
+    rules = Rules(alpha=alpha, margin=margin, effect=effect, power=power, lower_is_better=lower_is_better)
+    comparison = _compare(targets, baseline or [], control, metric, rules)
+    if as_json or form is Format.JSON:
+        print(json.dumps(finite(to_json(comparison)), indent=2))
+    else:
+        print(to_markdown(comparison), end="")
+
+
+def _compare(targets: list[Path], baseline: list[str], control: bool, metric: str | None, rules: "Rules") -> "Comparison":
+    from retrain.analysis.compare import compare_campaign, compare_runs
+    from retrain.analysis.runs import is_campaign, open_run
+
+    if control and baseline:
+        raise ConfigurationError(f"--control and --baseline {baseline[0]} both name the baseline; give one of them.")
+    for target in targets:
+        if not target.is_dir():
+            raise ConfigurationError(f"{target} is no folder; name a campaign's folder, or runs and --baseline runs.")
+    campaigns = [target for target in targets if is_campaign(target)]
+    if campaigns:
+        if len(targets) > 1 or len(baseline) > 1:
+            raise ConfigurationError(f"{campaigns[0]} is a campaign, and one is compared at a time, with one condition as --baseline.")
+        return compare_campaign(campaigns[0], rules, baseline[0] if baseline else None, metric, control=control)
+    if not baseline:
+        needs = "--control takes a campaign" if control else "runs need --baseline RUN... to be compared with"
+        raise ConfigurationError(f"{targets[0]} is no campaign (no manifest.json with runs), and {needs}.")
+    return compare_runs([open_run(target) for target in targets], [open_run(Path(run)) for run in baseline], rules, metric)

@@ -1,0 +1,112 @@
+"""`retrain power`: how many seeds a difference needs, and how small a difference a number of seeds can find."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.analysis.planning import Pilot, Plan
+
+
+def command(
+    pilot: Annotated[Path | None, typer.Argument(metavar="[PILOT_DIR]", help="A campaign or runs that show the spread.")] = None,
+    effect: Annotated[float | None, typer.Option(help="The difference to find; for rates a fraction, such as 0.02.")] = None,
+    sd: Annotated[float | None, typer.Option(help="Standard deviation of the differences between two arms, in place of a pilot.")] = None,
+    metric: Annotated[str | None, typer.Option(help="Of the pilot: pass@K, correct_rate, auc, or a number of metrics.jsonl.")] = None,
+    comparisons: Annotated[int | None, typer.Option(help="Conditions beside the baseline; the pilot's, or 1.")] = None,
+    alpha: Annotated[float, typer.Option(help="Level of the whole family of comparisons.")] = 0.05,
+    power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Plan a campaign: seeds needed for a difference, from a pilot's spread or a given one."""
+    from retrain.analysis.planning import Plan, read_pilot
+
+    if (pilot is None) == (sd is None):
+        raise ConfigurationError("retrain power needs the spread of the differences: a pilot's folder, or --sd; give one of them.")
+    found = read_pilot(pilot, metric) if pilot else None
+    spread = found.sd if found else sd
+    assert spread is not None
+    plan = Plan(effect, spread, alpha, power, comparisons or (found.comparisons if found else 1))
+    _check(plan, comparisons)
+    if as_json:
+        print(json.dumps(_as_json(plan, found), indent=2))
+    else:
+        print("\n".join(_lines(plan, found)))
+
+
+def _check(plan: "Plan", comparisons: int | None) -> None:
+    """Raises ConfigurationError for a value outside its range."""
+    for name, value, example in (("alpha", plan.alpha, 0.05), ("power", plan.power, 0.8)):
+        if not 0 < value < 1:
+            raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
+    for name, size in (("effect", plan.effect), ("sd", plan.sd)):
+        if size is not None and not 0 <= size < float("inf"):
+            raise ConfigurationError(f"--{name} {size:g} is not a size; give a number above 0, such as 0.02.")
+    if plan.effect == 0:
+        raise ConfigurationError("--effect 0 is found by no number of seeds; give the smallest difference that would matter, such as 0.02.")
+    if comparisons is not None and comparisons < 1:
+        raise ConfigurationError(f"--comparisons {comparisons} is not a number of comparisons; give 1 or more.")
+
+
+def _lines(plan: "Plan", pilot: "Pilot | None") -> Iterator[str]:
+    family = "one comparison" if plan.comparisons == 1 else f"{plan.comparisons} comparisons (Holm)"
+    yield f"Paired by seed, two-sided, alpha {plan.alpha:g} over {family}, power {100 * plan.power:g}%."
+    if pilot:
+        low, high = pilot.sd_interval
+        yield f"Metric: {pilot.metric.description}."
+        yield f"Sd of the differences: {_number(pilot.sd)} (95% interval {_number(low)} to {_number(high)}), from {pilot.source}."
+    else:
+        yield f"Sd of the differences: {_number(plan.sd)}, as given."
+    if plan.effect is not None:
+        yield f"Seeds needed for a difference of {_number(plan.effect)}: {_count(plan.seeds(plan.sd))}" + _range(plan, pilot)
+        if pilot and pilot.held_out:
+            spread = pilot.held_out
+            yield (
+                f"Held-out problems that tell two given models apart by {_number(plan.effect)}: {plan.problems(spread):,} "
+                f"at {spread.samples} sample{'s' if spread.samples > 1 else ''} each; the pilot has {spread.problems:,}."
+            )
+    yield ""
+    yield "| seeds | detectable difference |"
+    yield "|-------|-----------------------|"
+    for seeds, difference in plan.detectable().items():
+        yield f"| {seeds:>5} | {'none' if difference is None else _number(difference):<21} |"
+
+
+def _range(plan: "Plan", pilot: "Pilot | None") -> str:
+    if not pilot:
+        return "."
+    low, high = (_count(plan.seeds(sd)) for sd in pilot.sd_interval)
+    return f" ({low} to {high} over that interval)."
+
+
+def _count(seeds: int | None) -> str:
+    return "more than 100,000" if seeds is None else f"{seeds:,}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _as_json(plan: "Plan", pilot: "Pilot | None") -> dict[str, Any]:
+    spread = pilot.held_out if pilot else None
+    wanted = plan.effect is not None
+    return {
+        "effect": plan.effect,
+        "sd": plan.sd,
+        "sd_interval": pilot.sd_interval if pilot else None,
+        "source": pilot.source if pilot else "given",
+        "metric": pilot.metric.name if pilot else None,
+        "alpha": plan.alpha,
+        "power": plan.power,
+        "comparisons": plan.comparisons,
+        "seeds_needed": plan.seeds(plan.sd) if wanted else None,
+        "seeds_needed_interval": [plan.seeds(sd) for sd in pilot.sd_interval] if pilot and wanted else None,
+        "detectable": {str(seeds): difference for seeds, difference in plan.detectable().items()},
+        "held_out_problems_needed": plan.problems(spread) if spread and wanted else None,
+        "held_out_problems": spread.problems if spread else None,
+    }
