@@ -75,6 +75,7 @@ class Worker(ProcessGroup):
     """A script of workers/: settings at the start, then requests and answers, a line of JSON each."""
 
     def __init__(self, python: str, script: str, settings: Mapping[str, Any]) -> None:
+        self.script = script
         threads = str(settings["threads"])
         super().__init__(
             [python, str(WORKERS / script), json.dumps({"memory_limit_gib": memory_limit_gib(), **settings})],
@@ -102,9 +103,10 @@ class Worker(ProcessGroup):
         line = self.process.stdout.readline()
         if not line:
             raise self._failure()
-        return json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _failure(self) -> WorkerFailed:
         code = self.process.wait()
         ended = f"ended by signal {-code}" if code < 0 else f"ended with {code}"
-        return WorkerFailed(f"{self.process.args[1]} {ended}:\n{self.log_tail()}")  # type: ignore[index]
+        return WorkerFailed(f"{self.script} {ended}:\n{self.log_tail()}")

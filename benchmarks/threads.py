@@ -5,11 +5,13 @@
 Each line is a process of its own, since libgomp reads its variables once. Seconds of the third of three repeats.
 """
 
+import argparse
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from report import add_output, load_average, publish, table
 
 STEP = """
 import sys, time
@@ -37,7 +39,7 @@ print(f"{middle - start:.2f} {time.monotonic() - middle:.2f}")
 BUSY = "import torch; a = torch.randn(600, 600)\nwhile True: a @ a"
 
 
-def measure(threads: int, spins: str | None, beside: bool) -> str:
+def measure(threads: int, spins: str | None, beside: bool) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     if spins:
         environment["GOMP_SPINCOUNT"] = spins
@@ -50,16 +52,18 @@ def measure(threads: int, spins: str | None, beside: bool) -> str:
             other.kill()
             other.wait()
     sample, learn = done.stdout.split()
-    return f"| {threads} | {spins or 'default'} | {'busy' if beside else 'quiet'} | {sample} | {learn} |"
+    return [str(threads), spins or "default", "busy" if beside else "quiet", sample, learn]
 
 
 def main() -> None:
-    print("| threads | GOMP_SPINCOUNT | machine | sampling s | learning s |\n|---|---|---|---|---|")
-    for beside in (False, True):
-        for threads, spins in ((1, None), (2, None), (2, "20000")):
-            print(measure(threads, spins, beside), flush=True)
+    parser = argparse.ArgumentParser(description="Measure how threads wait beside a busy process.")
+    add_output(parser)
+    output = parser.parse_args().output
+    load = load_average()
+    rows = [measure(threads, spins, beside) for beside in (False, True) for threads, spins in ((1, None), (2, None), (2, "20000"))]
+    head = ["threads", "GOMP_SPINCOUNT", "machine", "sampling s", "learning s"]
+    publish("threads", "How threads wait", [table(head, rows)], load, output)
 
 
 if __name__ == "__main__":
-    os.chdir(Path(__file__).resolve().parents[1])
     main()
