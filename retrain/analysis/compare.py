@@ -1,56 +1,21 @@
-"""Comparing conditions with a baseline, seed by seed.
+"""Comparing conditions with a baseline, seed by seed: the runs of a campaign, or runs that are named.
 
-The unit is the run: a contrast is the list of differences between runs of one seed. It is called an improvement (or worse) only if
-the t interval leaves 0 out and the sign-flip p, adjusted over all contrasts after Holm, is below alpha; equivalent only within a stated
-margin; otherwise inconclusive, with the difference that the campaign could have found. Never "no effect".
+The unit is the run: a contrast is the list of differences between runs of one seed. `verdict` says what follows from them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis import power, statistics
+from retrain.analysis import statistics
 from retrain.analysis.arms import Arm, Gathered, Shared, check_same_problems, control_label, differing_keys, gather, measured
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks, problem_interval
+from retrain.analysis.verdict import Conclusion, Rules, conclude
 from retrain.errors import ConfigurationError
-
-
-class Verdict(StrEnum):
-    IMPROVEMENT = "improvement"
-    WORSE = "worse"
-    EQUIVALENT = "equivalent"
-    INCONCLUSIVE = "inconclusive"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What was decided before looking."""
-
-    alpha: float = 0.05
-    margin: float | None = None
-    """Differences below this are called equivalent, in the metric's units; None never says so."""
-    effect: float | None = None
-    """A difference whose number of seeds is wanted."""
-    power: float = 0.8
-    lower_is_better: bool = False
-
-    def check(self, metric: Metric) -> None:
-        """Raises ConfigurationError for a value outside its range."""
-        for name, value in (("alpha", self.alpha), ("power", self.power)):
-            if not 0 < value < 1:
-                raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {0.05 if name == 'alpha' else 0.8}.")
-        for name, size in (("margin", self.margin), ("effect", self.effect)):
-            if size is not None and not 0 < size < float("inf"):
-                raise ConfigurationError(f"--{name} {size:g} is not above 0; give the size of a difference, such as 0.02.")
-            if size is not None and metric.is_rate and size >= 1:
-                raise ConfigurationError(
-                    f"--{name} {size:g} is no difference of {metric.name}, which lies between 0 and 1; two points are 0.02."
-                )
 
 
 @dataclass(frozen=True)
@@ -71,30 +36,13 @@ class Contrast:
     condition: str
     differences: Mapping[int, float]
     """By seed."""
-    mean: float
-    sd: float | None
-    interval: tuple[float, float] | None
-    """Student's, at confidence 1 - alpha; None for a single pair."""
+    conclusion: Conclusion
     problem_interval: tuple[float, float] | None
     """With seeds, held-out problems and samples drawn anew, where there are held-out problems."""
-    p: float
-    p_adjusted: float
-    smallest_p_adjusted: float
-    """What the best conceivable differences would give with these numbers of pairs."""
-    d_z: float | None
-    """With Hedges' correction."""
-    minimal_detectable_effect: float | None
-    seeds_needed: int | None
-    """For the stated effect, at the sd seen here."""
-    equivalence_p_adjusted: float | None
-    verdict: Verdict
+    tasks: TaskContrast | None
+    """Where the held-out problems are of several tasks."""
     shared: Shared
     differing_keys: Sequence[str]
-    tasks: TaskContrast | None
-
-    @property
-    def pairs(self) -> int:
-        return len(self.differences)
 
 
 @dataclass(frozen=True)
@@ -145,7 +93,7 @@ def compare_runs(candidates: Sequence[StoredRun], baselines: Sequence[StoredRun]
 
 def _compare(gathered: Gathered, baseline: str, base_runs: Mapping[int, StoredRun], rules: Rules, metric_name: str | None) -> Comparison:
     metric = choose_metric(metric_name, gathered.runs)
-    rules.check(metric)
+    check_sizes(rules, metric)
     if metric.k is not None:
         check_same_problems(gathered.runs)
     left_out = list(gathered.left_out)
@@ -163,6 +111,20 @@ def _compare(gathered: Gathered, baseline: str, base_runs: Mapping[int, StoredRu
         left_out=left_out,
         notes=[*_notes(base, others, metric, asked=metric_name is not None)],
     )
+
+
+def check_sizes(rules: Rules, metric: Metric) -> None:
+    """Raises ConfigurationError for a level, margin or effect outside its range."""
+    for name, value, example in (("alpha", rules.alpha, 0.05), ("power", rules.power, 0.8)):
+        if not 0 < value < 1:
+            raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
+    for name, size in (("margin", rules.margin), ("effect", rules.effect)):
+        if size is not None and not 0 < size < float("inf"):
+            raise ConfigurationError(f"--{name} {size:g} is not above 0; give the size of a difference, such as 0.02.")
+        if size is not None and metric.is_rate and size >= 1:
+            raise ConfigurationError(
+                f"--{name} {size:g} is no difference of {metric.name}, which lies between 0 and 1; two points are 0.02."
+            )
 
 
 def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
@@ -183,73 +145,28 @@ def _summary(arm: Arm, metric: Metric) -> ArmSummary:
     )
 
 
-# -- the family of contrasts ---------------------------------------------------------------------------------------------
-
-
 def _family(base: Arm, others: Sequence[Arm], metric: Metric, rules: Rules) -> list[Contrast]:
     """One contrast an arm, its p values adjusted over all of them."""
-    contrasts = [_contrast(base, arm, metric, rules, len(others)) for arm in others]
-    adjusted = statistics.holm([contrast.p for contrast in contrasts])
-    smallest = statistics.holm([statistics.smallest_p(contrast.pairs) for contrast in contrasts])
-    equivalence = _equivalence(contrasts, rules)
+    differences = [statistics.paired_differences(arm.values, base.values) for arm in others]
+    conclusions = conclude([list(by_seed.values()) for by_seed in differences], rules)
     return [
-        replace(
-            contrast,
-            p_adjusted=p,
-            smallest_p_adjusted=least,
-            equivalence_p_adjusted=same,
-            verdict=_verdict(contrast, p, same, rules),
-        )
-        for contrast, p, least, same in zip(contrasts, adjusted, smallest, equivalence, strict=True)
+        _contrast(base, arm, by_seed, conclusion, metric, rules)
+        for arm, by_seed, conclusion in zip(others, differences, conclusions, strict=True)
     ]
 
 
-def _contrast(base: Arm, arm: Arm, metric: Metric, rules: Rules, family: int) -> Contrast:
-    """A contrast before anything is adjusted over the family."""
-    differences = statistics.paired_differences(arm.values, base.values)
-    d = list(differences.values())
+def _contrast(base: Arm, arm: Arm, differences: Mapping[int, float], conclusion: Conclusion, metric: Metric, rules: Rules) -> Contrast:
     pairs = [(arm.runs[seed], base.runs[seed]) for seed in differences]
-    several = len(d) > 1
-    sd = statistics.spread(d) if several else None
+    problems = metric.k == 1 and len(pairs) > 1
     return Contrast(
         condition=arm.label,
         differences=differences,
-        mean=float(np.mean(d)),
-        sd=sd,
-        interval=statistics.t_interval(d, 1 - rules.alpha) if several else None,
-        problem_interval=problem_interval(pairs, 1 - rules.alpha) if several and metric.k == 1 else None,
-        p=statistics.sign_flip_p(d),
-        p_adjusted=1.0,
-        smallest_p_adjusted=1.0,
-        d_z=statistics.cohen_dz(d) if several else None,
-        minimal_detectable_effect=power.minimal_detectable_effect(len(d), sd, rules.alpha, rules.power, family) if sd else None,
-        seeds_needed=power.seeds_needed(rules.effect, sd, rules.alpha, rules.power, family) if rules.effect and sd else None,
-        equivalence_p_adjusted=None,
-        verdict=Verdict.INCONCLUSIVE,
+        conclusion=conclusion,
+        problem_interval=problem_interval(pairs, 1 - rules.alpha) if problems else None,
+        tasks=contrast_tasks(pairs, 1 - rules.alpha) if problems else None,
         shared=Shared.of(pairs),
         differing_keys=differing_keys(pairs),
-        tasks=contrast_tasks(pairs, 1 - rules.alpha) if metric.k == 1 and several else None,
     )
-
-
-def _equivalence(contrasts: Sequence[Contrast], rules: Rules) -> list[float | None]:
-    """Adjusted p of |mean| < margin for each contrast; None without a margin and for a single pair."""
-    if rules.margin is None:
-        return [None] * len(contrasts)
-    tested = [contrast for contrast in contrasts if contrast.pairs > 1]
-    p = statistics.holm([statistics.tost(list(contrast.differences.values()), rules.margin) for contrast in tested])
-    by_condition = {contrast.condition: value for contrast, value in zip(tested, p, strict=True)}
-    return [by_condition.get(contrast.condition) for contrast in contrasts]
-
-
-def _verdict(contrast: Contrast, p_adjusted: float, equivalence_p: float | None, rules: Rules) -> Verdict:
-    excludes_zero = contrast.interval is not None and (contrast.interval[0] > 0 or contrast.interval[1] < 0)
-    if excludes_zero and p_adjusted < rules.alpha:
-        better = contrast.mean < 0 if rules.lower_is_better else contrast.mean > 0
-        return Verdict.IMPROVEMENT if better else Verdict.WORSE
-    if equivalence_p is not None and equivalence_p < rules.alpha:
-        return Verdict.EQUIVALENT
-    return Verdict.INCONCLUSIVE
 
 
 def _notes(base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> list[str]:

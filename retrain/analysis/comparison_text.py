@@ -1,11 +1,13 @@
 """A comparison as Markdown, which also reads well in a terminal, and as one JSON object with stable keys."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from retrain.analysis.compare import ArmSummary, Comparison, Contrast, Verdict
+from retrain.analysis.compare import ArmSummary, Comparison, Contrast
 from retrain.analysis.measures import Metric
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
+from retrain.analysis.verdict import Conclusion, Verdict
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -45,30 +47,34 @@ def _paragraphs(comparison: Comparison) -> Iterator[str]:
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
     """What may be concluded from one contrast, and what not, in words."""
-    metric, rules = comparison.metric, comparison.rules
-    shown = f"{_difference(contrast.mean, metric)} in {contrast.pairs} pairs"
-    match contrast.verdict:
+    metric, rules, found = comparison.metric, comparison.rules, contrast.conclusion
+    shown = f"{_difference(found.mean, metric)} in {_pairs(found.pairs)}"
+    match found.verdict:
         case Verdict.IMPROVEMENT | Verdict.WORSE:
-            return f"{contrast.verdict}: {shown}, adjusted p {_p(contrast.p_adjusted)}."
+            return f"{found.verdict}: {shown}, adjusted p {_p(found.p_adjusted)}."
         case Verdict.EQUIVALENT:
-            return f"equivalent within {_size(rules.margin, metric)}: {shown}, adjusted p {_p(contrast.equivalence_p_adjusted)} (TOST)."
+            return f"equivalent within {_size(rules.margin, metric)}: {shown}, adjusted p {_p(found.equivalence_p_adjusted)} (TOST)."
         case Verdict.INCONCLUSIVE:
-            return f"inconclusive: {shown}. {_why_inconclusive(contrast, comparison)}"
+            return f"inconclusive: {shown}. {_why_inconclusive(found, comparison)}"
 
 
-def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
+def _why_inconclusive(found: Conclusion, comparison: Comparison) -> str:
     metric, rules = comparison.metric, comparison.rules
-    if contrast.smallest_p_adjusted >= rules.alpha:
+    if not found.can_conclude(rules.alpha):
         return (
-            f"No result of {contrast.pairs} pairs could be significant: their smallest adjusted p is {_p(contrast.smallest_p_adjusted)}; "
+            f"No result of {_pairs(found.pairs)} could be significant: the smallest adjusted p is {_p(found.smallest_p_adjusted)}; "
             f"{comparison.seeds_to_conclude} seeds is the least for {_comparisons(comparison)} at {rules.alpha:g}."
         )
-    if contrast.minimal_detectable_effect is None:
+    if not found.sd:
         return "All differences are equal, so they say nothing about chance."
-    return (
-        f"A true difference of {_size(contrast.minimal_detectable_effect, metric)} would be found in {100 * rules.power:g}% of such "
-        "campaigns, a smaller one less often."
-    )
+    if found.minimal_detectable_effect is None:
+        return f"So few as {_pairs(found.pairs)} can be significant only after another comparison is."
+    detectable = _size(found.minimal_detectable_effect, metric)
+    return f"A true difference of {detectable} would be found in {100 * rules.power:g}% of such campaigns, a smaller one less often."
+
+
+def _pairs(count: int) -> str:
+    return "1 pair" if count == 1 else f"{count} pairs"
 
 
 def _comparisons(comparison: Comparison) -> str:
@@ -77,18 +83,18 @@ def _comparisons(comparison: Comparison) -> str:
 
 
 def _details(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    metric, rules = comparison.metric, comparison.rules
+    metric, rules, found = comparison.metric, comparison.rules, contrast.conclusion
     if contrast.problem_interval:
         yield f"With problems and samples drawn anew as well: {_interval(contrast.problem_interval, metric)}."
-    if contrast.seeds_needed is not None:
+    if found.seeds_needed is not None:
         yield (
-            f"To find {_size(rules.effect, metric)} with a power of {100 * rules.power:g}%, {contrast.seeds_needed} seeds are needed "
-            f"at the sd of the differences seen here ({_size(contrast.sd, metric)})."
+            f"To find {_size(rules.effect, metric)} with a power of {100 * rules.power:g}%, {found.seeds_needed} seeds are needed "
+            f"at the sd of the differences seen here ({_size(found.sd, metric)})."
         )
     if contrast.differing_keys:
         yield f"The arms differ in {', '.join(contrast.differing_keys)}."
     else:
-        yield "The arms differ in no key: this is an A/A comparison."
+        yield "The arms differ in no key: an A/A comparison."
 
 
 def sharing(contrast: Contrast) -> str:
@@ -133,18 +139,17 @@ def _arm_row(arm: ArmSummary, metric: Metric) -> tuple[str, ...]:
 
 
 def _contrast_row(contrast: Contrast, comparison: Comparison) -> tuple[str, ...]:
-    metric = comparison.metric
-    reachable = contrast.smallest_p_adjusted < comparison.rules.alpha
+    metric, found = comparison.metric, contrast.conclusion
     return (
         contrast.condition,
-        str(contrast.pairs),
-        _difference(contrast.mean, metric),
-        _interval(contrast.interval, metric) if contrast.interval else "",
-        _p(contrast.p),
-        _p(contrast.p_adjusted),
-        "" if contrast.d_z is None else f"{contrast.d_z:.2f}",
-        _size(contrast.minimal_detectable_effect, metric) if reachable else "none",
-        f"**{contrast.verdict}**",
+        str(found.pairs),
+        _difference(found.mean, metric),
+        _interval(found.interval, metric) if found.interval else "",
+        _p(found.p),
+        _p(found.p_adjusted),
+        "" if found.d_z is None else f"{found.d_z:.2f}",
+        _size(found.minimal_detectable_effect, metric) if found.can_conclude(comparison.rules.alpha) else "none",
+        f"**{found.verdict}**",
     )
 
 
@@ -206,35 +211,29 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]:
-    shared, tasks = contrast.shared, contrast.tasks
+    found, shared, tasks = contrast.conclusion, contrast.shared, contrast.tasks
     return {
         "condition": contrast.condition,
-        "verdict": contrast.verdict.value,
+        "verdict": found.verdict.value,
         "explanation": explanation(contrast, comparison),
-        "pairs": contrast.pairs,
+        "pairs": found.pairs,
         "differences": {str(seed): value for seed, value in contrast.differences.items()},
-        "mean_difference": contrast.mean,
-        "sd": contrast.sd,
-        "interval": contrast.interval,
+        "mean_difference": found.mean,
+        "sd": found.sd,
+        "interval": found.interval,
         "problem_interval": contrast.problem_interval,
-        "p": contrast.p,
-        "p_adjusted": contrast.p_adjusted,
-        "smallest_p_adjusted": contrast.smallest_p_adjusted,
-        "can_conclude": contrast.smallest_p_adjusted < comparison.rules.alpha,
-        "d_z": contrast.d_z,
-        "minimal_detectable_effect": contrast.minimal_detectable_effect,
-        "seeds_needed": contrast.seeds_needed,
-        "equivalence_p_adjusted": contrast.equivalence_p_adjusted,
+        "p": found.p,
+        "p_adjusted": found.p_adjusted,
+        "smallest_p_adjusted": found.smallest_p_adjusted,
+        "can_conclude": found.can_conclude(comparison.rules.alpha),
+        "d_z": found.d_z,
+        "minimal_detectable_effect": found.minimal_detectable_effect,
+        "seeds_needed": found.seeds_needed,
+        "equivalence_p_adjusted": found.equivalence_p_adjusted,
         "same_prompts": shared.prompts,
         "shared_noise": shared.noise,
         "differing_keys": list(contrast.differing_keys),
-        "tasks": None
-        if tasks is None
-        else {
-            "iqm_difference": tasks.iqm_difference,
-            "interval": tasks.interval,
-            "probability_of_improvement": tasks.probability_of_improvement,
-        },
+        "tasks": asdict(tasks) if tasks else None,
     }
 
 

@@ -58,10 +58,9 @@ class Plan:
     def seeds(self, sd: float) -> int | None:
         """Seeds that find the effect at this sd; None beyond a hundred thousand. Needs an effect."""
         assert self.effect is not None
-        try:
-            return power.seeds_needed(self.effect, sd, self.alpha, self.power, self.comparisons)
-        except ValueError:
+        if power.out_of_reach(self.effect, sd, self.alpha, self.power, self.comparisons):
             return None
+        return power.seeds_needed(self.effect, sd, self.alpha, self.power, self.comparisons)
 
     def detectable(self) -> dict[int, float | None]:
         """Seeds -> the smallest difference that they find; None where they cannot conclude."""

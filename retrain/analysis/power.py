@@ -15,7 +15,8 @@ from retrain.analysis.statistics import Floats, seeds_to_reach, sign_flip_p_rows
 SIMULATED_SEEDS = 10
 _CAMPAIGNS = 4000
 """Simulated campaigns: a standard error of 0.6 points at a power of 0.8."""
-_MOST_SEEDS = 100_000
+MOST_SEEDS = 100_000
+"""Beyond, a difference is out of reach."""
 
 
 def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 1) -> float:
@@ -44,14 +45,19 @@ def seeds_needed(effect: float, sd: float, alpha: float = 0.05, power: float = 0
     fewest = max(2, seeds_to_reach(alpha, comparisons))
     if sd == 0:
         return fewest
-    if normal_seeds(effect, sd, alpha / comparisons, power) > _MOST_SEEDS:
-        raise ValueError(f"an effect of {effect} at an sd of {sd} needs more than {_MOST_SEEDS:,} seeds")
+    if out_of_reach(effect, sd, alpha, power, comparisons):
+        raise ValueError(f"an effect of {effect} at an sd of {sd} needs more than {MOST_SEEDS:,} seeds")
     seeds = max(fewest, floor(normal_seeds(effect, sd, alpha / comparisons, power)))
     while power_of(seeds, effect / sd, alpha, comparisons) < power:
         seeds += 1
     while seeds > fewest and power_of(seeds - 1, effect / sd, alpha, comparisons) >= power:
         seeds -= 1
     return seeds
+
+
+def out_of_reach(effect: float, sd: float, alpha: float, power: float, comparisons: int) -> bool:
+    """Whether more than MOST_SEEDS would be needed."""
+    return normal_seeds(effect, sd, alpha / comparisons, power) > MOST_SEEDS
 
 
 def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0.8) -> float:

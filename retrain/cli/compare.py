@@ -12,7 +12,8 @@ from typer.core import TyperCommand
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.analysis.compare import Comparison, Rules
+    from retrain.analysis.compare import Comparison
+    from retrain.analysis.verdict import Rules
 
 
 class Format(StrEnum):
@@ -61,8 +62,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted by Holm, and a verdict."""
-    from retrain.analysis.compare import Rules
     from retrain.analysis.comparison_text import to_json, to_markdown
+    from retrain.analysis.verdict import Rules
     from retrain.tracking.jsonl import finite
 
     rules = Rules(alpha=alpha, margin=margin, effect=effect, power=power, lower_is_better=lower_is_better)
