@@ -1,0 +1,117 @@
+"""From paired differences to verdicts: pure numbers, no runs.
+
+A contrast is called an improvement (or worse) only if the t interval leaves 0 out and the sign-flip p, adjusted over all contrasts after
+Holm, is below alpha; equivalent only within a stated margin; otherwise it is inconclusive. Never "no effect".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from retrain.analysis import power, statistics
+
+
+class Verdict(StrEnum):
+    IMPROVEMENT = "improvement"
+    WORSE = "worse"
+    EQUIVALENT = "equivalent"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What was decided before looking."""
+
+    alpha: float = 0.05
+    margin: float | None = None
+    """Differences below this are called equivalent, in the metric's units; None never says so."""
+    effect: float | None = None
+    """A difference whose number of seeds is wanted."""
+    power: float = 0.8
+    lower_is_better: bool = False
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What the differences of one contrast say, in the metric's units. What needs two pairs is None for a single one."""
+
+    pairs: int
+    mean: float
+    sd: float | None
+    interval: tuple[float, float] | None
+    """Student's, at confidence 1 - alpha."""
+    p: float
+    p_adjusted: float
+    smallest_p_adjusted: float
+    """What the best conceivable differences would give with these numbers of pairs."""
+    d_z: float | None
+    """With Hedges' correction."""
+    minimal_detectable_effect: float | None
+    """None also where nothing could be significant, and where all differences are equal."""
+    seeds_needed: int | None
+    """For the stated effect, at the sd seen here."""
+    equivalence_p_adjusted: float | None
+    """None without a margin."""
+    verdict: Verdict
+
+    def can_conclude(self, alpha: float) -> bool:
+        return self.smallest_p_adjusted < alpha
+
+
+def conclude(family: Sequence[Sequence[float]], rules: Rules) -> list[Conclusion]:
+    """One conclusion for each contrast's differences (>= 1 of them), p values adjusted over the whole family."""
+    p = [statistics.sign_flip_p(d) for d in family]
+    adjusted = statistics.holm(p)
+    smallest = statistics.holm([statistics.smallest_p(len(d)) for d in family])
+    equivalence = _equivalence(family, rules.margin)
+    return [
+        _conclusion(d, rules, len(family), raw, adjusted_p, least, same)
+        for d, raw, adjusted_p, least, same in zip(family, p, adjusted, smallest, equivalence, strict=True)
+    ]
+
+
+def _conclusion(
+    d: Sequence[float], rules: Rules, family: int, p: float, p_adjusted: float, smallest: float, equivalence_p: float | None
+) -> Conclusion:
+    mean = float(np.mean(d))
+    sd = statistics.spread(d) if len(d) > 1 else None
+    interval = statistics.t_interval(d, 1 - rules.alpha) if len(d) > 1 else None
+    return Conclusion(
+        pairs=len(d),
+        mean=mean,
+        sd=sd,
+        interval=interval,
+        p=p,
+        p_adjusted=p_adjusted,
+        smallest_p_adjusted=smallest,
+        d_z=statistics.cohen_dz(d) if len(d) > 1 else None,
+        minimal_detectable_effect=power.minimal_detectable_effect(len(d), sd, rules.alpha, rules.power, family) if sd else None,
+        seeds_needed=_seeds_needed(rules, sd, family),
+        equivalence_p_adjusted=equivalence_p,
+        verdict=_verdict(mean, interval, p_adjusted, equivalence_p, rules),
+    )
+
+
+def _seeds_needed(rules: Rules, sd: float | None, family: int) -> int | None:
+    if rules.effect is None or not sd or power.out_of_reach(rules.effect, sd, rules.alpha, rules.power, family):
+        return None
+    return power.seeds_needed(rules.effect, sd, rules.alpha, rules.power, family)
+
+
+def _equivalence(family: Sequence[Sequence[float]], margin: float | None) -> list[float | None]:
+    """Adjusted p of |mean| < margin for each contrast; None without a margin and for a single pair."""
+    if margin is None:
+        return [None] * len(family)
+    p = iter(statistics.holm([statistics.tost(d, margin) for d in family if len(d) > 1]))
+    return [next(p) if len(d) > 1 else None for d in family]
+
+
+def _verdict(mean: float, interval: tuple[float, float] | None, p_adjusted: float, equivalence_p: float | None, rules: Rules) -> Verdict:
+    excludes_zero = interval is not None and (interval[0] > 0 or interval[1] < 0)
+    if excludes_zero and p_adjusted < rules.alpha:
+        return Verdict.IMPROVEMENT if (mean < 0) == rules.lower_is_better else Verdict.WORSE
+    if equivalence_p is not None and equivalence_p < rules.alpha:
+        return Verdict.EQUIVALENT
+    return Verdict.INCONCLUSIVE
