@@ -31,12 +31,13 @@ class BaselineTakesSeveral(TyperCommand):
 def repeated(arguments: Sequence[str], flag: str) -> list[str]:
     """The flag before each of the values that follow it: [--baseline, a, b] -> [--baseline, a, --baseline, b]."""
     result: list[str] = []
-    values = 0
-    follows = False
+    values = None  # since the flag; None where another flag or nothing came before
     for argument in arguments:
-        follows = argument == flag or (follows and not argument.startswith("-"))
-        values = 0 if argument == flag else values + follows
-        result += [flag, argument] if values > 1 else [argument]
+        if argument.startswith("-"):
+            values = 0 if argument == flag else None
+        elif values is not None:
+            values += 1
+        result += [flag, argument] if values is not None and values > 1 else [argument]
     return result
 
 

@@ -1,0 +1,85 @@
+"""Campaigns written in the real format without training: what a comparison reads, with numbers that a test chooses."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runs import small
+
+from retrain.config import dump_toml
+from retrain.tracking import EvaluationRecord, RunFolder, RunSummary, StepRecord
+from retrain.tracking.jsonl import JsonlWriter
+
+JUDGED = {"reward": {"type": "match"}}
+"""In place of the small runs' random reward, whose held-out accuracy would be chance."""
+
+
+def problems(right: Sequence[int], samples: int = 1, tasks: int = 1) -> list[EvaluationRecord]:
+    """One held-out problem for each number of right answers."""
+    return [
+        EvaluationRecord(0, f"problem-{index}", f"task-{index % tasks}", samples, count, 0, count / samples if samples else None)
+        for index, count in enumerate(right)
+    ]
+
+
+def write_run(
+    folder: Path,
+    seed: int,
+    rates: Sequence[float | None] = (0.5, 0.5),
+    held_out: Sequence[EvaluationRecord] = (),
+    *,
+    finished: bool = True,
+    max_steps: int | None = None,
+    **sections: dict[str, Any],
+) -> Path:
+    """A run with these correct rates, evaluated at its last step."""
+    training = {"seed": seed, "max_steps": max_steps or len(rates)} | sections.pop("training", {})
+    config = small(folder, **{**JUDGED, **sections, "training": training})
+    files = RunFolder(folder)
+    files.create()
+    files.config.write_text(dump_toml(config), encoding="utf-8")
+    records = [StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate) for step, rate in enumerate(rates)]
+    _write_lines(files.metrics, [record.to_json() for record in records])
+    if held_out:
+        _write_lines(files.evaluation, [item.to_json() | {"step": len(rates)} for item in held_out])
+    if finished:
+        summary = RunSummary("done", config.condition_label, seed, len(rates), 1.0, 1, None, None, records[-1], "checkpoints/final")
+        files.summary.write_text(json.dumps(summary.to_json()), encoding="utf-8")
+    return folder
+
+
+def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    with JsonlWriter(path) as writer:
+        for line in lines:
+            writer.write(line)
+
+
+def write_manifest(folder: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
+    """Each entry needs condition and seed; the rest is filled in."""
+    runs = []
+    for entry in entries:
+        name = f"{entry['condition']}_s{entry['seed']}"
+        runs.append({"name": name, "status": "done", "dir": f"runs/{name}", "started": None, "ended": None, "reason": None, **entry})
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "timestamp": "20261121_120000",
+        "conditions": list(dict.fromkeys(run["condition"] for run in runs)),
+        "seeds": list(dict.fromkeys(run["seed"] for run in runs)),
+        "runs": runs,
+    }
+    (folder / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def write_campaign(folder: Path, arms: Mapping[str, Sequence[int]], asked: int = 100, **sections: dict[str, Any]) -> Path:
+    """Condition "advantage+transform" -> right answers of `asked` problems, for seeds 1, 2, ..."""
+    entries = []
+    for condition, right in arms.items():
+        advantage, _, transform = condition.partition("+")
+        algorithm = {"advantage_mode": advantage, "transform_mode": transform}
+        for seed, count in enumerate(right, start=1):
+            answers = problems([1] * count + [0] * (asked - count))
+            write_run(folder / "runs" / f"{condition}_s{seed}", seed, held_out=answers, algorithm=algorithm, **sections)
+            entries.append({"condition": condition, "seed": seed})
+    return write_manifest(folder, entries)

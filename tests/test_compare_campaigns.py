@@ -1,0 +1,286 @@
+"""`retrain compare` and `retrain power`: verdicts, what they refuse to say, and what is left out in the open."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from campaigns import problems, write_campaign, write_manifest, write_run
+
+from retrain.analysis.measures import learning_curve_mean
+from retrain.cli.compare import repeated
+from retrain.cli.main import main
+
+BASE, BETTER, WORSE = "grpo+none", "maxrl+none", "maxrl+gtpo"
+EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    assert main(["compare", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path, command: str = "compare") -> str:
+    assert main([command, *map(str, arguments)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    return errors
+
+
+def shifted(by: list[int]) -> list[int]:
+    return [right + extra for right, extra in zip(EIGHT, by, strict=True)]
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Path:
+    """Eight seeds; one condition clearly better, one clearly worse, one in between."""
+    arms = {
+        BASE: EIGHT,
+        BETTER: shifted([6, 9, 7, 8, 5, 7, 9, 6]),
+        WORSE: shifted([-6, -9, -7, -8, -5, -7, -9, -6]),
+        "rloo+none": shifted([3, -4, 2, -1, 4, -3, 1, 0]),
+    }
+    return write_campaign(tmp_path / "campaign", arms)
+
+
+def test_verdicts_follow_the_interval_and_the_adjusted_p(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = compared(capsys, campaign)
+    assert result["baseline"] == BASE and result["metric"] == "pass@1"
+    by_condition = {contrast["condition"]: contrast for contrast in result["contrasts"]}
+    assert {name: item["verdict"] for name, item in by_condition.items()} == {
+        BETTER: "improvement",
+        WORSE: "worse",
+        "rloo+none": "inconclusive",
+    }
+    better = by_condition[BETTER]
+    assert better["mean_difference"] == pytest.approx(np.mean([6, 9, 7, 8, 5, 7, 9, 6]) / 100)
+    assert better["p"] == 2 / 2**8 and better["p_adjusted"] == 3 * 2 / 2**8
+    assert by_condition["rloo+none"]["interval"][0] < 0 < by_condition["rloo+none"]["interval"][1]
+    assert by_condition["rloo+none"]["minimal_detectable_effect"] > 0
+
+
+def test_another_baseline_turns_the_difference_round(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = compared(capsys, campaign, "--baseline", BETTER)
+    found = next(item for item in result["contrasts"] if item["condition"] == BASE)
+    assert found["verdict"] == "worse" and found["mean_difference"] < 0
+    lower = compared(capsys, campaign, "--baseline", BETTER, "--lower-is-better")
+    assert next(item for item in lower["contrasts"] if item["condition"] == BASE)["verdict"] == "improvement"
+
+
+def test_three_seeds_are_never_significant_however_large_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = write_campaign(tmp_path, {BASE: [10, 11, 12], BETTER: [90, 91, 92]})
+    (found,) = compared(capsys, campaign)["contrasts"]
+    assert found["verdict"] == "inconclusive" and not found["can_conclude"]
+    assert found["smallest_p_adjusted"] == 0.25 and found["interval"][0] > 0
+    assert main(["compare", str(campaign)]) == 0
+    shown = capsys.readouterr().out
+    assert "No result of 3 pairs could be significant" in shown and "6 seeds is the least" in shown
+    assert "no effect" not in shown and "**improvement**" not in shown
+
+
+def test_six_seeds_conclude_alone_but_not_in_a_family_of_four(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = {BASE: [10] * 6, BETTER: [30, 31, 32, 33, 34, 35]}
+    alone = compared(capsys, write_campaign(tmp_path / "one", arms))
+    assert alone["contrasts"][0]["verdict"] == "improvement" and alone["seeds_to_conclude"] == 6
+    others = {name: [30, 31, 32, 33, 34, 35] for name in (WORSE, "rloo+none", "rloo+gtpo")}
+    family = compared(capsys, write_campaign(tmp_path / "four", {**arms, **others}))
+    assert {item["verdict"] for item in family["contrasts"]} == {"inconclusive"} and family["seeds_to_conclude"] == 8
+
+
+def test_equivalent_needs_a_stated_margin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = write_campaign(tmp_path, {BASE: EIGHT, BETTER: shifted([1, -1, 0, 1, 0, -1, 0, 0])})
+    assert compared(capsys, campaign)["contrasts"][0]["verdict"] == "inconclusive"
+    assert compared(capsys, campaign, "--margin", "0.02")["contrasts"][0]["verdict"] == "equivalent"
+    assert compared(capsys, campaign, "--margin", "0.002")["contrasts"][0]["verdict"] == "inconclusive"
+
+
+def test_runs_that_did_not_finish_are_left_out_and_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((campaign / "manifest.json").read_text())
+    manifest["runs"][0] |= {"status": "failed", "reason": "out of memory"}
+    manifest["runs"].append({"name": "x", "condition": BASE, "seed": 9, "status": "pending", "dir": "runs/x"})
+    (campaign / "manifest.json").write_text(json.dumps(manifest))
+    (campaign / "runs" / f"{BETTER}_s2" / "summary.json").unlink()
+    config = campaign / "runs" / f"{BETTER}_s2" / "config.toml"
+    config.write_text(config.read_text().replace("max_steps = 2", "max_steps = 9"))
+    result = compared(capsys, campaign)
+    assert result["left_out"] == [
+        f"{BASE}_s1 failed (out of memory).",
+        f"{BETTER}_s2 stopped after 2 of 9 steps.",
+        "x has not started.",
+    ]
+    assert result["contrasts"][0]["pairs"] == 6 and result["contrasts"][1]["pairs"] == 7
+    assert any(f"{BETTER} (1)" in note for note in result["notes"])
+
+
+def test_held_out_accuracy_comes_first_and_its_absence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"a{seed}", seed, rates=[0.1, 0.3])
+        write_run(tmp_path / f"b{seed}", seed, rates=[0.1, 0.2 + seed / 100])
+    arguments = [*(tmp_path / f"a{seed}" for seed in (1, 2, 3)), "--baseline", *(tmp_path / f"b{seed}" for seed in (1, 2, 3))]
+    result = compared(capsys, *arguments)
+    assert result["metric"] == "correct_rate" and "No run has a held-out accuracy" in result["notes"][0]
+    assert result["contrasts"][0]["mean_difference"] == pytest.approx((0.4 - 0.32) / 2)
+    for seed in (1, 2, 3):
+        for arm, right in (("a", 3), ("b", 1)):
+            write_run(tmp_path / f"{arm}{seed}", seed, held_out=problems([1] * right + [0] * (4 - right)))
+    result = compared(capsys, *arguments)
+    assert result["metric"] == "pass@1" and result["notes"] == []
+    assert result["contrasts"][0]["mean_difference"] == pytest.approx(0.5)
+    assert result["baseline"] == "maxrl+none (baseline)"
+
+
+def test_an_evaluation_of_untrained_weights_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arm in "ab":
+        folder = write_run(tmp_path / arm, 1, held_out=problems([1, 0]))
+        evaluation = folder / "evaluation.jsonl"
+        evaluation.write_text(evaluation.read_text().replace('"step": 2', '"step": 0'))
+    assert compared(capsys, tmp_path / "a", "--baseline", tmp_path / "b")["metric"] == "correct_rate"
+
+
+def test_the_last_fifty_steps_count_and_are_aligned_by_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rising = [0.0] * 30 + [0.5] * 25 + [None] * 10 + [1.0] * 15  # steps without a rate are not counted
+    write_run(tmp_path / "a", 1, rates=rising)
+    write_run(tmp_path / "b", 1, rates=[0.2] * 80)
+    arguments = (tmp_path / "a", "--baseline", tmp_path / "b", "--metric")
+    late = (25 * 0.5 + 15 * 1.0) / 40
+    assert compared(capsys, *arguments, "correct_rate")["contrasts"][0]["mean_difference"] == pytest.approx(late - 0.2)
+    area = learning_curve_mean(np.array([[0, 10, 20], [0.0, 0.5, 1.0]]))
+    assert area == pytest.approx(learning_curve_mean(np.array([[0, 20], [0.0, 1.0]]))) == pytest.approx(0.5)
+    assert 0 < compared(capsys, *arguments, "auc")["arms"][1]["mean"] < late
+
+
+def test_shared_noise_is_what_the_engines_and_prompts_of_a_pair_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"base{seed}", seed)
+        write_run(tmp_path / f"same{seed}", seed, algorithm={"transform_mode": "gtpo"})
+        write_run(tmp_path / f"server{seed}", seed, inference={"engine": "vllm", "url": "http://127.0.0.1:8000"})
+        write_run(tmp_path / f"batch{seed}", seed, training={"batch_size": 4 if seed == 1 else 2})
+    found = {}
+    for arm in ("same", "server", "batch"):
+        arms = [tmp_path / f"{arm}{seed}" for seed in (1, 2)]
+        found[arm] = compared(capsys, *arms, "--baseline", tmp_path / "base1", tmp_path / "base2")["contrasts"][0]
+    shared = {arm: (item["same_prompts"], item["shared_noise"]) for arm, item in found.items()}
+    assert shared == {"same": (2, 2), "server": (2, 0), "batch": (1, 1)}
+    assert found["same"]["differing_keys"] == ["algorithm.transform_mode"]
+    assert found["batch"]["differing_keys"] == ["training.batch_size"]
+
+
+def test_the_control_is_the_random_reward_arm_and_its_chance_is_no_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = []
+    for seed in range(1, 9):
+        for label, section in ((BASE, {"type": "match"}), ("control", {"type": "random"})):
+            rates = [0.3, 0.6 if label == BASE else 0.5 + seed / 1000]
+            write_run(tmp_path / f"runs/{label}_s{seed}", seed, rates, problems([1, 1, 0]), reward=section)
+            entries.append({"condition": label, "seed": seed})
+    write_manifest(tmp_path, entries)
+    assert "scored by the random reward" in refused(capsys, tmp_path, "--control")
+    result = compared(capsys, tmp_path, "--control", "--metric", "correct_rate")
+    assert result["baseline"] == "control" and result["contrasts"][0]["verdict"] == "improvement"
+
+
+def test_several_tasks_get_an_iqm_beside_the_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = []
+    for seed in (1, 2, 3):
+        for label, right in ((BASE, [2, 1, 0, 4]), (BETTER, [3, 1, 1, 4])):
+            write_run(tmp_path / f"runs/{label}_s{seed}", seed, held_out=problems(right, samples=4, tasks=4))
+            entries.append({"condition": label, "seed": seed})
+    result = compared(capsys, write_manifest(tmp_path, entries))
+    assert result["arms"][0]["tasks"]["iqm"] == pytest.approx((0.25 + 0.5) / 2)
+    assert result["contrasts"][0]["tasks"]["iqm_difference"] == pytest.approx(0.5 - 0.375)
+    assert result["contrasts"][0]["tasks"]["probability_of_improvement"] == pytest.approx((1 + 0.5 + 1 + 0.5) / 4)
+    assert result["contrasts"][0]["problem_interval"][0] < 0.125 < result["contrasts"][0]["problem_interval"][1]
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "a run beats the baseline's" in capsys.readouterr().out
+
+
+def test_markdown_shows_every_condition_and_its_verdict(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(campaign), "--effect", "0.02"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\| maxrl\+none +\| 8 +\| \+7\.1 pp .*\*\*improvement\*\*", shown)
+    assert "shared their sampling noise" in shown and "seeds are needed" in shown
+    assert "Held-out pass@1" in shown
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--baseline", "grpo+nothing"], "the conditions are grpo+none"),
+        (["--metric", "running_correct_rate"], "lags"),
+        (["--metric", "accurracy"], "is no metric"),
+        (["--metric", "pass@64"], "no pass@64"),
+        (["--margin", "2"], "two points are 0.02"),
+        (["--margin", "0"], "above 0"),
+        (["--alpha", "1.5"], "between 0 and 1"),
+        (["--control"], "random"),
+        (["--control", "--baseline", BASE], "give one of them"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_sentence(
+    arguments: list[str], says: str, campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(capsys, campaign, *arguments)
+
+
+def test_runs_that_make_no_pair_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, other = write_run(tmp_path / "one", 1), write_run(tmp_path / "two", 2), write_run(tmp_path / "other", 1)
+    assert "no pair" in refused(capsys, one, "--baseline", two)
+    assert "two runs of maxrl+none with seed 1" in refused(capsys, one, other, "--baseline", two)
+    assert "need --baseline" in refused(capsys, one)
+    assert "holds no run" in refused(capsys, one, "--baseline", tmp_path / "nowhere")
+    assert "is no folder" in refused(capsys, tmp_path / "nowhere")
+
+
+def test_different_held_out_problems_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "one", 1, held_out=problems([1, 0]))
+    two = write_run(tmp_path / "two", 1, held_out=problems([1, 0, 1]))
+    assert "different held-out problems (3 and 2, 2 of them shared)" in refused(capsys, one, "--baseline", two)
+
+
+def test_a_baseline_flag_takes_all_that_follow_it() -> None:
+    given = ["a", "--baseline", "b", "c", "--metric", "auc", "--baseline=d"]
+    assert repeated(given, "--baseline") == ["a", "--baseline", "b", "--baseline", "c", "--metric", "auc", "--baseline=d"]
+
+
+# -- planning ------------------------------------------------------------------------------------------------------------
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    assert main(["power", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_power_of_a_given_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "--sd", "0.02", "--effect", "0.013")["seeds_needed"] == 21
+    more = planned(capsys, "--sd", "0.02", "--effect", "0.013", "--comparisons", "4")
+    assert more["seeds_needed"] > 21 and more["detectable"]["6"] is None
+
+
+def test_power_of_a_pilot_takes_the_spread_of_its_differences(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = planned(capsys, campaign, "--effect", "0.02")
+    variances = [np.var(d, ddof=1) for d in ([6, 9, 7, 8, 5, 7, 9, 6], [-6, -9, -7, -8, -5, -7, -9, -6], [3, -4, 2, -1, 4, -3, 1, 0])]
+    assert result["sd"] == pytest.approx(np.sqrt(np.mean(variances)) / 100)
+    assert result["comparisons"] == 3
+    assert result["seeds_needed_interval"][0] <= result["seeds_needed"] <= result["seeds_needed_interval"][1]
+    assert result["held_out_problems"] == 100 and result["held_out_problems_needed"] > 100
+
+
+def test_power_of_a_pilot_with_one_condition_assumes_independent_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, rate in enumerate([0.50, 0.54, 0.52, 0.60]):
+        write_run(tmp_path / f"s{seed}", seed, rates=[rate, rate])
+    assert planned(capsys, tmp_path)["sd"] == pytest.approx(np.sqrt(2) * np.std([0.50, 0.54, 0.52, 0.60], ddof=1))
+
+
+def test_power_refuses_what_shows_no_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "only", 1)
+    assert "at least two seeds" in refused(capsys, tmp_path, command="power")
+    assert "give one of them" in refused(capsys, command="power")
+    assert "give one of them" in refused(capsys, tmp_path, "--sd", "0.1", command="power")
+    assert "found by no number of seeds" in refused(capsys, "--sd", "0.1", "--effect", "0", command="power")
+    assert "not a size" in refused(capsys, "--sd", "-0.1", command="power")
