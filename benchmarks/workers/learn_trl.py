@@ -90,6 +90,7 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = len(parts)
     trainer.model.train()
+    sum(float(parameter.sum()) for parameter in trainer.model.parameters())  # weights are read from the file when they are first used
     if settings["checkpointing"]:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         trainer.model.enable_input_require_grads()

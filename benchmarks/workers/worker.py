@@ -4,6 +4,7 @@ Only the standard library, so that it runs in a peer's environment too. Linux: m
 """
 
 import contextlib
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -32,7 +33,8 @@ class Measure:
 
 @contextlib.contextmanager
 def measured() -> Iterator[Measure]:
-    """Wall and processor seconds and the resident peak of the block alone."""
+    """Wall and processor seconds and the resident peak of the block alone; what an allocator keeps for later is given back first."""
+    _give_back_free_memory()
     result = Measure(before_gib=resident_gib())
     _forget_peak()
     wall, processor = time.perf_counter(), time.process_time()
@@ -51,6 +53,11 @@ def _status(field: str) -> float:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024 / GIB
     raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _give_back_free_memory() -> None:
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_peak() -> None:
