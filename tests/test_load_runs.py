@@ -1,0 +1,129 @@
+"""Reading runs back: real ones, campaigns, torn and damaged files."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from campaigns import problems, write_campaign, write_manifest, write_run
+from runs import small
+
+import retrain
+from retrain.analysis.arms import COUNTER_NOISE_ENGINES
+from retrain.analysis.runs import StoredRun, find_runs, is_campaign
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.tracking import jsonl
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two real runs of two steps, evaluated at the end."""
+    root = tmp_path_factory.mktemp("trained")
+    for seed in (1, 2):
+        config = small(
+            root / f"run_s{seed}",
+            training={"seed": seed, "max_steps": 2},
+            evaluation={"at_end": True, "at_start": True, "max_examples": 6},
+        )
+        retrain.train(config, quiet=True)
+    return root
+
+
+def test_a_frame_holds_what_the_runs_recorded(trained: Path) -> None:
+    frame = retrain.load_runs(trained)
+    assert list(frame.columns[:4]) == ["run", "condition", "seed", "step"]
+    assert frame[["run", "seed", "step"]].values.tolist() == [["run_s1", 1, 0], ["run_s1", 1, 1], ["run_s2", 2, 0], ["run_s2", 2, 1]]
+    records = [record for seed in (1, 2) for record in retrain.Run(trained / f"run_s{seed}", None).metrics()]  # type: ignore[arg-type]
+    for name in ("loss", "mean_reward", "step_time_s", "num_datums"):
+        assert frame[name].tolist() == [getattr(record, name) for record in records]
+    assert frame["plan_entropy_mean"].isna().all() and frame["sepa_gate_step"].isna().all()
+    assert frame["condition"].tolist() == ["maxrl+none"] * 4
+    assert frame.groupby("run", observed=True)["correct_rate"].mean().between(0, 1).all()
+
+
+def test_types_do_not_depend_on_the_data(trained: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "bare", 3, rates=[None, None])
+    assert (
+        retrain.load_runs(tmp_path)
+        .dtypes.drop(["run", "condition", "uncertainty_kind", "bp_action", "bp_regime"])
+        .equals(retrain.load_runs(trained).dtypes.drop(["run", "condition", "uncertainty_kind", "bp_action", "bp_regime"]))
+    )
+    assert isinstance(retrain.load_runs(trained)["uncertainty_kind"].dtype, pd.CategoricalDtype)
+
+
+def test_a_finished_run_says_so_and_gives_its_last_evaluation(trained: Path) -> None:
+    first, second = find_runs(trained)
+    assert (first.seed, second.seed, first.steps, first.unfinished) == (1, 2, 2, "")
+    assert first.final_evaluation is not None and first.final_evaluation.step == 2
+    assert len(first.final_evaluation.problems) == 6
+
+
+def test_the_tail_of_a_file_is_its_end(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = trained / "run_s1" / "evaluation.jsonl"
+    forward = list(jsonl.read_jsonl(path))
+    for block in (1, 7, 100, 1 << 16):
+        monkeypatch.setattr(jsonl, "_BLOCK", block)
+        assert list(jsonl.read_jsonl_backwards(path)) == forward[::-1]
+
+
+def test_a_torn_last_line_is_no_step(tmp_path: Path) -> None:
+    run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.1, 0.2, 0.3], finished=False, max_steps=9))
+    with run.folder.metrics.open("a") as file:
+        file.write('{"step": 3, "condition": "x", "correct')
+    assert run.steps == 3 and run.unfinished == "stopped after 3 of 9 steps"
+    assert retrain.load_runs(tmp_path)["correct_rate"].tolist() == [0.1, 0.2, 0.3]
+    assert run.curve("correct_rate").tolist() == [[0, 1, 2], [0.1, 0.2, 0.3]]
+
+
+@pytest.mark.parametrize("damage", ["{]", '{"step": "x"}', "7"])
+def test_a_damaged_line_is_named(damage: str, tmp_path: Path) -> None:
+    run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.1, 0.2]))
+    lines = run.folder.metrics.read_text().splitlines()
+    run.folder.metrics.write_text("\n".join([lines[0], damage, lines[1]]) + "\n")
+    with pytest.raises(RunFailed, match=r"metrics\.jsonl"):
+        retrain.load_runs(tmp_path)
+
+
+def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:
+    run = StoredRun(write_run(tmp_path / "run", 1))
+    run.folder.metrics.write_text('{"step": 0, "condition": "x", "correct_rate": 1, "of_the_future": [1]}\n')
+    frame = retrain.load_runs(tmp_path)
+    assert frame["correct_rate"].tolist() == [1.0] and np.isnan(frame["loss"][0]) and "of_the_future" not in frame
+
+
+def test_runs_are_found_in_campaigns_and_beside_them(tmp_path: Path) -> None:
+    write_campaign(tmp_path / "logs" / "campaign_1", {"grpo+none": [5, 6]}, asked=10)
+    write_run(tmp_path / "logs" / "alone", 7)
+    (tmp_path / "logs" / "notes").mkdir()
+    frame = retrain.load_runs(tmp_path / "logs")
+    assert list(dict.fromkeys(frame["run"])) == ["alone", "campaign_1/runs/grpo+none_s1", "campaign_1/runs/grpo+none_s2"]
+    assert set(retrain.load_runs(tmp_path / "logs" / "alone")["run"]) == {"alone"}
+
+
+def test_a_campaigns_own_label_names_the_condition(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/fast_s1", 1)
+    write_manifest(tmp_path, [{"condition": "fast", "seed": 1}])
+    assert set(retrain.load_runs(tmp_path)["condition"]) == {"fast"}
+
+
+def test_a_checkpoint_is_no_campaign(trained: Path) -> None:
+    manifests = [path.parent for path in trained.rglob("manifest.json")]
+    assert manifests and not any(map(is_campaign, manifests))
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        retrain.load_runs(tmp_path)
+    with pytest.raises(ConfigurationError, match="is no folder"):
+        retrain.load_runs(tmp_path / "nowhere")
+
+
+def test_untrained_weights_are_no_final_evaluation(tmp_path: Path) -> None:
+    run = StoredRun(write_run(tmp_path / "run", 1, held_out=problems([1])))
+    run.folder.evaluation.write_text(run.folder.evaluation.read_text().replace('"step": 2', '"step": 0'))
+    assert run.final_evaluation is None
+
+
+def test_the_engines_said_to_share_noise_declare_it() -> None:
+    assert {"pytorch"} == COUNTER_NOISE_ENGINES and TorchEngine.capabilities.noise == "counter"
