@@ -355,7 +355,22 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
             {"squeeze": {"adapter_path": "a", "compress_to": 4}},
             "[squeeze] compress_to = 4 is unused here: no output_path is given, so nothing is compressed.",
         ),
-        ({"squeeze": {"adapter_path": "a"}, "sepa": {"steps": 9}}, "[sepa] steps = 9 is unused here: a squeeze job reads [squeeze] alone."),
+        (
+            {"squeeze": {"adapter_path": "a"}, "sepa": {"steps": 9}},
+            "[sepa] steps = 9 is unused here: a squeeze job without evaluate reads [squeeze] alone.",
+        ),
+        (
+            {
+                "squeeze": {"adapter_path": "a", "output_path": "b", "evaluate": True},
+                "evaluation": {"max_examples": 9},
+                "sepa": {"steps": 9},
+            },
+            "[sepa] steps = 9 is unused here: a squeeze job does not train.",
+        ),
+        (
+            {"squeeze": {"adapter_path": "a", "evaluate": True}},
+            "[squeeze] evaluate = true is unused here: no output_path is given, so nothing is compressed.",
+        ),
         ({"loss": {"clip_low": 0.1}}, "[loss] clip_low = 0.1 is unused here: importance_sampling does not clip."),
         ({"model": {"base_url": "http://x"}}, '[model] base_url = "http://x" is unused here: it belongs to the tinker backend.'),
         (
@@ -382,7 +397,6 @@ def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, 
         {"reward": {"type": "judge", "judge_model": "m"}},
         {"planning": {"detector": "semantic"}},
         {"backpressure": {"enabled": True}},
-        {"squeeze": {"adapter_path": "a", "evaluate": True}},
         {"campaign": {}},
         *({"inference": {"engine": name}} for name in (*BUILTIN_NAMES["engine"], "my_module.my_engine") if name != "pytorch"),
     ],

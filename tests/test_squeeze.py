@@ -17,9 +17,17 @@ from torch import Tensor, nn
 
 from retrain import train
 from retrain.cli.main import main
-from retrain.config.schema import Squeeze
+from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.errors import ConfigurationError
-from retrain.squeeze import analyze_adapter, compress_adapter, compressed_alpha, layer_spectrum, recommend_rank, squeeze_adapter
+from retrain.squeeze import (
+    analyze_adapter,
+    compress_adapter,
+    compressed_alpha,
+    layer_spectrum,
+    recommend_rank,
+    run_squeeze,
+    squeeze_adapter,
+)
 from retrain.squeeze.analysis import powers_of_two
 from retrain.squeeze.spectrum import factorise
 
@@ -214,9 +222,7 @@ def test_what_the_rank_does_not_touch_is_carried_over(tmp_path: Path) -> None:
     before, after = (load_file(folder / WEIGHTS) for folder in (source, tmp_path / "small"))
     assert before.keys() == after.keys()
     others = [name for name in before if "lora_" not in name]
-    assert any("head" in name for name in others) and any(
-        name.endswith(("wide.base_layer.bias", "wide.bias")) for name in others
-    )
+    assert any("head" in name for name in others) and any(name.endswith(("wide.base_layer.bias", "wide.bias")) for name in others)
     assert all(torch.equal(before[name], after[name]) for name in others)
 
 
@@ -316,28 +322,48 @@ def test_an_untrained_adapter_has_no_recommendation(tmp_path: Path) -> None:
         ({"device": "mps"}, "no float64"),
         ({"compress_to": 9, "output_path": "new"}, "compress_to = 9 is out of range; allowed: 1 to 8"),
         ({"compress_to": 4, "per_layer": True, "output_path": "new"}, "leave one of them out"),
+        ({"evaluate": True, "output_path": "new"}, "as retrain trains them"),
         ({"output_path": "source"}, "is the adapter itself"),
         ({"output_path": "full"}, "was not made by a squeeze job"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path: Path, values: dict[str, Any], words: str) -> None:
-    source = peft_adapter(tmp_path / "source")
+    source = peft_adapter(tmp_path / "source", alpha_pattern={"wide": 7})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     before = sorted(tmp_path.rglob("*"))
     if "output_path" in values:
         values = values | {"output_path": str(tmp_path / values["output_path"])}
     with pytest.raises(ConfigurationError, match=words):
-        squeeze_adapter(Squeeze(**values), source, overwrite=True)
+        squeeze_adapter(config_from_mapping({"squeeze": values}), source, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_source_rank_that_is_right_changes_nothing(tmp_path: Path) -> None:
     source = peft_adapter(tmp_path / "source")
-    assert squeeze_adapter(Squeeze(source_rank=8), source) == squeeze_adapter(Squeeze(), source)
+    assert squeeze_adapter(config_from_mapping({"squeeze": {"source_rank": 8}}), source) == squeeze_adapter(TrainConfig(), source)
 
 
 # -- the job -------------------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_is_measured_on_the_compressed_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sections = {"training": {"max_steps": 1, "max_tokens": 64}, "reward": {"type": "match"}, "evaluation": {"max_examples": 6}}
+    source = train(small(tmp_path / "run", **sections), quiet=True).adapter
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(source / WEIGHTS)
+    noise = {name: 0.3 * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items() if "lora_B" in name}
+    save_file(weights | noise, source / WEIGHTS)  # an update of full rank that changes what the model writes
+
+    values = {"adapter_path": str(source), "output_path": str(tmp_path / "out"), "evaluate": True}
+    config = small(tmp_path / "unused", **sections, squeeze=values)
+    whole = run_squeeze(replaced(config, {"squeeze.compress_to": 4})).accuracy
+    part = run_squeeze(replaced(config, {"squeeze.compress_to": 1}), overwrite=True, quiet=True).accuracy
+    assert whole is not None and part is not None
+    assert whole.before.problems == whole.after.problems == part.before.problems
+    assert whole.before.tokens == whole.after.tokens == part.before.tokens != part.after.tokens
+    assert whole.line() in capsys.readouterr().out.splitlines()
+    assert json.loads((tmp_path / "out" / "squeeze.json").read_text())["evaluation"] == part.to_json()
 
 
 def test_a_trained_adapter_is_squeezed_by_a_file_of_squeeze_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

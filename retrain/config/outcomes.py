@@ -121,6 +121,8 @@ def _no_wandb(config: TrainConfig) -> bool:
 
 
 def _no_evaluation(config: TrainConfig) -> bool:
+    if config.kind == "squeeze":
+        return not config.squeeze.evaluate
     return not config.evaluation.asked_for and (config.campaign is None or config.is_set("evaluation.at_end"))
 
 
@@ -132,14 +134,22 @@ def _campaign_where(test: Callable[[Any], bool]) -> Test:
     return lambda config: config.campaign is not None and test(config.campaign)
 
 
+EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
+"""What a squeeze job with evaluate looks at."""
+
 UNUSED: tuple[Unused, ...] = (
     Unused(
         tuple(f"{section}.*" for section in TrainConfig.model_fields if section != "squeeze"),
-        lambda c: c.kind == "squeeze",
-        "a squeeze job reads [squeeze] alone",
+        lambda c: c.kind == "squeeze" and not c.squeeze.evaluate,
+        "a squeeze job without evaluate reads [squeeze] alone",
     ),
     Unused(
-        ("squeeze.compress_to", "squeeze.per_layer"),
+        tuple(f"{section}.*" for section in TrainConfig.model_fields if section not in EVALUATION_SECTIONS),
+        lambda c: c.kind == "squeeze",
+        "a squeeze job does not train",
+    ),
+    Unused(
+        ("squeeze.compress_to", "squeeze.per_layer", "squeeze.evaluate"),
         lambda c: c.kind == "squeeze" and not c.squeeze.output_path,
         "no output_path is given, so nothing is compressed",
     ),
@@ -253,7 +263,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     ),
     NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
-    NotBuilt("squeeze.evaluate", lambda c: c.squeeze.evaluate and c.kind != "run", "leave it false"),
 )
 
 

@@ -1,7 +1,9 @@
 """What a `[squeeze]` section asks for: analyse an adapter, say the rank, write the smaller adapter."""
 
 import json
+import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +11,11 @@ from retrain.checkpoint import replace_file
 from retrain.config.outcomes import unused_keys
 from retrain.errors import ConfigurationError
 from retrain.preflight import refuse_not_built
+from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
+from retrain.startup import Say
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -23,25 +27,29 @@ REPORT_FILE = "squeeze.json"
 @dataclass(frozen=True)
 class Squeezed:
     analysis: Analysis
-    compression: Compression | None
+    compression: Compression | None = None
     """None without `[squeeze] output_path`."""
+    accuracy: Accuracy | None = None
+    """None without `[squeeze] evaluate`."""
 
     def to_json(self) -> dict[str, Any]:
-        """What a campaign's manifest stores: recommended_rank, rule, threshold, table, and `compression` if there was one."""
-        return self.analysis.to_json() | ({"compression": self.compression.to_json()} if self.compression else {})
+        """What a campaign's manifest stores: recommended_rank, rule, threshold, table, and what was compressed and evaluated."""
+        parts = {"compression": self.compression, "evaluation": self.accuracy}
+        return self.analysis.to_json() | {name: part.to_json() for name, part in parts.items() if part}
 
     def lines(self) -> list[str]:
         """The printed table and what follows from it."""
-        return [*analysis_lines(self.analysis), *(compression_lines(self.compression) if self.compression else [])]
+        compression = compression_lines(self.compression) if self.compression else []
+        return [*analysis_lines(self.analysis), *compression, *([self.accuracy.line()] if self.accuracy else [])]
 
 
 def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False) -> Squeezed:
-    """The job of a configuration with `[squeeze] adapter_path` and no `[campaign]`; prints what it finds."""
+    """The job of a configuration with `[squeeze] adapter_path` and no `[campaign]`: results on standard output, progress on the other."""
     refuse_not_built(config)
-    say = _silence if quiet else print
+    say, progress = (_silence, _silence) if quiet else (print, partial(print, file=sys.stderr, flush=True))
     for line in unused_keys(config):
         say(line)
-    squeezed = squeeze_adapter(config.squeeze, Path(config.squeeze.adapter_path).expanduser(), overwrite=overwrite)
+    squeezed = squeeze_adapter(config, Path(config.squeeze.adapter_path).expanduser(), overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         say(line)
     return squeezed
@@ -51,11 +59,12 @@ def _silence(line: str) -> None:
     """--quiet."""
 
 
-def squeeze_adapter(settings: "Squeeze", adapter_path: Path, *, overwrite: bool = False) -> Squeezed:
-    """Analyse the adapter by `[squeeze]`, and compress it where an output_path is given. Prints nothing.
+def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: bool = False, progress: Say = _silence) -> Squeezed:
+    """Analyse the adapter by `[squeeze]`; compress it where an output_path is given, and evaluate both where that is asked for.
 
     A campaign calls this after its first run, with that run's adapter. Raises ConfigurationError, EnvironmentFailure or RunFailed.
     """
+    settings = config.squeeze
     adapter = read_adapter(adapter_path)
     device = svd_device(settings.device)
     output = Path(settings.output_path).expanduser() if settings.output_path else None
@@ -64,9 +73,11 @@ def squeeze_adapter(settings: "Squeeze", adapter_path: Path, *, overwrite: bool 
         check_output(adapter.folder, output, overwrite)  # before the work
     analysis = analyze(adapter, settings.min_variance_retention, settings.target_ranks, settings.source_rank, settings.rule, device)
     if not output:
-        return Squeezed(analysis, None)
+        return Squeezed(analysis)
     ranks = analysis.ranks_per_layer() if settings.per_layer else settings.compress_to or analysis.recommended_rank
-    squeezed = Squeezed(analysis, compress(adapter, output, ranks, device, overwrite=overwrite))
+    compression = compress(adapter, output, ranks, device, overwrite=overwrite)
+    accuracy = measure_accuracy(config, adapter, output, progress) if settings.evaluate else None
+    squeezed = Squeezed(analysis, compression, accuracy)
     replace_file(output / REPORT_FILE, json.dumps(squeezed.to_json() | {"layers": _spectra(analysis)}, indent=1) + "\n")
     return squeezed
 
@@ -81,6 +92,8 @@ def _check(settings: "Squeeze", adapter: LoraAdapter) -> None:
         raise ConfigurationError(
             f"[squeeze] compress_to = {settings.compress_to} is out of range; allowed: 1 to {adapter.rank}, the rank of {adapter.folder}."
         )
+    if settings.evaluate and settings.output_path:
+        check_evaluable(adapter)
 
 
 def _spectra(analysis: Analysis) -> list[dict[str, Any]]:

@@ -1,0 +1,95 @@
+"""What a compression costs in held-out accuracy: both adapters on the same problems, with the same sampling noise."""
+
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from retrain.config import TrainConfig, replaced
+from retrain.errors import ConfigurationError
+from retrain.evaluation import Evaluation
+from retrain.interrupts import Interrupts
+from retrain.rollout import Watcher
+from retrain.squeeze.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter, weight_names
+from retrain.startup import Say, load_parts
+from retrain.tracking.console import pass_at_1
+from retrain.types import Completion
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    before: Evaluation
+    after: Evaluation
+
+    def to_json(self) -> dict[str, Any]:
+        return {"before": self.before.summary(), "after": self.after.summary()}
+
+    def line(self) -> str:
+        return f"Held-out {pass_at_1(self.before)} -> {pass_at_1(self.after)} on {len(self.before.problems)} problems."
+
+
+def check_evaluable(adapter: LoraAdapter) -> None:
+    """Raises ConfigurationError for an adapter that this project's learner, which has one rank and one alpha, cannot hold."""
+    settings = adapter.settings
+    plain = not settings.get("rank_pattern") and not settings.get("alpha_pattern") and isinstance(settings.get("target_modules"), list)
+    if not plain or adapter.others or settings["lora_alpha"] != int(settings["lora_alpha"]):
+        raise ConfigurationError(
+            "[squeeze] evaluate = true needs an adapter as retrain trains them, of one rank and one whole alpha, with its layers listed "
+            f"and nothing else trained, and {adapter.folder} is not; leave evaluate false."
+        )
+
+
+def measure_accuracy(config: TrainConfig, source: LoraAdapter, compressed: Path, say: Say) -> Accuracy:
+    """pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on `[model] model` or the adapter's own base.
+
+    The compressed one is filled up with zeros to the source's rank, which leaves its update and its scale as they are.
+    """
+    config = _evaluating(config, source)
+    with TemporaryDirectory() as name:
+        filled = Path(name)
+        _fill_up(source, read_adapter(compressed), filled)
+        return Accuracy(_evaluate(config, source.folder, say), _evaluate(config, filled, say))
+
+
+def _evaluating(config: TrainConfig, adapter: LoraAdapter) -> TrainConfig:
+    settings = adapter.settings
+    model = config.model.model if config.is_set("model.model") else settings["base_model_name_or_path"]
+    return replaced(
+        config,
+        {
+            "model.model": model,
+            "model.lora_rank": adapter.rank,
+            "lora.alpha": int(settings["lora_alpha"]),
+            "lora.use_rslora": bool(settings.get("use_rslora")),
+            "lora.target_modules": sorted(settings["target_modules"]),
+            "evaluation.at_end": True,
+        },
+    )
+
+
+def _fill_up(source: LoraAdapter, compressed: LoraAdapter, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for wide, layer in zip(source.layers, compressed.layers, strict=True):
+        a, b = torch.zeros_like(wide.a), torch.zeros_like(wide.b)
+        a[: layer.rank], b[:, : layer.rank] = layer.a, layer.b
+        key_a, key_b = weight_names(layer.name)
+        tensors |= {key_a: a, key_b: b}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(source.settings), encoding="utf-8")
+
+
+def _evaluate(config: TrainConfig, adapter: Path, say: Say) -> Evaluation:
+    parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, say)
+    with closing(parts), Interrupts() as interrupts:
+        assert parts.evaluator is not None  # evaluation.at_end asked for it
+        return parts.evaluator.run(0, Watcher(interrupts.check, _ignore))
+
+
+def _ignore(completion: Completion) -> None:
+    """Nothing shows progress here."""
