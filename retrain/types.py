@@ -192,3 +192,5 @@ class MachineChoices:
     micro_batch_tokens: int
     """Tokens of one forward-backward pass of the learner at most."""
     gradient_checkpointing: bool
+    merge_adapter: bool = False
+    """Whether sampler and learner compute with a scratch copy of the weights that holds the adapter."""

@@ -13,6 +13,7 @@ from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import load_base_model
 from retrain.config import TrainConfig
+from retrain.fused.decoder import FusedDecoder
 from retrain.types import Float32Array, MachineChoices, Row
 
 VOCABULARY = 61
@@ -70,7 +71,15 @@ def config_for(family: str = "qwen3", **sections: dict[str, Any]) -> TrainConfig
     return TrainConfig.model_validate(values)
 
 
-def make_learner(config: TrainConfig, micro_batch_tokens: int = 4096, *, untouched: bool = False, checkpointing: bool = False) -> Learner:
+def make_learner(
+    config: TrainConfig,
+    micro_batch_tokens: int = 4096,
+    *,
+    untouched: bool = False,
+    checkpointing: bool = False,
+    fused: bool = True,
+    merge: bool = False,
+) -> Learner:
     """`untouched` leaves the adapter's B at zero; otherwise both matrices hold numbers, so that both have gradients."""
     base = load_base_model(config, config.model.model, torch.device("cpu"))
     adapter = Adapter(base, config)
@@ -81,7 +90,7 @@ def make_learner(config: TrainConfig, micro_batch_tokens: int = 4096, *, untouch
     choices = MachineChoices(
         threads=1, decode_rows=8, decode_tokens=4096, micro_batch_tokens=micro_batch_tokens, gradient_checkpointing=checkpointing
     )
-    return Learner(base, adapter, config, choices, config.loss.aggregation)
+    return Learner(base, adapter, config, choices, config.loss.aggregation, FusedDecoder.of(base.model, merge=merge) if fused else None)
 
 
 def make_rows(count: int = 7, seed: int = 0, longest: int = 12) -> list[Row]:

@@ -68,7 +68,7 @@ def test_gradient_equals_the_written_out_loss_for_any_micro_batch(mode: str, agg
     result = learner.train(rows, 0)
     ours = gradients(learner)
     loss, theirs = reference_gradients(learner, rows, mode=mode, aggregation=aggregation, **MODES[mode])
-    assert result.loss == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    assert result.loss == pytest.approx(loss, rel=5e-5, abs=1e-5)
     assert distance(ours, theirs) < 1e-5
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError
+from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine import attention
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
@@ -22,7 +23,8 @@ from retrain.types import Int32Array
 class Decoder:
     """A causal language model of transformers, bare or wrapped by peft, with weights shared with whoever trains it."""
 
-    def __init__(self, model: nn.Module, flash: bool) -> None:
+    def __init__(self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None) -> None:
+        """`fused` stands in for the forward of the model that it was made of; one is made where the model's family has it."""
         self._model = model
         self._modules = list(model.modules())
         base: Any = model
@@ -30,6 +32,7 @@ class Decoder:
         self._text_config: Any = self._base.config.get_text_config()
         self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
+        self._fused = fused or FusedDecoder.of(self._base, merge=False)
 
     @property
     def device(self) -> torch.device:
@@ -65,6 +68,8 @@ class Decoder:
             try:
                 for module in training:
                     module.training = False
+                if self._fused is not None:
+                    self._fused.refresh()
                 yield
             finally:
                 for module in training:
@@ -87,9 +92,13 @@ class Decoder:
     def _forward(
         self, token_ids: npt.NDArray[Any], positions: Tensor, batch: PromptPass | DecodePass, logits_to_keep: Tensor | int
     ) -> Tensor:
+        ids, positions = torch.from_numpy(token_ids.astype(np.int64)).to(self.device), positions.to(self.device)
+        if self._fused is not None:
+            hidden = self._fused.hidden_states(ids, positions, batch, cache=batch)
+            return self._fused.logits(hidden[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
         outputs = self._base(
-            input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(self.device),
-            position_ids=positions.to(self.device),
+            input_ids=ids,
+            position_ids=positions,
             past_key_values=batch,
             use_cache=True,
             logits_to_keep=logits_to_keep,

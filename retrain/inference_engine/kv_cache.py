@@ -149,8 +149,8 @@ class PromptPass(Cache):  # type: ignore[misc]
         return [
             PromptState(
                 prompt,
-                [self.keys[layer][0, :, start:stop] for layer in layers],
-                [self.values[layer][0, :, start:stop] for layer in layers],
+                [self.keys[layer][0, :, start:stop].clone() for layer in layers],  # a view would keep the whole pass alive
+                [self.values[layer][0, :, start:stop].clone() for layer in layers],
                 last,
             )
             for prompt, (start, stop), last in zip(prompts, self.segments, logits, strict=True)

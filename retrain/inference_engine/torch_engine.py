@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from retrain.errors import ConfigurationError
+from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.base import BASE_MODEL, EngineCapabilities, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.options import resolve
@@ -44,10 +45,12 @@ class TorchEngine(InferenceEngine):
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         prefix_caching: bool = True,
+        fused: FusedDecoder | None = None,
     ) -> None:
         """`model` is a causal language model of transformers on `device`, bare or wrapped by peft; it stays the caller's.
 
-        The last four are the keys of `[inference]`; a value that cannot be served is refused (`options.resolve`).
+        `fused` is the caller's own, to be shared. The four before it are keys of `[inference]`; a value that cannot be served is
+        refused (`options.resolve`).
         """
         options = resolve(
             attention_kernel=attention_kernel,
@@ -59,7 +62,7 @@ class TorchEngine(InferenceEngine):
         )
         self._model = model
         self._copy = CastCopy(model, options.weights) if options.weights is not None else None
-        self._decoder = Decoder(self._copy.model if self._copy else model, options.flash)
+        self._decoder = Decoder(self._copy.model, options.flash) if self._copy else Decoder(model, options.flash, fused)
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
         self._prefixes = PrefixStore(decode_tokens // _STORE_SHARE) if prefix_caching else None

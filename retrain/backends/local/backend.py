@@ -14,6 +14,7 @@ from retrain.backends.local.devices import choose_device
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.machine import choose
 from retrain.backends.local.model import load_base_model
+from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.base import InferenceEngine
 from retrain.tokenization import eos_token_ids, load_tokenizer, resolve_model
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
@@ -43,7 +44,9 @@ class LocalBackend(Backend):
         self._base = load_base_model(config, resolve_model(config.model.model), device)
         self._adapter = Adapter(self._base, config)
         self._choices = choices or choose(config, self._base)
-        self._learner = Learner(self._base, self._adapter, config, self._choices, cast("Aggregation", effective_aggregation(config)))
+        self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter)
+        aggregation = cast("Aggregation", effective_aggregation(config))
+        self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused)
         self.engine = self._build_engine(eos_ids)
 
     def _build_engine(self, eos_ids: Sequence[int] | None) -> InferenceEngine:
@@ -60,6 +63,7 @@ class LocalBackend(Backend):
             dtype=inference.dtype,
             kv_cache_dtype=inference.kv_cache_dtype,
             prefix_caching=inference.prefix_caching,
+            fused=self._fused,
         )
 
     def _eos_ids(self) -> tuple[int, ...]:

@@ -25,6 +25,10 @@ class DropoutKey:
         self.lengths: Sequence[int] | None = None
         """Tokens of each row where they are packed into one sequence; None where they are padded to one length."""
 
+    @property
+    def is_active(self) -> bool:
+        return self.rows is not None
+
     @contextmanager
     def active(self, step: int, rows: Sequence[int], device: torch.device, lengths: Sequence[int] | None = None) -> Iterator[None]:
         """Dropout is on inside. The backward pass belongs inside too: gradient checkpointing runs the forward again."""
@@ -43,7 +47,7 @@ class KeyedDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, positions, features], or [1, all positions, features] of packed rows; a row starts with its first token."""
-        if self.key.rows is None:
+        if not self.key.is_active:
             return x
         lengths = self.key.lengths
         keep = self.keep_mask(max(lengths) if lengths else x.shape[1], x.shape[2])

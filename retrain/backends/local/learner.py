@@ -21,6 +21,7 @@ from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, minibat
 from retrain.backends.local.model import BaseModel
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.rows import check_rows
+from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
@@ -64,8 +65,18 @@ class _Ratios:
 
 
 class Learner:
-    def __init__(self, base: BaseModel, adapter: Adapter, config: "TrainConfig", choices: MachineChoices, aggregation: Aggregation) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        adapter: Adapter,
+        config: "TrainConfig",
+        choices: MachineChoices,
+        aggregation: Aggregation,
+        fused: FusedDecoder | None = None,
+    ) -> None:
+        """`fused` stands in for the model's own forward wherever no dropout acts."""
         self.base, self.adapter, self.choices = base, adapter, choices
+        self._fused = fused
         self.optimizer = AdapterOptimizer(adapter.parameters, config)
         self.settings = LossSettings.from_config(config, aggregation)
         self.temperature = config.training.temperature
@@ -174,10 +185,19 @@ class Learner:
 
     def _forward(self, micro: MicroBatch, *, entropy: bool = False) -> TokenScores:
         """Scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
-        with self._half_precision():
-            hidden = self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
+        hidden = self._hidden_states(micro)
         states = hidden.flatten(0, 1).index_select(0, micro.predictors)
         return score_tokens(self.base.head, states, micro.targets, self.temperature, entropy=entropy)
+
+    def _hidden_states(self, micro: MicroBatch) -> Tensor:
+        """[1, N, H]; [rows, longest, H] where the rows are padded."""
+        if self._fused is not None and micro.attention is not None and micro.positions is not None and not self.adapter.dropout.is_active:
+            self._fused.refresh()
+            return self._fused.hidden_states(
+                micro.token_ids, micro.positions, micro.attention, checkpointed=self.choices.gradient_checkpointing
+            )
+        with self._half_precision():
+            return self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
 
     def _attention(self) -> AbstractContextManager[None]:
         """Also around a backward pass: gradient checkpointing runs layers again in it."""
@@ -199,7 +219,8 @@ class Learner:
             layer.training = True  # of this module alone: the base's own dropouts below it stay off
         try:
             numbers, lengths = [row.number for row in micro.rows], [row.tokens for row in micro.rows] if micro.attention else None
-            with self._attention(), self.adapter.dropout.active(step, numbers, self.base.device, lengths):
+            active = self.adapter.dropout.active(step, numbers, self.base.device, lengths) if self.adapter.drops else nullcontext()
+            with self._attention(), active:
                 yield
         finally:
             for layer in self._checkpointed:

@@ -24,6 +24,8 @@ _DECODE_SHARE = 0.35
 """Of the same, for keys and values. What is left is for logits, gradients and fragmentation."""
 _CPU_SHARE = 0.8
 """Of a computer's memory, for all of this: it has other work."""
+_MERGED_SHARE = 0.2
+"""Of the same, for a second copy of the weights with the adapter merged in: on a CPU the small products of an adapter cost most."""
 _PROBE_TOKENS = 64
 _PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
@@ -48,16 +50,21 @@ def choose(config: "TrainConfig", base: "BaseModel") -> MachineChoices:
         decode_tokens=decode.tokens,
         micro_batch_tokens=tokens,
         gradient_checkpointing=checkpointing,
+        merge_adapter=base.device.type == "cpu" and base.dtype == torch.float32 and _weight_bytes(base) <= spare * _MERGED_SHARE,
     )
 
 
 def spare_bytes(base: "BaseModel") -> int:
     """Memory of the device beside the frozen weights; of a computer, the share that a run may take."""
-    weights = sum(int(tensor.nbytes) for tensor in base.model.parameters())
+    weights = _weight_bytes(base)
     if base.device.type == "cuda":
         return max(0, int(torch.cuda.get_device_properties(base.device).total_memory) - weights)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(0, int(total * _CPU_SHARE) - weights)
+
+
+def _weight_bytes(base: "BaseModel") -> int:
+    return sum(int(tensor.nbytes) for tensor in base.model.parameters())
 
 
 def longest_row(config: "TrainConfig", base: "BaseModel") -> int:

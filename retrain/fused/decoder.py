@@ -1,0 +1,156 @@
+"""The forward pass of a dense decoder (Llama, Qwen 2 and 3, Mistral) over the parameters of a transformers model.
+
+It stands in for the model's own forward in the sampler and in the learner: fewer and larger operations, the same function. Whether
+it is the same is tried on a few tokens; a model that it does not fit keeps its own forward.
+Shape letters: B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from retrain.fused.functions import Norm, gated_mlp, norm_project, normed, project, rotate
+from retrain.fused.projection import Projection, fusable
+from retrain.inference_engine.attention import AttentionBatch, FusedAttention
+
+_FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Of the hidden states of a probe, relative to their largest."""
+_PROBE_TOKENS = 16
+
+
+class Cache(Protocol):
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keep a layer's new keys and values [B, Hk, T, D]; returns all that its queries attend to."""
+        ...
+
+
+class _Layer:
+    def __init__(self, layer: Any, merge: bool) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.head_size: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.window: int | None = getattr(attention, "sliding_window", None)
+        self.attention_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.query_norm: nn.Module | None = getattr(attention, "q_norm", None)
+        self.key_norm: nn.Module | None = getattr(attention, "k_norm", None)
+        self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj], merge)
+        self.output = Projection([attention.o_proj], merge)
+        self.gate_up = Projection([mlp.gate_proj, mlp.up_proj], merge)
+        self.down = Projection([mlp.down_proj], merge)
+        self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
+
+    @property
+    def projections(self) -> list[Projection]:
+        return [self.qkv, self.output, self.gate_up, self.down]
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int, batch: AttentionBatch, cache: Cache | None, number: int
+    ) -> Tensor:
+        """The residual stream [N, H] after the layer."""
+        queries, keys, values = self._queries_keys_values(hidden, rotary, rows)
+        if cache is not None:
+            keys, values = cache.update(keys, values, number)
+        attended = batch.attention(queries, keys, values, self.scaling, self.window, None)
+        hidden = hidden + project(attended.transpose(1, 2).reshape(len(hidden), -1), self.output)
+        return hidden + gated_mlp(hidden, self.mlp_norm, self.gate_up, self.down)
+
+    def _queries_keys_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, Hq, T, D], and twice [B, Hk, T, D], from the residual stream [N, H]."""
+        fused = norm_project(hidden, self.attention_norm, self.qkv).view(len(hidden), -1, self.head_size)
+        queries, keys, _ = self.heads
+        turned = fused[:, : queries + keys]
+        if self.query_norm is not None and self.key_norm is not None:
+            turned = torch.cat([_head_norm(turned[:, :queries], self.query_norm), _head_norm(turned[:, queries:], self.key_norm)], dim=1)
+        turned = rotate(turned, *rotary)
+        values = fused[:, queries + keys :]
+        turned, values = (part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (turned, values))
+        return turned[:, :queries], turned[:, queries:], values
+
+
+def _head_norm(x: Tensor, module: Any) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
+class FusedDecoder:
+    """Token ids to last hidden states, with the parameters of the model it was made of."""
+
+    def __init__(self, model: Any, merge: bool) -> None:
+        """`model` is a causal language model of transformers; raises AttributeError where it is built in another way."""
+        decoder = model.base_model if model.base_model is not model else model.model
+        self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, Norm(decoder.norm)
+        self._layers = [_Layer(layer, merge) for layer in decoder.layers]
+        self._head: nn.Module = model.get_output_embeddings()
+        self._parameters = [parameter for projection in self._projections for parameter in projection.parameters]
+        self._version: tuple[tuple[int, int], ...] | None = None
+
+    @classmethod
+    def of(cls, model: Any, *, merge: bool) -> "FusedDecoder | None":
+        """None where the model is of another family, its layers are quantised or adapted in another way, or the probe differs."""
+        if model.config.model_type not in _FAMILIES or model.config.hidden_act != "silu":
+            return None
+        decoder = model.base_model
+        linears = [
+            linear
+            for layer in decoder.layers
+            for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+            for linear in (getattr(part, f"{name}_proj") for name in names)
+        ]
+        if not all(map(fusable, linears)):
+            return None
+        fused = cls(model, merge)
+        return fused if fused._reproduces(decoder) else None
+
+    @property
+    def _projections(self) -> list[Projection]:
+        return [projection for layer in self._layers for projection in layer.projections]
+
+    def refresh(self) -> None:
+        """Follow the adapter; costs nothing while it has not changed."""
+        version = tuple((parameter.data_ptr(), parameter._version) for parameter in self._parameters)
+        if version != self._version:
+            for projection in self._projections:
+                projection.refresh()
+            self._version = version
+
+    def hidden_states(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, *, cache: Cache | None = None, checkpointed: bool = False
+    ) -> Tensor:
+        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass."""
+        rows = len(token_ids)
+        hidden, rotary = self._embedded(token_ids, positions)
+        for number, layer in enumerate(self._layers):
+            if checkpointed:
+                hidden = checkpoint(layer.forward, hidden, rotary, rows, batch, None, number, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = layer.forward(hidden, rotary, rows, batch, cache, number)
+        return normed(hidden, self._norm).view(rows, -1, hidden.shape[-1])
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Residual stream [N, H], cos and sin [N, 1, D]."""
+        embedded = self._embed(token_ids)
+        cos, sin = self._rotary(embedded, positions)
+        return embedded.flatten(0, 1), (cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of hidden states [..., H]."""
+        return self._head(hidden)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _reproduces(self, decoder: Any) -> bool:
+        """Whether the hidden states of a probe are the model's own."""
+        ids = torch.arange(min(_PROBE_TOKENS, self._embed.num_embeddings), device=self._embed.weight.device).unsqueeze(0)
+        expected = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        self.refresh()
+        found = self.hidden_states(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0), _Whole())
+        return bool((found - expected).abs().max() <= _TOLERANCE[expected.dtype] * expected.abs().max())
+
+
+class _Whole:
+    """Plain causal attention over whole rows."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        return FusedAttention().causal(query, key, value, scaling, window, softcap)

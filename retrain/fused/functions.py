@@ -1,0 +1,169 @@
+"""The pieces of a dense decoder layer as differentiable functions that keep as little as they can for the backward pass.
+
+A frozen norm or activation is computed again in the backward pass from what stands before it. Gradients go to the residual stream
+and to the adapters; frozen weights have none. Shape letters: N tokens, H hidden size, I inputs and O outputs of a projection.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from retrain.fused.projection import Projection
+
+
+class Norm:
+    """RMS norm with a frozen weight: x / sqrt(mean(x^2) + eps) * weight, the statistics in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weight: Tensor = module.weight  # type: ignore[assignment]
+        self.eps: float = module.variance_epsilon  # type: ignore[assignment]
+
+    def scale(self, x: Tensor) -> Tensor:
+        """[N, 1] float32, one over the root mean square."""
+        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
+        inverse: Tensor = mean.add_(self.eps).rsqrt_()
+        return inverse
+
+    def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (x * scale).to(x.dtype).mul_(self.weight)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+        """d/dx of w * x * s(x): s * (g w - x s^2 mean(x g w))."""
+        weighted = (gradient * self.weight).float()
+        mean = torch.einsum("nh,nh->n", x.float(), weighted).unsqueeze(-1).mul_(scale.square()).div_(x.shape[-1])
+        return weighted.addcmul_(x.float(), mean, value=-1).mul_(scale).to(x.dtype)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """[N, H] from [N, H]."""
+    return _Normed.apply(x, norm)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def project(x: Tensor, projection: Projection) -> Tensor:
+    """[N, O] from [N, I]."""
+    return _Project.apply(x, projection, *_trained(projection))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def norm_project(x: Tensor, norm: Norm, projection: Projection) -> Tensor:
+    """[N, O], the projection of the normed residual stream [N, H]."""
+    return _NormProject.apply(x, norm, projection, *_trained(projection))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> Tensor:
+    """[N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv 2002.05202)."""
+    return _GatedMLP.apply(x, norm, gate_up, down, *_trained(gate_up), *_trained(down))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [N, heads, D] by cos and sin [N, 1, D], whose halves are equal (arXiv 2104.09864)."""
+    return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _trained(projection: Projection) -> list[nn.Parameter]:
+    return projection.parameters if projection.adapted else []
+
+
+def _gradients(ctx: Any, first: int, projection: Projection, x: Tensor, gradient: Tensor) -> list[Tensor | None]:
+    """Of the projection's parameters, which stand at `first` among the function's inputs."""
+    if not projection.adapted:
+        return []
+    count = len(projection.parameters)
+    if not any(ctx.needs_input_grad[first : first + count]):
+        return [None] * count
+    return list(projection.parameter_gradients(x, gradient))
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm) -> Tensor:
+        scale = norm.scale(x)
+        ctx.save_for_backward(x, scale)
+        ctx.norm = norm
+        return norm(x, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        x, scale = ctx.saved_tensors
+        return ctx.norm.input_gradient(gradient, x, scale), None
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, projection: Projection, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.projection = projection
+        return projection.product(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return ctx.projection.input_gradient(gradient), None, *_gradients(ctx, 2, ctx.projection, x, gradient)
+
+
+class _NormProject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm, projection: Projection, *parameters: Tensor) -> Tensor:
+        scale = norm.scale(x)
+        ctx.save_for_backward(x, scale)
+        ctx.norm, ctx.projection = norm, projection
+        return projection.product(norm(x, scale))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        parameters = _gradients(ctx, 3, ctx.projection, ctx.norm(x, scale), gradient)
+        if not ctx.needs_input_grad[0]:  # the first layer: what is below it is frozen
+            return None, None, None, *parameters
+        return ctx.norm.input_gradient(ctx.projection.input_gradient(gradient), x, scale), None, None, *parameters
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm, gate_up: Projection, down: Projection, *parameters: Tensor) -> Tensor:
+        scale = norm.scale(x)
+        gates = gate_up.product(norm(x, scale))
+        ctx.save_for_backward(x, scale, gates)
+        ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
+        gate, up = gates.chunk(2, dim=-1)
+        return down.product(F.silu(gate).mul_(up))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, gates = ctx.saved_tensors
+        gate, up = gates.chunk(2, dim=-1)
+        active = F.silu(gate)
+        of_down = _gradients(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down, active * up, gradient)
+        inner = ctx.down.input_gradient(gradient)
+        of_gates = torch.empty_like(gates)
+        torch.mul(inner, active, out=of_gates[:, gate.shape[1] :])
+        of_gates[:, : gate.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(up), gate)
+        of_gate_up = _gradients(ctx, 4, ctx.gate_up, ctx.norm(x, scale), of_gates)
+        return ctx.norm.input_gradient(ctx.gate_up.input_gradient(of_gates), x, scale), None, None, None, *of_gate_up, *of_down
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradient, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    output = x * cos
+    output[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    output[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return output
