@@ -43,6 +43,20 @@ def test_the_adapter_is_never_merged_into_the_weights(merge: bool) -> None:
     assert all(torch.equal(frozen[name], p) for name, p in learner.base.model.named_parameters() if name in frozen)
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_optimizer_step_reaches_the_fused_forward(merge: bool) -> None:
+    learner = make_learner(config_for(training={"lr": 0.05}), merge=merge)
+    before = scores(learner)
+    assert learner.train(with_logprobs(make_rows(), learner.logprobs(make_rows())), 0).updates == 1
+    after = scores(learner)
+    own = make_learner(config_for(), fused=False)
+    with torch.no_grad():
+        for name, parameter in own.adapter.parameters.items():
+            parameter.copy_(learner.adapter.parameters[name])
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(after, scores(own), atol=5e-5, rtol=0)
+
+
 def test_the_frozen_weights_are_held_once() -> None:
     learner = make_learner(config_for())
     attention = learner.base.model.model.layers[0].self_attn

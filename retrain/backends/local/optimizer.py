@@ -77,6 +77,7 @@ class AdapterOptimizer:
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_grad_norm, norm)
         self._adamw.param_groups[0]["lr"] = learning_rate(self._peak, training_step, *self._schedule)
         self._adamw.step()
+        torch.autograd.graph.increment_version(self.parameters.values())  # the fused kernel does not; copies follow by it
         self.steps += 1
 
     def _gradients(self) -> list[Tensor]:
