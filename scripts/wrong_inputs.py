@@ -168,6 +168,11 @@ CASES = [
     ),
     Case("resuming a folder without a run", 2, "holds no run", "", ("run.toml", "--resume", "old"), {"old/notes.txt": ""}),
     Case("evaluating a folder without a run", 2, "holds no run", "", ("eval", "old"), {"old/notes.txt": ""}),
+    # -- comparing -------------------------------------------------------------------------------------------------------
+    Case("comparing a folder that is no campaign", 2, "--baseline", "", ("compare", "old"), {"old/notes.txt": ""}),
+    Case("comparing with a folder without a run", 2, "holds no run", "", ("compare", "old", "--baseline", "old"), {"old/notes.txt": ""}),
+    Case("planning without a spread", 2, "--sd", "", ("power", "--effect", "0.02")),
+    Case("planning for no effect", 2, "--effect 0", "", ("power", "--effect", "0", "--sd", "0.02")),
 ]
 
 

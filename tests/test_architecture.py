@@ -137,6 +137,7 @@ def test_light_parts_import_heavy_packages_only_where_they_are_used(part: str) -
     [
         "retrain:train",
         "retrain:load_config",
+        "retrain:load_runs",
         "retrain.advantages:TransformSpec",
         "retrain.advantages:TransformContext",
         "retrain.advantages:TransformOutput",

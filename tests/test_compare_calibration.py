@@ -1,31 +1,17 @@
 """How often the rule of `compare` is wrong where nothing differs, and how often it finds what does.
 
-Simulated campaigns: each seed has its own prompts, shared by all arms, and each run its own luck (a standard deviation of 0.3 logit
-between runs), which is what makes completions of one run agree with each other.
+On the campaigns of benchmarks/calibration.py, which does the same with more of them: each seed has its own prompts, shared by all arms,
+and each run its own luck (a standard deviation of 0.3 logit between runs), which makes completions of one run agree with each other.
 """
 
 import numpy as np
 from scipy import stats
 
+from benchmarks.calibration import COMPLETIONS, PROMPTS, RULES, fisher_rejects, right_answers, verdicts
 from retrain.analysis import power
 from retrain.analysis.verdict import Rules, Verdict, conclude
 
-SEEDS, PROMPTS, COMPLETIONS, RUN_SD = 8, 8, 16, 0.3
-RULES = Rules()
-
-
-def right_answers(rng: np.random.Generator, arms: int, effect: float = 0.0) -> np.ndarray:
-    """[arms, seeds] right answers of a campaign; every arm but the first is better by `effect` logits."""
-    prompts = rng.normal(0, 1.1, (1, SEEDS, PROMPTS))
-    luck = rng.normal(0, RUN_SD, (arms, SEEDS, 1))
-    shift = np.where(np.arange(arms) > 0, effect, 0.0)[:, np.newaxis, np.newaxis]
-    right = rng.binomial(COMPLETIONS, 1 / (1 + np.exp(-(prompts + luck + shift)))).sum(axis=2)
-    return np.asarray(right)
-
-
-def verdicts(campaign: np.ndarray) -> list[Verdict]:
-    rates = campaign / (PROMPTS * COMPLETIONS)
-    return [found.verdict for found in conclude([list(arm - rates[0]) for arm in rates[1:]], RULES)]
+SEEDS = 8
 
 
 def at_most(count: int, trials: int, rate: float) -> bool:
@@ -36,7 +22,7 @@ def at_most(count: int, trials: int, rate: float) -> bool:
 def test_where_nothing_differs_a_verdict_is_given_at_most_as_often_as_alpha_says() -> None:
     rng = np.random.default_rng(0)
     trials = 800
-    wrong = sum(verdicts(right_answers(rng, 2)) != [Verdict.INCONCLUSIVE] for _ in range(trials))
+    wrong = sum(verdicts(right_answers(rng, 2, SEEDS)) != [Verdict.INCONCLUSIVE] for _ in range(trials))
     assert at_most(wrong, trials, RULES.alpha)
     assert wrong > 0  # a rule that never speaks would pass as well
 
@@ -44,18 +30,15 @@ def test_where_nothing_differs_a_verdict_is_given_at_most_as_often_as_alpha_says
 def test_over_a_family_the_chance_of_any_false_verdict_stays_below_alpha() -> None:
     rng = np.random.default_rng(1)
     trials = 400
-    wrong = sum(set(verdicts(right_answers(rng, 5))) != {Verdict.INCONCLUSIVE} for _ in range(trials))
+    wrong = sum(set(verdicts(right_answers(rng, 5, SEEDS))) != {Verdict.INCONCLUSIVE} for _ in range(trials))
     assert at_most(wrong, trials, RULES.alpha)
 
 
 def test_fisher_on_pooled_completions_is_wrong_far_more_often() -> None:
     """The reason for the unit of inference: the same null campaigns, completions taken for independent."""
     rng = np.random.default_rng(0)
-    trials, total = 400, SEEDS * PROMPTS * COMPLETIONS
-    wrong = 0
-    for _ in range(trials):
-        one, two = right_answers(rng, 2).sum(axis=1)
-        wrong += stats.fisher_exact([[one, total - one], [two, total - two]]).pvalue < RULES.alpha
+    trials = 400
+    wrong = sum(fisher_rejects(right_answers(rng, 2, SEEDS)) for _ in range(trials))
     assert not at_most(wrong, trials, 2 * RULES.alpha)
 
 
@@ -72,7 +55,7 @@ def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None
 def test_real_effects_are_found_as_often_as_the_power_predicts() -> None:
     """The prediction takes the mean and spread of the differences, as a pilot would give them."""
     rng = np.random.default_rng(3)
-    campaigns = [right_answers(rng, 2, effect=0.5) for _ in range(400)]
+    campaigns = [right_answers(rng, 2, SEEDS, effect=0.5) for _ in range(400)]
     differences = np.array([(arms[1] - arms[0]) / (PROMPTS * COMPLETIONS) for arms in campaigns])
     found = np.mean([verdicts(arms) == [Verdict.IMPROVEMENT] for arms in campaigns])
     predicted = power.power_of(SEEDS, differences.mean() / differences.std(ddof=1))
@@ -82,6 +65,6 @@ def test_real_effects_are_found_as_often_as_the_power_predicts() -> None:
 
 def test_the_interval_covers_the_true_difference() -> None:
     rng = np.random.default_rng(4)
-    intervals = [conclude([list(arms[1] - arms[0])], RULES)[0].interval for arms in (right_answers(rng, 2) for _ in range(600))]
+    intervals = [conclude([list(arms[1] - arms[0])], RULES)[0].interval for arms in (right_answers(rng, 2, SEEDS) for _ in range(600))]
     covered = sum(interval is not None and interval[0] <= 0 <= interval[1] for interval in intervals)
     assert at_most(600 - covered, 600, RULES.alpha) and at_most(covered, 600, 0.97)
