@@ -1,6 +1,8 @@
 """Reading runs back: real ones, campaigns, torn and damaged files."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,6 +13,7 @@ from runs import small
 import retrain
 from retrain.analysis.arms import COUNTER_NOISE_ENGINES
 from retrain.analysis.runs import StoredRun, find_runs, is_campaign
+from retrain.cli.main import main
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.tracking import jsonl
@@ -21,13 +24,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two real runs of two steps, evaluated at the end."""
     root = tmp_path_factory.mktemp("trained")
     for seed in (1, 2):
-        config = small(
-            root / f"run_s{seed}",
-            training={"seed": seed, "max_steps": 2},
-            evaluation={"at_end": True, "at_start": True, "max_examples": 6},
-        )
-        retrain.train(config, quiet=True)
+        train(root / f"run_s{seed}", seed)
     return root
+
+
+def train(folder: Path, seed: int, **sections: dict[str, Any]) -> None:
+    evaluation = {"at_end": True, "at_start": True, "max_examples": 6}
+    retrain.train(small(folder, training={"seed": seed, "max_steps": 2}, evaluation=evaluation, **sections), quiet=True)
 
 
 def test_a_frame_holds_what_the_runs_recorded(trained: Path) -> None:
@@ -57,6 +60,16 @@ def test_a_finished_run_says_so_and_gives_its_last_evaluation(trained: Path) -> 
     assert (first.seed, second.seed, first.steps, first.unfinished) == (1, 2, 2, "")
     assert first.final_evaluation is not None and first.final_evaluation.step == 2
     assert len(first.final_evaluation.problems) == 6
+
+
+def test_real_runs_compare(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "gtpo", 1, algorithm={"transform_mode": "gtpo"})
+    assert main(["compare", str(tmp_path / "gtpo"), "--baseline", *map(str, sorted(trained.iterdir())), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (found,) = result["contrasts"]
+    assert result["metric"] == "correct_rate" and list(found["differences"]) == ["1"]  # chance scored the held-out answers
+    assert (found["same_prompts"], found["shared_noise"], found["verdict"]) == (1, 1, "inconclusive")
+    assert found["differing_keys"] == ["algorithm.transform_mode"]
 
 
 def test_the_tail_of_a_file_is_its_end(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 The rule that decides is that of `compare`: the 95% t interval leaves 0 out and the sign-flip p, multiplied by the size of the family
 as for the first of Holm's steps, is below alpha. With few seeds the sign flips are coarse and the rule has less power than a t test,
-so it is simulated there; from SIMULATED_SEEDS + 1 on a t test at the level that the flips reach agrees with it within two points.
+so it is simulated there; from SIMULATED_SEEDS + 1 on a t test at the level that the flips reach agrees with it within some three points.
 """
 
 from functools import lru_cache
