@@ -147,6 +147,10 @@ def test_a_layer_of_zeros_has_no_say() -> None:
         recommend_rank([None, None], [1, 2], 0.95)
 
 
+def test_a_layer_of_lower_rank_keeps_everything_above_it() -> None:
+    assert recommend_rank([{1: 0.5, 2: 1.0}, {1: 0.5, 2: 0.8, 4: 0.96}], [1, 2, 4], 0.95) == 4
+
+
 def test_a_threshold_met_but_for_rounding_is_met_and_one_that_no_rank_meets_gives_the_source_rank() -> None:
     assert recommend_rank([{1: 0.95 - 1e-13, 2: 1.0}], [1, 2], 0.95) == 1
     assert recommend_rank([{1: 0.95 - 1e-11, 2: 1.0}], [1, 2], 0.95) == 2

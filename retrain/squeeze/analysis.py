@@ -109,8 +109,9 @@ def recommend_rank(
 ) -> int:
     """The smallest of `ranks` at which the mean over the layers of V(k), or the worst layer's, reaches the threshold.
 
-    `layers` hold V by rank, None for a layer of zeros, which has no say. Where no rank reaches it: `source_rank`, by default the last
-    of `ranks`. Raises ValueError for an unknown rule, a threshold outside (0, 1], and if every layer is zero.
+    `layers` hold V by rank up to their own rank at least, None for a layer of zeros, which has no say. Where no rank reaches it:
+    `source_rank`, by default the last of `ranks`. Raises ValueError for an unknown rule, a threshold outside (0, 1], and if every layer
+    is zero.
     """
     if rule not in ("mean", "min"):
         raise ValueError(f'rule {rule!r} is not known; allowed: "mean" or "min"')
@@ -121,11 +122,16 @@ def recommend_rank(
     if not trained:
         raise ValueError("the adapter is untrained: every layer is zero")
     for k in checked_ranks(ranks, source):
-        values = [layer[k] for layer in trained]
+        values = [_kept(layer, k) for layer in trained]
         kept = min(values) if rule == "min" else math.fsum(values) / len(values)
         if reaches(kept, threshold):
             return k
     return source
+
+
+def _kept(layer: Mapping[int, float], k: int) -> float:
+    """V(k) of a layer; all of it above the last rank that it names, which is its own."""
+    return 1.0 if k > max(layer) else layer[k]
 
 
 def checked_ranks(ranks: Sequence[int], source_rank: int) -> tuple[int, ...]:
