@@ -168,6 +168,25 @@ CASES = [
     ),
     Case("resuming a folder without a run", 2, "holds no run", "", ("run.toml", "--resume", "old"), {"old/notes.txt": ""}),
     Case("evaluating a folder without a run", 2, "holds no run", "", ("eval", "old"), {"old/notes.txt": ""}),
+    # -- squeezing and looking -------------------------------------------------------------------------------------------
+    Case("squeezing a folder without an adapter", 2, "no adapter_config.json", '[squeeze]\nadapter_path = "old"', ("run.toml",)),
+    Case(
+        "squeezing an adapter that is not LoRA",
+        2,
+        "only LORA",
+        '[squeeze]\nadapter_path = "old"',
+        ("run.toml",),
+        {"old/adapter_config.json": '{"peft_type": "LOHA"}'},
+    ),
+    Case(
+        "squeezing weights that are pickled",
+        2,
+        "safetensors",
+        '[squeeze]\nadapter_path = "old"',
+        ("run.toml",),
+        {"old/adapter_config.json": '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}', "old/adapter_model.bin": ""},
+    ),
+    Case("the status of a folder that does not exist", 2, "is no folder", "", ("status", "absent")),
     # -- comparing -------------------------------------------------------------------------------------------------------
     Case("comparing a folder that is no campaign", 2, "--baseline", "", ("compare", "old"), {"old/notes.txt": ""}),
     Case("comparing with a folder without a run", 2, "holds no run", "", ("compare", "old", "--baseline", "old"), {"old/notes.txt": ""}),
