@@ -12,6 +12,7 @@ from campaigns import problems, write_campaign, write_manifest, write_run
 from retrain.analysis.measures import learning_curve_mean
 from retrain.cli.compare import repeated
 from retrain.cli.main import main
+from retrain.tracking import EvaluationRecord
 
 BASE, BETTER, WORSE = "grpo+none", "maxrl+none", "maxrl+gtpo"
 EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
@@ -140,6 +141,16 @@ def test_an_evaluation_of_untrained_weights_is_no_result(tmp_path: Path, capsys:
     assert compared(capsys, tmp_path / "a", "--baseline", tmp_path / "b")["metric"] == "correct_rate"
 
 
+def test_what_weakens_a_comparison_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unjudged = EvaluationRecord(0, "problem-2", "task", 0, 0, 1, None)
+    one = write_run(tmp_path / "one", 1, rates=[0.5] * 3, held_out=[*problems([1, 0]), unjudged])
+    two = write_run(tmp_path / "two", 1, held_out=[*problems([1, 1]), unjudged], reward={"type": "math"})
+    (one / "evaluation.jsonl").write_text((one / "evaluation.jsonl").read_text().replace('"step": 3', '"step": 2'))
+    notes = compared(capsys, one, "--baseline", two)["notes"]
+    for said in ("different steps (2 to 3)", "1 of 2 runs trained on", "different rewards", "2 held-out answers could not be judged"):
+        assert sum(said in note for note in notes) == 1, said
+
+
 def test_the_last_fifty_steps_count_and_are_aligned_by_their_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rising = [0.0] * 30 + [0.5] * 25 + [None] * 10 + [1.0] * 15  # steps without a rate are not counted
     write_run(tmp_path / "a", 1, rates=rising)
@@ -231,6 +242,7 @@ def test_runs_that_make_no_pair_are_refused(tmp_path: Path, capsys: pytest.Captu
     one, two, other = write_run(tmp_path / "one", 1), write_run(tmp_path / "two", 2), write_run(tmp_path / "other", 1)
     assert "no pair" in refused(capsys, one, "--baseline", two)
     assert "two runs of maxrl+none with seed 1" in refused(capsys, one, other, "--baseline", two)
+    assert "both sides" in refused(capsys, one, "--baseline", one)
     assert "need --baseline" in refused(capsys, one)
     assert "holds no run" in refused(capsys, one, "--baseline", tmp_path / "nowhere")
     assert "is no folder" in refused(capsys, tmp_path / "nowhere")

@@ -3,7 +3,7 @@
 The unit is the run: a contrast is the list of differences between runs of one seed. `verdict` says what follows from them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,9 @@ def compare_campaign(
 
 def compare_runs(candidates: Sequence[StoredRun], baselines: Sequence[StoredRun], rules: Rules, metric: str | None = None) -> Comparison:
     """The conditions of some runs against the one condition of others, paired by seed."""
+    both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
+    if both:
+        raise ConfigurationError(f"{min(both)} is on both sides of --baseline; name it once.")
     gathered, base = gather(candidates), gather(baselines)
     if len(base.conditions) != 1:
         raise ConfigurationError(
@@ -169,24 +172,33 @@ def _contrast(base: Arm, arm: Arm, differences: Mapping[int, float], conclusion:
     )
 
 
-def _notes(base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> list[str]:
-    notes = []
-    arms = (base, *others)
+def _notes(base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> Iterator[str]:
+    """What a reader must know before believing the numbers."""
+    runs = [run for arm in (base, *others) for run in arm.runs.values()]
     if metric.k is None and not asked:
-        notes.append(
+        yield (
             "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on the problems that "
             "were trained on, while learning; [evaluation] at_end = true gives the better number."
         )
-    ends = sorted({run.steps for arm in arms for run in arm.runs.values()})
+    ends = sorted({run.steps for run in runs})
     if len(ends) > 1:
-        notes.append(f"The runs ended at different steps ({ends[0]} to {ends[-1]}): the comparison is of unequal training.")
-    rewards = {str(run.config.reward.types) for arm in arms for run in arm.runs.values()}
-    if metric.k is not None and len(rewards) > 1:
-        notes.append("The arms were scored by different rewards, the held-out answers too: right does not mean the same in all of them.")
+        yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}): the comparison is of unequal training."
+    if metric.k is not None:
+        yield from _held_out_notes(runs)
     lonely = [f"{arm.label} ({', '.join(map(str, seeds))})" for arm in others if (seeds := [s for s in arm.values if s not in base.values])]
     if lonely:
-        notes.append(f"Seeds without a run of the baseline are in the means and in no difference: {'; '.join(lonely)}.")
+        yield f"Seeds without a run of the baseline are in the means and in no difference: {'; '.join(lonely)}."
     unpaired = [arm.label for arm in others if not any(seed in base.values for seed in arm.values)]
     if unpaired:
-        notes.append(f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it.")
-    return notes
+        yield f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it."
+
+
+def _held_out_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
+    early = [run for run in runs if run.final_evaluation and run.final_evaluation.step < run.steps]
+    if early:
+        yield f"{len(early)} of {len(runs)} runs trained on after their last held-out evaluation; [evaluation] at_end = true adds one."
+    if len({str(run.config.reward.types) for run in runs}) > 1:
+        yield "The arms were scored by different rewards, the held-out answers too: right does not mean the same in all of them."
+    unjudged = sum(item.could_not_judge for run in runs if run.final_evaluation for item in run.final_evaluation.problems)
+    if unjudged:
+        yield f"{unjudged} held-out answers could not be judged and count neither as right nor as wrong."
