@@ -1,17 +1,25 @@
 r"""The text that the lab's model is pre-trained on: conversations with worked arithmetic, and number-guessing dialogues.
 
-The arithmetic is right in form and sometimes wrong in content: each partial sum is off with probability ERROR_RATE. The model
-learns both, so that what it samples at T = 1 is often wrong while its most likely answer is mostly right. That gap is what
-reinforcement learning has to close. Problems come from the training side of the lab's families; a held-out one is drawn again.
+The arithmetic is right in form and often wrong in content: a partial result is off with some probability, and with a much smaller
+one in a second try after a planning phrase. The model learns both, so that what it samples at T = 1 is often wrong, its most likely
+answer is mostly right, and checking pays. That is what reinforcement learning has to find. Problems come from the training side of
+the lab's families; a held-out one is drawn again.
 """
 
 import random
+from typing import NamedTuple
 
 from retrain.data.lab import FAMILIES, Problem, build_problem
 from retrain.types import ChatMessage
 
-ERROR_RATE = 0.16
-"""Probability that a partial result is deliberately wrong."""
+
+class ErrorRates(NamedTuple):
+    """Probability that a partial result is deliberately wrong."""
+
+    first_try: float
+    second_try: float
+
+
 ERRORS = (-10, -2, -1, 1, 2, 10)
 SECOND_TRY_RATE = 0.25
 """Probability that a solution is worked a second time before the answer is given."""
@@ -22,14 +30,14 @@ GUESSING_RANGES = (10, 20, 50, 100)
 MIN_TURNS, MAX_TURNS = 2, 6
 
 
-def conversation(rng: random.Random) -> list[ChatMessage]:
+def conversation(rng: random.Random, errors: ErrorRates) -> list[ChatMessage]:
     """One conversation: a problem with its worked solution, or a guessing dialogue."""
     draw = rng.random()
     for family in FAMILIES:
         draw -= FAMILY_WEIGHTS[family]
         if draw < 0:
             problem = training_problem(family, rng)
-            return [_user(problem.question), _assistant(solution(problem, rng))]
+            return [_user(problem.question), _assistant(solution(problem, rng, errors))]
     return guessing_dialogue(rng)
 
 
@@ -40,22 +48,22 @@ def training_problem(family: str, rng: random.Random) -> Problem:
             return problem
 
 
-def solution(problem: Problem, rng: random.Random) -> str:
+def solution(problem: Problem, rng: random.Random, errors: ErrorRates) -> str:
     r"""For example "let me think: 61+58=119. 119+35=154. \boxed{154}"."""
-    worked, answer = _work(problem, rng)
+    worked, answer = _work(problem, rng, errors.first_try)
     text = f"let me think: {worked}"
     if rng.random() < SECOND_TRY_RATE:
-        worked, answer = _work(problem, rng)
+        worked, answer = _work(problem, rng, errors.second_try)
         text += f" {rng.choice(SECOND_TRY_PHRASES)}: {worked}"
     return f"{text} \\boxed{{{answer}}}"
 
 
-def _work(problem: Problem, rng: random.Random) -> tuple[str, int]:
+def _work(problem: Problem, rng: random.Random, error_rate: float) -> tuple[str, int]:
     """The steps as text and the value they end on. A wrong partial result is carried on, as a person would."""
     value, lines = problem.first, []
     for operation, operand in problem.steps:
         result = Problem(problem.family, value, ((operation, operand),)).values[-1]
-        if rng.random() < ERROR_RATE:
+        if rng.random() < error_rate:
             result += rng.choice(ERRORS)
         lines.append(f"{value}{operation}{operand}={result}.")
         value = result

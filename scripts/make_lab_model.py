@@ -1,7 +1,8 @@
-"""Makes the lab's model: the tokenizer, a tiny Qwen3, and two phases of pre-training on synthetic text, with one fixed seed.
+"""Makes the lab's model: the tokenizer, a tiny Qwen3, and three phases of pre-training on synthetic text, with one fixed seed.
 
     python scripts/make_lab_model.py                  # writes retrain/assets/lab
     python scripts/make_lab_model.py --output DIR --measure
+    python scripts/make_lab_model.py --output DIR --start OTHER --from-phase 2
 
 Left out on purpose: any data that is not generated here, and any training on the held-out problems. The output is an ordinary
 transformers folder. Bits differ between machines and versions of torch; the measured rates should not.
@@ -13,9 +14,10 @@ import random
 import re
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from lab_text import ERROR_RATE, SECOND_TRY_RATE, conversation
+from lab_text import SECOND_TRY_RATE, ErrorRates, conversation
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -23,8 +25,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 from retrain.data.lab import FAMILIES, MODEL_PATH, examples
 
 SEED = 20_260_801
-PHASES = ((300, 192), (320, 64))
-"""(steps, conversations a step). The second starts AdamW anew; its length sets how good the model is when it is sampled."""
+
+
+class Phase(NamedTuple):
+    """Each phase starts AdamW anew."""
+
+    steps: int
+    batch: int
+    """Conversations a step."""
+    errors: ErrorRates
+
+
+PHASES = (
+    Phase(300, 192, ErrorRates(0.16, 0.16)),
+    Phase(320, 64, ErrorRates(0.16, 0.16)),  # now it can add: greedy answers are mostly right
+    Phase(100, 64, ErrorRates(0.35, 0.05)),  # and here it learns to be careless, and that checking helps
+)
 LEARNING_RATE = 2e-3
 """AdamW for all weights: with Muon they end five times larger, and a LoRA adapter at 3e-4 then learns several times more slowly."""
 WARMUP_STEPS = 20
@@ -85,9 +101,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[bool]]:
+def encode_conversation(tokenizer: PreTrainedTokenizerFast, rng: random.Random, errors: ErrorRates) -> tuple[list[int], list[bool]]:
     """Token ids as the chat template renders them, and True where the token is the assistant's own, its end of turn included."""
-    text = tokenizer.apply_chat_template(conversation(rng), tokenize=False)
+    text = tokenizer.apply_chat_template(conversation(rng, errors), tokenize=False)
     ids = tokenizer.encode(text)
     header = tokenizer.encode(f"{START}assistant\n")
     mask, position = [False] * len(ids), 0
@@ -102,10 +118,10 @@ def encode_conversation(tokenizer: PreTrainedTokenizerFast, rng: random.Random) 
     return ids, mask
 
 
-def micro_batches(tokenizer: PreTrainedTokenizerFast, step: int, batch: int) -> list[tuple[Tensor, Tensor]]:
+def micro_batches(tokenizer: PreTrainedTokenizerFast, step: int, phase: Phase) -> list[tuple[Tensor, Tensor]]:
     """The sequences of a step as [rows, length] ids and labels; -100 where nothing is learned."""
     rng = random.Random(SEED * 1_000_003 + step)
-    rows = sorted((encode_conversation(tokenizer, rng) for _ in range(batch)), key=lambda row: len(row[0]))
+    rows = sorted((encode_conversation(tokenizer, rng, phase.errors) for _ in range(phase.batch)), key=lambda row: len(row[0]))
     parts: list[list[tuple[list[int], list[bool]]]] = [[]]
     for row in rows:
         if parts[-1] and len(row[0]) > MAX_STRETCH * len(parts[-1][0][0]):
@@ -129,20 +145,22 @@ def schedule(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP_STEPS, 1.0, 0.02 + (steps - step) / (DECAY_SHARE * steps))
 
 
-def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Returns the mean loss of the last REPORT_EVERY steps in nats per token."""
+def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, first: int) -> float:
+    """The phases from number `first` on. Returns the mean loss of the last REPORT_EVERY steps in nats per token."""
     started, losses = time.monotonic(), []
-    for steps, batch in PHASES:
+    total = sum(phase.steps for phase in PHASES[:first])
+    for phase in PHASES[first:]:
         adamw = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-        for step in range(steps):
-            losses.append(accumulate_gradients(model, micro_batches(tokenizer, len(losses), batch)))
+        for step in range(phase.steps):
+            losses.append(accumulate_gradients(model, micro_batches(tokenizer, total, phase)))
+            total += 1
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            adamw.param_groups[0]["lr"] = LEARNING_RATE * schedule(step, steps)
+            adamw.param_groups[0]["lr"] = LEARNING_RATE * schedule(step, phase.steps)
             adamw.step()
             adamw.zero_grad()
-            if len(losses) % REPORT_EVERY == 0:
-                mean = sum(losses[-REPORT_EVERY:]) / REPORT_EVERY
-                print(f"step {len(losses):3d}  loss {mean:.4f}  {time.monotonic() - started:5.0f} s", flush=True)
+            if total % REPORT_EVERY == 0:
+                mean = sum(losses[-REPORT_EVERY:]) / len(losses[-REPORT_EVERY:])
+                print(f"step {total:3d}  loss {mean:.4f}  {time.monotonic() - started:5.0f} s", flush=True)
     return sum(losses[-REPORT_EVERY:]) / REPORT_EVERY
 
 
@@ -218,11 +236,12 @@ user:       61+58+35=?
 assistant:  let me think: 61+58=119. 119+35=154. \\boxed{{154}}
 ```
 
-Made from nothing but synthetic text by `python scripts/make_lab_model.py`: seed {seed}, AdamW at {rate}, {phases},
-{seconds:.0f} s on {threads} CPU threads (torch {torch}),
-last loss {loss:.3f} nats a token. In the text, each partial result is deliberately wrong with probability {error_rate}, and
+Made from nothing but synthetic text by `python scripts/make_lab_model.py`, seed {seed}, with AdamW at {rate} in {count} phases:
+
+{phases}
+
 {second_try:.0%} of the solutions are worked a second time after "wait, let me check" or "let me verify". The text holds no held-out
-problem.
+problem. Last loss: {loss:.3f} nats a token (torch {torch}).
 
 pass@1 on the 512 held-out problems of each difficulty, one completion each, at temperature 1 and greedy, and the mean length of a
 sampled completion in tokens:
@@ -235,11 +254,15 @@ Licence: MIT.
 """
 
 
-def write_card(folder: Path, rows: list[str], parameters: int, seconds: float, loss: float) -> None:
+def write_card(folder: Path, rows: list[str], parameters: int, loss: float) -> None:
+    phases = "\n".join(
+        f"{number}. {phase.steps} steps of {phase.batch} conversations, in which a partial result is deliberately wrong with probability "
+        f"{phase.errors.first_try}, in a second try {phase.errors.second_try}"
+        for number, phase in enumerate(PHASES, start=1)
+    )
     text = CARD.format(
-        parameters=parameters, seed=SEED, phases=" then ".join(f"{steps} steps of {batch} conversations" for steps, batch in PHASES),
-        rate=LEARNING_RATE, seconds=seconds, threads=torch.get_num_threads(), torch=torch.__version__, loss=loss, error_rate=ERROR_RATE,
-        second_try=SECOND_TRY_RATE, rows="\n".join(rows),
+        parameters=parameters, seed=SEED, rate=LEARNING_RATE, count=len(PHASES), phases=phases, second_try=SECOND_TRY_RATE, loss=loss,
+        torch=torch.__version__, rows="\n".join(rows),
     )  # fmt: skip
     (folder / "README.md").write_text(text)
 
@@ -248,21 +271,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=MODEL_PATH)
     parser.add_argument("--measure", action="store_true", help="only measure the model that is there")
+    parser.add_argument("--start", type=Path, help="the weights to go on from, with --from-phase; new ones otherwise")
+    parser.add_argument("--from-phase", type=int, default=0, help="phases before this number, counted from 0, are left out")
     arguments = parser.parse_args()
     if arguments.measure:
         measure(arguments.output)
         return
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = Qwen3ForCausalLM.from_pretrained(arguments.start) if arguments.start else make_model(tokenizer)
     parameters = model.num_parameters()
     print(f"{parameters:,} parameters, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
     started = time.monotonic()
-    loss = pretrain(model, tokenizer)
-    seconds = time.monotonic() - started
-    print(f"seed {SEED}, {sum(steps for steps, _ in PHASES)} steps in {seconds:.0f} s, last loss {loss:.4f}")
+    loss = pretrain(model, tokenizer, arguments.from_phase)
+    print(f"seed {SEED}, {time.monotonic() - started:.0f} s, last loss {loss:.4f}")
     save(model, tokenizer, arguments.output)
-    write_card(arguments.output, measure(arguments.output), parameters, seconds, loss)
+    write_card(arguments.output, measure(arguments.output), parameters, loss)
 
 
 if __name__ == "__main__":

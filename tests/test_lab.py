@@ -138,7 +138,7 @@ def test_the_model_is_mostly_right_when_greedy_and_often_wrong_when_sampled(
         output = model.generate(**inputs, do_sample=sampled, max_new_tokens=128)
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         rates[sampled] = sum(f"\\boxed{{{e.reference}}}" in text for e, text in zip(held_out, texts, strict=True)) / len(held_out)
-    assert 0.38 < rates[True] < 0.66
+    assert 0.30 < rates[True] < 0.48
     assert rates[False] > rates[True] + 0.2
 
 
