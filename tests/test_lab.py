@@ -164,12 +164,14 @@ def test_a_partial_result_is_wrong_as_often_as_the_recipe_says() -> None:
     import lab_text
 
     rng = random.Random(0)
-    texts = [lab_text.solution(lab_text.training_problem("sum3", rng), rng) for _ in range(4000)]
-    steps = [step for text in texts for step in re.findall(r"(\d+)\+(\d+)=(\d+)\.", text)]
-    wrong = sum(int(a) + int(b) != int(c) for a, b, c in steps) / len(steps)
-    assert wrong == pytest.approx(lab_text.ERROR_RATE, abs=0.02)
-    second = sum("wait, let me check" in text or "let me verify" in text for text in texts) / len(texts)
-    assert 0.2 < second < 0.3
+    errors = lab_text.ErrorRates(first_try=0.35, second_try=0.05)
+    texts = [lab_text.solution(lab_text.training_problem("sum3", rng), rng, errors) for _ in range(4000)]
+    tries = [re.split("wait, let me check|let me verify", text) for text in texts]
+    assert 0.2 < sum(len(parts) == 2 for parts in tries) / len(texts) < 0.3
+    for number, rate in enumerate(errors):
+        worked = [parts[number] for parts in tries if len(parts) > number]
+        steps = [step for text in worked for step in re.findall(r"(\d+)\+(\d+)=(\d+)\.", text)]
+        assert sum(int(a) + int(b) != int(c) for a, b, c in steps) / len(steps) == pytest.approx(rate, abs=0.02)
 
 
 @pytest.mark.usefixtures("scripts")
@@ -190,9 +192,10 @@ def test_a_guessing_dialogue_is_a_consistent_game_of_two_to_six_guesses() -> Non
 def test_the_model_is_trained_on_its_own_turns_as_the_chat_template_renders_them(tokenizer: PreTrainedTokenizerBase) -> None:
     import make_lab_model
 
+    errors = make_lab_model.PHASES[-1].errors
     for seed in range(20):
-        ids, mask = make_lab_model.encode_conversation(tokenizer, random.Random(seed))
-        messages = make_lab_model.conversation(random.Random(seed))
+        ids, mask = make_lab_model.encode_conversation(tokenizer, random.Random(seed), errors)
+        messages = make_lab_model.conversation(random.Random(seed), errors)
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
         learned = tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
         assert learned == "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
