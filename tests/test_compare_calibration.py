@@ -43,13 +43,15 @@ def test_fisher_on_pooled_completions_is_wrong_far_more_often() -> None:
 
 
 def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None:
-    """True differences exactly at the margin."""
+    """True differences at the margin, of campaigns that are too small to tell them from 0; then true differences of 0."""
     rng = np.random.default_rng(2)
-    trials, rules = 800, Rules(margin=1.0)
-    wrong = sum(conclude([list(rng.normal(1.0, 0.4, SEEDS))], rules)[0].verdict is Verdict.EQUIVALENT for _ in range(trials))
-    assert at_most(wrong, trials, RULES.alpha)
-    right = sum(conclude([list(rng.normal(0.0, 0.4, SEEDS))], rules)[0].verdict is Verdict.EQUIVALENT for _ in range(trials))
-    assert right > 0.9 * trials
+    rules = Rules(margin=1.0)
+    at_margin = [conclude([list(rng.normal(1.0, 0.4, 3))], rules)[0].verdict for _ in range(2000)]
+    wrong = at_margin.count(Verdict.EQUIVALENT)
+    assert set(at_margin) == {Verdict.EQUIVALENT, Verdict.INCONCLUSIVE}
+    assert at_most(wrong, 2000, RULES.alpha) and not at_most(wrong, 2000, 0.5 * RULES.alpha)
+    at_zero = [conclude([list(rng.normal(0.0, 0.4, SEEDS))], rules)[0].verdict for _ in range(400)]
+    assert at_zero.count(Verdict.EQUIVALENT) > 0.9 * len(at_zero)
 
 
 def test_real_effects_are_found_as_often_as_the_power_predicts() -> None:
