@@ -138,5 +138,12 @@ def test_untrained_weights_are_no_final_evaluation(tmp_path: Path) -> None:
     assert run.final_evaluation is None
 
 
+def test_a_summary_that_is_not_done_is_no_result(tmp_path: Path) -> None:
+    run = StoredRun(write_run(tmp_path / "run", 1))
+    assert run.unfinished == ""
+    run.folder.summary.write_text(run.folder.summary.read_text().replace('"done"', '"interrupted"'))
+    assert StoredRun(run.path).unfinished == "was interrupted after 2 steps"
+
+
 def test_the_engines_said_to_share_noise_declare_it() -> None:
     assert {"pytorch"} == COUNTER_NOISE_ENGINES and TorchEngine.capabilities.noise == "counter"
