@@ -25,6 +25,7 @@ Say = Callable[[str], None]
 _EVALUATION_ORDER_SEED = 0
 """Sources are sorted by subject, so the problems are taken in a shuffled order, which is no run's own."""
 
+
 @dataclass(frozen=True)
 class Parts:
     """Everything that a step calls."""

@@ -104,7 +104,7 @@ def test_the_reference_shows_every_flag_and_one_section(capsys: pytest.CaptureFi
 
 
 def test_a_reader_that_goes_away_gets_no_traceback() -> None:
-    command = f"{sys.executable} -c 'from retrain.cli.main import main; raise SystemExit(main([\"help\", \"config\"]))' | true"
+    command = f'{sys.executable} -c \'from retrain.cli.main import main; raise SystemExit(main(["help", "config"]))\' | true'
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert result.stderr == ""
 
