@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 
 from retrain.errors import Interrupted
@@ -38,8 +39,13 @@ class Interrupts:
         self._save = True
 
     @property
-    def stopping(self) -> bool:
-        return self._stop is not None
+    def stopped_by(self) -> int | None:
+        """The number of the signal that asked for a stop."""
+        return self._stop
+
+    def adopt(self, signals: Sequence[int | None]) -> None:
+        """Stop for a signal that another process of the run got."""
+        self._stop = next((number for number in signals if number is not None), None)
 
     def check(self) -> None:
         """Raise Interrupted if a stop was asked for."""

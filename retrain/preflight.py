@@ -14,7 +14,7 @@ def refuse_not_built(config: TrainConfig) -> None:
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """One sentence a line."""
-    notes = (maximal_lambda_note(config), _loss_note(config), _dropout_note(config))
+    notes = (maximal_lambda_note(config), _loss_note(config), _dropout_note(config), _split_note(config))
     return [*_origin_lines(config), *unused_keys(config), *filter(None, notes)]
 
 
@@ -33,6 +33,23 @@ def _loss_note(config: TrainConfig) -> str:
     return (
         f'[loss] mode = "{loss.mode}" with one update a batch: the ratio is 1 up to the mismatch of sampler and learner, so every mode '
         "gives the same gradient; the clip matters from [training] updates_per_batch or minibatches = 2 on."
+    )
+
+
+def _split_note(config: TrainConfig) -> str:
+    """Two devices: what makes up for sampling by older weights."""
+    if len(config.backend.device_list) < 2:
+        return ""
+    loss = config.loss
+    if loss.old_logprobs == "sampler":
+        correction = f'the ratio of [loss] mode = "{loss.mode}" is against the log-probs of the weights that sampled'
+    elif loss.correction != "none":
+        correction = f'[loss] correction = "{loss.correction}" weights the tokens by learner over sampler'
+    else:
+        correction = 'nothing corrects it with old_logprobs = "recomputed"; set [loss] correction = "tis" or "icepop"'
+    return (
+        f"Split mode: steps that follow neither a checkpoint nor an evaluation are sampled by weights one step old; {correction}, "
+        "and ratio_mean, ess and mismatch_k1 show how far the two are apart."
     )
 
 

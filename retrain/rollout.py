@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from retrain.data import Prompt
 from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
+from retrain.parallel import ALONE, World
 from retrain.rewards import Scorer, ScoreRequest
 from retrain.types import Completion, Group, Int32Array, Score
 
@@ -49,13 +50,16 @@ class Rollout:
 
 
 class Sampler:
-    """Draws scored groups from an engine."""
+    """Draws scored groups from an engine; in a parallel run each process draws its share, and all of them get all groups."""
 
-    def __init__(self, engine: InferenceEngine, scorer: Scorer, text: Callable[[Int32Array], str], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: InferenceEngine, scorer: Scorer, text: Callable[[Int32Array], str], clock: Callable[[], float], world: World = ALONE
+    ) -> None:
         self.engine = engine
         self.scorer = scorer
         self.text = text
         self.clock = clock
+        self.world = world
 
     def draw(self, prompts: Sequence[Prompt], step: int, plan: SamplingPlan, watcher: Watcher) -> Rollout:
         """One group a prompt. A redraw keeps the prompt and lets the sample index run on, so a step's prompts never change."""
@@ -63,7 +67,7 @@ class Sampler:
         pending = dict(enumerate(prompts))
         drawn: dict[int, Group] = {}
         for attempt in range(plan.redraws + 1):
-            fresh = self._draw_once(pending, step, plan, attempt * plan.group_size, watcher, rollout)
+            fresh = self._draw_shared(pending, step, plan, attempt * plan.group_size, watcher, rollout)
             drawn.update(fresh)
             pending = {slot: prompts[slot] for slot, group in fresh.items() if _is_uniform(group)}
             if not pending:
@@ -71,6 +75,16 @@ class Sampler:
             rollout.redrawn += len(pending) if attempt < plan.redraws else 0
         rollout.groups = [drawn[slot] for slot in range(len(prompts))]
         return rollout
+
+    def _draw_shared(
+        self, prompts: dict[int, Prompt], step: int, plan: SamplingPlan, first_sample: int, watcher: Watcher, rollout: Rollout
+    ) -> dict[int, Group]:
+        own = {slot: prompts[slot] for slot in self.world.share(list(prompts))}
+        before = rollout.tokens
+        groups = self._draw_once(own, step, plan, first_sample, watcher, rollout)
+        everyone = self.world.gather((groups, rollout.tokens - before))
+        rollout.tokens = before + sum(tokens for _, tokens in everyone)
+        return {slot: group for part, _ in everyone for slot, group in part.items()}
 
     def _draw_once(
         self, prompts: dict[int, Prompt], step: int, plan: SamplingPlan, first_sample: int, watcher: Watcher, rollout: Rollout

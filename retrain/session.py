@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 
@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.advantages.pipeline import Credit
+from retrain.ahead import Ahead
 from retrain.checkpoint import replace_file
 from retrain.config import TrainConfig
-from retrain.errors import EnvironmentFailure, RunFailed
+from retrain.errors import EnvironmentFailure, RetrainError, RunFailed
 from retrain.evaluation import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.metrics import (
@@ -26,6 +27,7 @@ from retrain.metrics import (
     token_table,
 )
 from retrain.opening import Opening, open_run
+from retrain.parallel import ALONE, World, joined
 from retrain.preflight import preflight_lines, refuse_not_built
 from retrain.rollout import Rollout, Watcher
 from retrain.sepa import SEPAController
@@ -41,7 +43,7 @@ _CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and two AdamW moments
 class Session:
     """One process's share of a run: between steps, `state` and the backend are all that changes."""
 
-    def __init__(self, opening: Opening, tracker: Tracker, interrupts: Interrupts, parts: Parts) -> None:
+    def __init__(self, opening: Opening, tracker: Tracker, interrupts: Interrupts, parts: Parts, world: World = ALONE) -> None:
         self.config = opening.config
         self.folder = opening.folder
         self.store = opening.store
@@ -49,9 +51,11 @@ class Session:
         self.tracker = tracker
         self.interrupts = interrupts
         self.parts = parts
+        self.world = world
         self.sepa = SEPAController(self.config.sepa)
         self.plan = training_plan(self.config)
         self.clock = StepClock()
+        self.ahead = Ahead(interrupts.check) if parts.backend.capabilities.samples_ahead else None
         self._record: StepRecord | None = None
         self._evaluations: list[Evaluation] = []
         self._saved_at = -1
@@ -62,24 +66,20 @@ class Session:
     def open(cls, config: TrainConfig, *, overwrite: bool, quiet: bool) -> Iterator["Session"]:
         """Everything loaded, restored and checked, so that the next thing to do is a step. Closes what it opened."""
         refuse_not_built(config)
-        with open_run(config, overwrite=overwrite) as opening, Interrupts() as interrupts:
-            tracker = build_tracker(
-                opening.config,
-                opening.folder,
-                condition=config.condition_label,
-                quiet=quiet,
-                resumed=opening.state.tracking,
-                first_step=opening.state.step,
-            )
+        with joined() as world, _opened(config, overwrite, world) as opening, Interrupts() as interrupts:
+            tracker = _tracker(opening, quiet) if world.leader else Tracker()
             try:
                 for line in (*preflight_lines(opening.config), *opening.notes):
                     tracker.message(line)
-                parts = load_parts(opening.config, opening.state.choices, tracker.message)
+                if world.size > 1:
+                    tracker.message(f"{world.size} processes share this run: each samples its prompts and learns its rows, as one would.")
+                parts = load_parts(opening.config, opening.state.choices, tracker.message, world)
                 try:
-                    session = cls(opening, tracker, interrupts, parts)
+                    session = cls(opening, tracker, interrupts, parts, world)
                     session._restore(opening)
                     session._pass_gate()
-                    yield session
+                    with closing(session.ahead) if session.ahead else nullcontext():
+                        yield session
                 finally:
                     parts.close()
             finally:
@@ -94,8 +94,9 @@ class Session:
                 self.tracker.message(note)
             self.parts.guard.load_state_dict(self.state.rewards)
             self._saved_at = opening.checkpoint.step
-            self._evaluations = list(_stored_evaluations(self.folder.evaluation, self.config.evaluation.k))
-            self._record = _last_record(self.folder.metrics)
+            if self.world.leader:
+                self._evaluations = list(_stored_evaluations(self.folder.evaluation, self.config.evaluation.k))
+                self._record = _last_record(self.folder.metrics)
         if self.state.choices not in (None, backend.choices):
             self.tracker.message("The choices from the machine differ from the stored ones: from here on this run is not byte-exact.")
         self.state.choices = backend.choices
@@ -103,6 +104,8 @@ class Session:
 
     def _pass_gate(self) -> None:
         result = run_parity_gate(self.config, self.parts)
+        if not self.world.leader:
+            return
         self.tracker.message(result.line())
         environment = json.loads(self.folder.environment.read_text(encoding="utf-8"))
         environment |= {"parity_gate": result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
@@ -115,24 +118,47 @@ class Session:
         return self.parts.prompts.batch(self.state.cursor, self.state.batch_size, self.state.seed)
 
     def watch(self, label: str, completions: int) -> Watcher:
-        """Shows progress, and stops between two completions when a signal asks for it."""
+        """Shows progress, and stops between two completions when a signal asks for it; of several processes none stops alone."""
         done = 0
+        completions = -(-completions // self.world.size)
 
         def count(_: object) -> None:
             nonlocal done
             done += 1
             self.tracker.progress(label, done, completions)
 
-        return Watcher(check=self.interrupts.check, completion=count)
+        return Watcher(check=self.interrupts.check if self.world.size == 1 else _never, completion=count)
 
-    def sample(self, prompts: Sequence[Prompt]) -> Rollout:
-        watcher = self.watch(f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size)
-        rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
+    def stop_if_asked(self) -> None:
+        """Raises Interrupted in every process, if one of them got the signal."""
+        self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
+        self.interrupts.check()
+
+    def sample(self) -> Rollout:
+        """The scored groups of this step, drawn now unless they were drawn ahead."""
+        rollout = self.ahead.take() if self.ahead else None
+        if rollout is None:
+            prompts = self.next_prompts()
+            self.parts.backend.publish()
+            watcher = self.watch(f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size)
+            rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
         for group in rollout.groups:
             judged = group.judged()
             correct = sum(reward > self.config.reward.correct_threshold for reward in judged.rewards)
             self.tracker.group(correct, len(judged), group.prompt.example.reference)
         return rollout
+
+    def sample_ahead(self, drawn: int) -> None:
+        """Split mode: let the next step be sampled while this one is learned; `drawn` prompts were this step's.
+
+        Not across a checkpoint or an evaluation: a resumed run and an undisturbed one sample by the same weights then.
+        """
+        step = self.state.step + 1
+        if self.ahead is None or self._save_due(step) or self._evaluation_due(step):
+            return
+        self.parts.backend.publish()
+        prompts = self.parts.prompts.batch(self.state.cursor + drawn, self.state.batch_size, self.state.seed)
+        self.ahead.start(lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher))
 
     def observe(self, rollout: Rollout, credit: Credit, rows: Sequence[Row], result: StepResult, sepa_lambda: float) -> None:
         """Write the step down and move the state past it."""
@@ -141,7 +167,7 @@ class Session:
         state.correct += rewards.correct
         state.judged += rewards.judged
         state.tokens += rollout.tokens
-        state.seconds += self.clock.total
+        state.seconds += self.world.from_leader(self.clock.total)
         uses_sepa = self.parts.credit.uses_sepa_controller
         self.sepa.observe(rewards.correct_rate, step)
         self.sepa.update_auto(credit.exec_uncertainty)
@@ -205,31 +231,37 @@ class Session:
 
     def evaluate_if_due(self) -> None:
         """Held-out evaluation of the current weights; once a step count, also over a resume."""
-        evaluation, step = self.config.evaluation, self.state.step
-        due = (
-            (evaluation.at_start and step == 0)
-            or (evaluation.every > 0 and step > 0 and step % evaluation.every == 0)
-            or (evaluation.at_end and step == self.config.training.max_steps)
-        )
-        if not due or self.parts.evaluator is None or self.state.last_evaluation == step:
+        evaluation, evaluator, step = self.config.evaluation, self.parts.evaluator, self.state.step
+        if evaluator is None or not self._evaluation_due(step) or self.state.last_evaluation == step:
             return
-        evaluator = self.parts.evaluator
+        self.parts.backend.publish()
         result = evaluator.run(step, self.watch(f"Evaluation at step {step}", len(evaluator.prompts) * evaluation.samples))
         self.tracker.evaluation(result)
         self._evaluations.append(result)
         self.state.last_evaluation = step
-        self.state.seconds += result.seconds
+        self.state.seconds += self.world.from_leader(result.seconds)
+
+    def _evaluation_due(self, step: int) -> bool:
+        evaluation = self.config.evaluation
+        return (
+            (evaluation.at_start and step == 0)
+            or (evaluation.every > 0 and step > 0 and step % evaluation.every == 0)
+            or (evaluation.at_end and step == self.config.training.max_steps)
+        )
+
+    def _save_due(self, step: int) -> bool:
+        return step > 0 and (step % self.config.training.save_every == 0 or step >= self.config.training.max_steps or self._out_of_time)
 
     def save_if_due(self) -> None:
-        step = self.state.step
-        due = step > 0 and (step % self.config.training.save_every == 0 or self.finished)
-        if due or self.interrupts.take_save_request() or self._failed_saves:
+        if self._save_due(self.state.step) or self.interrupts.take_save_request() or self._failed_saves:
             self.save_now()
 
     def save_now(self) -> None:
         """Checkpoint the state between two steps. A failure keeps the checkpoint before and is tried again after the next step."""
-        if self._saved_at == self.state.step:
+        if self._saved_at == self.state.step or not self.world.leader:
             return
+        if self.ahead:
+            self.ahead.drop()
         self.state.sepa = self.sepa.state_dict()
         self.state.rewards = self.parts.guard.state_dict()
         self.state.tracking = self.tracker.state()
@@ -252,7 +284,8 @@ class Session:
 
     def finish(self) -> RunSummary:
         """The last adapter, the summary, and the last lines on the screen."""
-        self.store.save_final(self.state, self.parts.backend.save_adapter)
+        if self.world.leader:
+            self.store.save_final(self.state, self.parts.backend.save_adapter)
         if self._out_of_time and self.state.step < self.config.training.max_steps:
             self.tracker.message(
                 f"[training] max_hours = {self.config.training.max_hours:g} is over after {self.state.step} of "
@@ -277,6 +310,40 @@ class Session:
             last=self._record,
             adapter=str(final.relative_to(self.folder.path) if inside else final),
         )
+
+
+@contextmanager
+def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[Opening]:
+    """The leader opens the folder and holds its lock; the others are told what it found."""
+    if not world.leader:
+        found: Opening | RetrainError | None = world.from_leader(None)
+        if isinstance(found, RetrainError):
+            raise SystemExit(found.exit_code)  # the leader has the sentence
+        assert found is not None
+        yield found
+        return
+    with ExitStack() as stack:
+        try:
+            opening = stack.enter_context(open_run(config, overwrite=overwrite))
+        except RetrainError as error:
+            world.from_leader(error)
+            raise
+        yield world.from_leader(opening)
+
+
+def _tracker(opening: Opening, quiet: bool) -> Tracker:
+    return build_tracker(
+        opening.config,
+        opening.folder,
+        condition=opening.config.condition_label,
+        quiet=quiet,
+        resumed=opening.state.tracking,
+        first_step=opening.state.step,
+    )
+
+
+def _never() -> None:
+    """Processes that would wait for each other do not stop one by one."""
 
 
 def usable_groups(rollout: Rollout) -> list[Group]:

@@ -14,6 +14,7 @@ from retrain.data import PromptSet, contamination_note, encode_prompts, load_exa
 from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluator
 from retrain.noise import Stream
+from retrain.parallel import ALONE, World
 from retrain.parity import GateInputs, GateResult, parity_gate
 from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.rollout import Sampler, SamplingPlan
@@ -44,7 +45,7 @@ class Parts:
         self.backend.close()
 
 
-def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say) -> Parts:
+def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, world: World = ALONE) -> Parts:
     """Tokenizer, data, model, rewards, credit; cheap parts first, so that a mistake shows before a model is loaded."""
     text = load_text(config, say)
     credit = CreditPipeline(config, text.vocabulary.pieces)
@@ -55,12 +56,12 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say) ->
     with ExitStack() as undo:
         scorer = build_scorer(config)  # its workers start while the model loads
         undo.callback(scorer.close)
-        backend = build_backend(config, text.eos_ids, choices, say)
+        backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
         if problems := per_token_refusals(config, backend.capabilities.per_token_advantages):
             raise ConfigurationError(problems)
         undo.pop_all()
-    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic)
+    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic, world)
     evaluator = Evaluator(sampler, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
     guard = FailureGuard(config.reward.max_failure_rate)
     return Parts(text, prompts, backend, scorer, guard, sampler, credit, evaluator)

@@ -53,12 +53,13 @@ def take_step(session: Session) -> None:
     """One batch of prompts, one step of learning. Interrupted before the learning, it has changed nothing."""
     step, parts, clock = session.state.step, session.parts, session.clock
     clock.start()
-    rollout = session.sample(session.next_prompts())
+    rollout = session.sample()
     clock.mark("credit")
     sepa_lambda = session.sepa.resolve(step)
     credit = parts.credit.assign(usable_groups(rollout), step, sepa_lambda)
     rows = credit.rows()
-    session.interrupts.check()
+    session.stop_if_asked()
+    session.sample_ahead(len(rollout.groups))
     clock.mark("learn")
     result = parts.backend.train(rows, step)
     clock.stop()

@@ -335,11 +335,12 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
     from retrain.backends.local.devices import choose_device
     from retrain.config import TrainConfig
     from retrain.errors import ConfigurationError, EnvironmentFailure
+    from retrain.parallel import World
 
     with pytest.raises(EnvironmentFailure, match="gpu:7"):
         choose_device(config_for(backend={"devices": "gpu:7"}))
-    with pytest.raises(ConfigurationError, match="split mode"):
-        choose_device(config_for(backend={"devices": "gpu:0,gpu:1"}))
+    with pytest.raises(ConfigurationError, match="torchrun"):
+        choose_device(config_for(backend={"devices": "gpu:0,gpu:1"}), World(rank=0, size=2))
     if not torch.cuda.is_available():
         device, note = choose_device(TrainConfig())
         assert device.type == "cpu" and "cpu" in note

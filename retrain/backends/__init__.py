@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from retrain.backends.base import Backend, BackendCapabilities
 from retrain.errors import ConfigurationError
+from retrain.parallel import ALONE, World
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -13,10 +14,16 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "BackendCapabilities", "build_backend"]
 
 
-def build_backend(config: "TrainConfig", eos_ids: Sequence[int], choices: MachineChoices | None, say: Callable[[str], None]) -> Backend:
+def build_backend(
+    config: "TrainConfig", eos_ids: Sequence[int], choices: MachineChoices | None, say: Callable[[str], None], world: World = ALONE
+) -> Backend:
     """`choices` are the stored ones of a resumed run, None at its first start."""
     if config.backend.backend == "local":
-        return _local(config, eos_ids, choices, say)
+        return _local(config, eos_ids, choices, say, world)
+    if world.size > 1:
+        raise ConfigurationError(
+            f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local" learns in several processes.'
+        )
     from retrain.plugins import load_plugin
 
     make = load_plugin("backend", config.backend.backend, config)
@@ -29,15 +36,17 @@ def build_backend(config: "TrainConfig", eos_ids: Sequence[int], choices: Machin
     return backend
 
 
-def _local(config: "TrainConfig", eos_ids: Sequence[int], choices: MachineChoices | None, say: Callable[[str], None]) -> Backend:
+def _local(
+    config: "TrainConfig", eos_ids: Sequence[int], choices: MachineChoices | None, say: Callable[[str], None], world: World
+) -> Backend:
     from retrain.backends.local.backend import LocalBackend
     from retrain.backends.local.devices import choose_device
 
-    device, note = choose_device(config)
+    device, note, sampler = choose_device(config, world)
     if note:
         say(note)
     say(f"Loading train model: {config.model.model} on {device}...")
-    backend = LocalBackend(config, choices, eos_ids=eos_ids)
+    backend = LocalBackend(config, choices, eos_ids=eos_ids, world=world)
     say(backend.trainable_parameters_line())
-    say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode=False).")
+    say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={sampler is not None}).")
     return backend

@@ -17,6 +17,8 @@ class BackendCapabilities:
     """False: the reported loss is a placeholder."""
     exact_resume: bool
     """N steps equal k steps + resume + N - k steps, byte for byte."""
+    samples_ahead: bool = False
+    """The engine holds weights of its own, so that it can sample while the learner changes its own."""
 
 
 class Backend(ABC):
@@ -50,6 +52,9 @@ class Backend(ABC):
 
         A non-finite loss, gradient or log-prob never changes the weights: that update is skipped and counted.
         """
+
+    def publish(self) -> None:  # noqa: B027
+        """Let the engine sample from the learner's weights of this moment; nothing to do where they share them."""
 
     @abstractmethod
     def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:

@@ -251,7 +251,6 @@ def not_built(config: TrainConfig) -> list[str]:
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("backend.backend", lambda c: c.backend.backend in ("tinker", "prime_rl"), 'use backend = "local"'),
-    NotBuilt("backend.devices", lambda c: len(c.backend.device_list) == 2, "split mode is to come, so name one device"),
     NotBuilt(
         "inference.engine",
         lambda c: c.backend.backend == "local" and c.inference.engine != "pytorch",

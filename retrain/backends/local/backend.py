@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,9 +14,10 @@ from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.devices import choose_device
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.machine import choose
-from retrain.backends.local.model import load_base_model
+from retrain.backends.local.model import BaseModel, load_base_model
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.base import InferenceEngine
+from retrain.parallel import ALONE, World
 from retrain.tokenization import eos_token_ids, load_tokenizer, resolve_model
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
@@ -33,37 +35,54 @@ class LocalBackend(Backend):
 
     capabilities = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
 
-    def __init__(self, config: "TrainConfig", choices: MachineChoices | None = None, *, eos_ids: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        config: "TrainConfig",
+        choices: MachineChoices | None = None,
+        *,
+        eos_ids: Sequence[int] | None = None,
+        world: World = ALONE,
+    ) -> None:
         """`eos_ids`: the tokens that end a completion, where the caller has them already; else the tokenizer is loaded for them."""
         self.config = config
-        device, note = choose_device(config)
+        device, note, sampler_device = choose_device(config, world)
         self.notes: tuple[str, ...] = (note,) if note else ()
         """Lines that the user should see at the start."""
         if choices is not None:
             torch.set_num_threads(choices.threads)
         self._base = load_base_model(config, resolve_model(config.model.model), device)
         self._adapter = Adapter(self._base, config)
-        self._choices = choices or choose(config, self._base)
+        self._choices = choices or world.from_leader(choose(config, self._base))
         self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter)
         aggregation = cast("Aggregation", effective_aggregation(config))
-        self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused)
-        self.engine = self._build_engine(eos_ids)
+        self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world)
+        self._sampler_adapter: Adapter | None = None
+        if sampler_device is None:
+            self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
+        else:
+            copy = load_base_model(config, resolve_model(config.model.model), sampler_device)
+            self._sampler_adapter = Adapter(copy, config)
+            fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
+            self.engine = self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
+            self.capabilities = replace(self.capabilities, samples_ahead=True)
 
-    def _build_engine(self, eos_ids: Sequence[int] | None) -> InferenceEngine:
+    def _build_engine(
+        self, eos_ids: Sequence[int] | None, base: BaseModel, adapter: Adapter, fused: FusedDecoder | None
+    ) -> InferenceEngine:
         from retrain.inference_engine.torch_engine import TorchEngine
 
         inference = self.config.inference
         return TorchEngine(
-            self._adapter.peft_model,
+            adapter.peft_model,
             eos_ids or self._eos_ids(),
-            self._base.device,
+            base.device,
             decode_rows=self._choices.decode_rows,
             decode_tokens=self._choices.decode_tokens,
             attention_kernel=inference.attention_kernel,
             dtype=inference.dtype,
             kv_cache_dtype=inference.kv_cache_dtype,
             prefix_caching=inference.prefix_caching,
-            fused=self._fused,
+            fused=fused,
         )
 
     def _eos_ids(self) -> tuple[int, ...]:
@@ -95,6 +114,13 @@ class LocalBackend(Backend):
         """peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 || trainable%: 1.0616"."""
         return self._adapter.trainable_line()
 
+    def publish(self) -> None:
+        if self._sampler_adapter is None:
+            return
+        with torch.no_grad():
+            for own, learned in zip(self._sampler_adapter.parameters.values(), self._adapter.parameters.values(), strict=True):
+                own.copy_(learned)
+
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
@@ -117,6 +143,7 @@ class LocalBackend(Backend):
     def load(self, folder: Path) -> None:
         self._adapter.load(folder)
         self._learner.optimizer.load(folder)
+        self.publish()
 
     def close(self) -> None:
         self.engine.close()

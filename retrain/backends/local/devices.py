@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.parallel import ALONE, World
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -12,20 +13,30 @@ if TYPE_CHECKING:
 
 class DeviceChoice(NamedTuple):
     device: torch.device
+    """Of the learner, and of the sampler where it has none of its own."""
     note: str
     """One line to print where the default device is absent; empty otherwise."""
+    sampler: torch.device | None = None
+    """Split mode: a device of the sampler's own."""
 
 
-def choose_device(config: "TrainConfig") -> DeviceChoice:
-    """The device of `[backend] devices`. The unset default falls back to cpu; a named device that is absent is refused."""
+def choose_device(config: "TrainConfig", world: World = ALONE) -> DeviceChoice:
+    """The devices of `[backend] devices`: one, or in split mode the sampler's and then the learner's.
+
+    The unset default falls back to cpu; a named device that is absent is refused.
+    In a parallel run each process of a computer takes the GPU of its own number.
+    """
     names = config.backend.device_list
-    if len(names) > 1:
+    if len(names) > 1 and world.size > 1:
         raise ConfigurationError(
-            f'[backend] devices = "{config.backend.devices}": split mode over two devices is not built yet; name one, such as "gpu:0".'
+            f'[backend] devices = "{config.backend.devices}" under torchrun: each process takes one GPU, so leave the key out.'
         )
-    device = torch.device(names[0])
-    if is_present(device):
-        return DeviceChoice(device, "")
+    device = torch.device(names[-1])
+    if world.size > 1 and device.type == "cuda":
+        device = torch.device("cuda", world.local_rank)
+    sampler = torch.device(names[0]) if len(names) > 1 else None
+    if is_present(device) and (sampler is None or is_present(sampler)):
+        return DeviceChoice(device, "", sampler)
     if config.is_set("backend.devices"):
         raise EnvironmentFailure(
             f'[backend] devices = "{config.backend.devices}": this machine has no such device ({present_devices()}); name one of these, '

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.logprobs import TokenScores, score_tokens
 from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings, policy_loss, sequence_weights
-from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, minibatch_split, pack, pad, split_rows
+from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, minibatch_split, pack, pad, share_rows, split_rows
 from retrain.backends.local.model import BaseModel
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.rows import check_rows
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
+from retrain.parallel import ALONE, World
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
@@ -73,10 +74,15 @@ class Learner:
         choices: MachineChoices,
         aggregation: Aggregation,
         fused: FusedDecoder | None = None,
+        world: World = ALONE,
     ) -> None:
-        """`fused` stands in for the model's own forward wherever no dropout acts."""
+        """`fused` stands in for the model's own forward wherever no dropout acts.
+
+        In a parallel `world` every process is given all rows, computes its share, and ends with the whole result.
+        """
         self.base, self.adapter, self.choices = base, adapter, choices
         self._fused = fused
+        self.world = world
         self.optimizer = AdapterOptimizer(adapter.parameters, config)
         self.settings = LossSettings.from_config(config, aggregation)
         self.temperature = config.training.temperature
@@ -98,13 +104,16 @@ class Learner:
         ]
         ratios = _Ratios()
         batch = self._with_old_logprobs(batch, ratios, sampler_is_raw)
+        recomputed = bool(ratios.differences)
         if self.settings.kl_coef:
             references = self.score(batch, reference=True)
             batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
         updates: list[_Update] = []
         for turn in range(self._passes if batch else 0):
             for part in minibatch_split(batch, self._minibatches, self.seed, step, turn):
-                updates.append(self._update(part, step, None if ratios.differences else ratios))
+                updates.append(self._update(part, step, None if recomputed or updates else ratios))
+        if not recomputed:
+            ratios.differences = [part for parts in self.world.gather(ratios.differences) for part in parts]
         return ratios.into(_summary(updates))
 
     def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
@@ -120,8 +129,10 @@ class Learner:
         with torch.no_grad(), self._attention(), ExitStack() as stack:
             if reference:
                 stack.enter_context(self.adapter.disabled())
-            for micro in self._micro_batches(rows, share=True):
+            for micro in self._micro_batches(share_rows(rows, self.world), share=True):
                 found.update(_by_row(micro, self._forward(micro).logprobs))
+        for part in self.world.gather(found):
+            found |= part
         return [found[row.number] for row in rows]
 
     # -- one update -------------------------------------------------------------------------------------------------
@@ -146,22 +157,23 @@ class Learner:
         weights = sequence_weights([row.row.num_actions for row in rows], self.settings.aggregation, self.settings.max_tokens)
         weight_of = {row.number: weight for row, weight in zip(rows, weights, strict=True)}
         loss = torch.zeros((), device=self.base.device)
-        finite = torch.ones((), dtype=torch.bool, device=self.base.device)
-        for micro in self._micro_batches(rows, share=not self.adapter.drops):
+        infinite = torch.zeros((), device=self.base.device)
+        for micro in self._micro_batches(share_rows(rows, self.world), share=not self.adapter.drops):
             part_loss, logprobs = self._backward(micro, [weight_of[row.number] for row in micro.rows], step)
             loss += part_loss
-            finite &= torch.isfinite(logprobs).all()
+            infinite += torch.isfinite(logprobs).logical_not().sum()
             if ratios is not None:
                 for row, new in zip(micro.rows, _by_row(micro, logprobs).values(), strict=True):
                     ratios.add(new, row.sampler)
+        self.world.sum([*self.optimizer.gradients(), loss, infinite])
         norm = self.optimizer.gradient_norm()
-        update = _Update(loss.item(), norm.item(), self._nonfinite(finite, loss, norm))
+        update = _Update(loss.item(), norm.item(), self._nonfinite(infinite, loss, norm))
         if not update.nonfinite:
             self.optimizer.step(step, norm)
         return update
 
-    def _nonfinite(self, logprobs_finite: Tensor, loss: Tensor, norm: Tensor) -> str:
-        if not logprobs_finite:
+    def _nonfinite(self, infinite_logprobs: Tensor, loss: Tensor, norm: Tensor) -> str:
+        if infinite_logprobs:
             return "log-probs"
         if not torch.isfinite(loss):
             return "loss"

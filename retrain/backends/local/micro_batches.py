@@ -15,6 +15,7 @@ from retrain.backends.local.packing import PackedAttention, Segment
 from retrain.backends.rows import needed_tokens, shift
 from retrain.inference_engine.attention import Kernel
 from retrain.noise import Stream, uniform
+from retrain.parallel import World
 from retrain.types import Float32Array, Row
 
 
@@ -65,6 +66,23 @@ class MicroBatch:
     def flat(self, arrays: Sequence[Float32Array]) -> Tensor:
         """[A] float32 on the device from one array a row."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.token_ids.device)
+
+
+def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
+    """This process's rows: those of a prompt stay together, and every process gets about as many tokens."""
+    if world.size == 1:
+        return list(rows)
+    prompts: dict[bytes, list[LearnerRow]] = {}
+    for row in rows:
+        prompts.setdefault(row.prompt, []).append(row)
+    loads = [0] * world.size
+    mine: list[LearnerRow] = []
+    for group in sorted(prompts.values(), key=lambda group: -sum(row.tokens for row in group)):
+        rank = loads.index(min(loads))
+        loads[rank] += sum(row.tokens for row in group)
+        if rank == world.rank:
+            mine += group
+    return mine
 
 
 def split_rows(rows: Sequence[LearnerRow], budget: int, *, share: bool) -> Iterator[list[LearnerRow]]:

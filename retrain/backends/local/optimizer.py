@@ -62,7 +62,7 @@ class AdapterOptimizer:
 
     def gradient_norm(self) -> Tensor:
         """L2 norm over all parameters, not yet read back from the device."""
-        return torch.nn.utils.get_total_norm(self._gradients())
+        return torch.nn.utils.get_total_norm(self.gradients())
 
     def nonfinite_gradient(self) -> str:
         """The name of the first parameter whose gradient is not finite; empty if there is none."""
@@ -80,7 +80,7 @@ class AdapterOptimizer:
         torch.autograd.graph.increment_version(self.parameters.values())  # the fused kernel does not; copies follow by it
         self.steps += 1
 
-    def _gradients(self) -> list[Tensor]:
+    def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
     # -- files ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""Data parallelism: the processes that torchrun started act as one run.
+
+Prompts are sampled and scored, and rows are learned, by shares. What the processes exchange is small: scored groups as objects, one
+vector of adapter gradients an update. Each of them then holds the same groups, computes the same credit and takes the same optimizer
+step, so the state is replicated and only the leader writes it down.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, all of which call the same methods in the same order."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Of the processes on this computer: the number of the GPU that is this one's."""
+
+    @property
+    def leader(self) -> bool:
+        """The one that writes the run's folder and speaks."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This process's part of what all of them hold; every item is in one part."""
+        return items[self.rank :: self.size]
+
+    def gather(self, item: T) -> list[T]:
+        """Everyone's item, in the order of ranks."""
+        if self.size == 1:
+            return [item]
+        items: list[T | None] = [None] * self.size
+        torch.distributed.all_gather_object(items, item)
+        return items  # type: ignore[return-value]  # filled by the call
+
+    def from_leader(self, item: T) -> T:
+        """The leader's item, which need not exist elsewhere."""
+        if self.size == 1:
+            return item
+        items = [item if self.leader else None]
+        torch.distributed.broadcast_object_list(items, src=0)
+        return items[0]  # type: ignore[return-value]  # the leader's is a T
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the processes, all in one message; the results are the same bytes everywhere."""
+        if self.size == 1:
+            return
+        flat = torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors])
+        torch.distributed.all_reduce(flat)
+        for tensor, summed in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.detach().copy_(summed.view_as(tensor))
+
+
+ALONE = World()
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """The world of this process: that of torchrun's variables RANK, WORLD_SIZE and LOCAL_RANK, else this process alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ALONE
+        return
+    world = World(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(world.local_rank)
+    # Objects travel by gloo, gradients by nccl where there are GPUs.
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    try:
+        yield world
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,86 @@
+"""A run shared by several processes (torchrun) is the run of one process, up to the order of floating-point sums."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain import train
+from retrain.config import dump_toml
+from retrain.tracking import RunFolder
+from tests.runs import lines, small
+
+SHARED: dict[str, Any] = {
+    "training": {"batch_size": 3, "updates_per_batch": 2, "minibatches": 2},
+    "loss": {"mode": "ppo", "kl_coef": 0.01, "max_grad_norm": 1.0},
+    "evaluation": {"at_end": True, "max_examples": 5},
+}
+"""Three prompts for two processes, so that the shares differ in size; every pass of the learner takes part."""
+
+
+def torchrun(folder: Path, *flags: str, **sections: dict[str, Any]) -> subprocess.Popen[str]:
+    file = folder.parent / f"{folder.name}.toml"
+    file.write_text(dump_toml(small(folder, **sections)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "retrain", str(file), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    train(small(folder, **SHARED), quiet=True)
+    return folder
+
+
+def assert_same_learning(shared: Path, alone: Path) -> None:
+    for name in ("emergence/generations.jsonl", "evaluation.jsonl"):
+        assert lines(shared / name) == lines(alone / name), name
+    ours, theirs = lines(shared / "metrics.jsonl"), lines(alone / "metrics.jsonl")
+    assert len(ours) == len(theirs) == 4
+    for left, right in zip(ours, theirs, strict=True):
+        assert left["num_datums"] == right["num_datums"] > 0
+        for name in ("loss", "grad_norm", "ratio_mean", "ratio_max", "ess", "mean_reward", "running_correct_rate", "exec_entropy_mean"):
+            assert left[name] == pytest.approx(right[name], rel=1e-3, abs=1e-6), name
+
+
+def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    output = finished(torchrun(folder, **SHARED))
+    assert output.count("Step 0 ") == 1, "one process speaks"
+    assert "2 processes share this run" in output
+    assert_same_learning(folder, alone)
+
+
+def test_a_shared_run_goes_on_where_it_was_stopped(alone: Path, tmp_path: Path) -> None:
+    """A signal to one process stops all of them between two steps."""
+    folder = tmp_path / "stopped"
+    process = torchrun(folder, **SHARED)
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    leader = int(RunFolder(folder).lock_owner.read_text().split()[1])
+    os.kill(leader, signal.SIGTERM)
+    process.communicate(timeout=240)
+    assert process.returncode != 0
+    finished(torchrun(folder, "--resume", str(folder), **SHARED))
+    assert_same_learning(folder, alone)
+
+
+def test_a_wrong_configuration_is_said_once(alone: Path) -> None:
+    process = torchrun(alone, **SHARED)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode != 0
+    assert output.count("already holds a run") == 1

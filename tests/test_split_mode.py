@@ -1,0 +1,68 @@
+"""Split mode: sampling one step ahead on weights of its own. Both devices are this CPU; the threads and the copies are real."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import retrain.backends.local.backend
+import retrain.backends.local.devices
+from retrain import train
+from retrain.backends.local.devices import DeviceChoice
+from tests.runs import lines, small, timeless
+
+pytestmark = pytest.mark.usefixtures("two_devices")
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for module in (retrain.backends.local.devices, retrain.backends.local.backend):
+        monkeypatch.setattr(module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu))
+
+
+def run(folder: Path, **training: Any) -> list[dict[str, Any]]:
+    resume = {"resume": {"from": str(folder)}} if folder.exists() else {}
+    train(small(folder, backend={"devices": "gpu:0,gpu:1"}, training={"max_steps": 8, **training}, **resume), quiet=True)
+    return timeless(folder / "metrics.jsonl")
+
+
+def test_a_step_is_sampled_by_the_weights_before_the_last_update(tmp_path: Path) -> None:
+    """The ratio tells: it is 1 where nothing was drawn ahead, after a checkpoint, and is not elsewhere."""
+    records = run(tmp_path / "run", save_every=4)
+    on_policy = [abs(record["ratio_max"] - 1) < 1e-4 for record in records]
+    assert on_policy == [True, False, False, False, True, False, False, False]
+
+
+def test_with_a_checkpoint_at_every_step_split_mode_is_the_run_on_one_device(tmp_path: Path) -> None:
+    split = run(tmp_path / "split", save_every=1)
+    train(small(tmp_path / "single", training={"max_steps": 8, "save_every": 1}), quiet=True)
+    single = timeless(tmp_path / "single" / "metrics.jsonl")
+    assert [record["mean_reward"] for record in split] == [record["mean_reward"] for record in single]
+    assert [record["loss"] for record in split] == pytest.approx([record["loss"] for record in single], abs=1e-5)
+
+
+def test_a_resumed_split_run_equals_the_straight_one(tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", save_every=4)
+    run(tmp_path / "resumed", save_every=4, max_steps=4)
+    assert run(tmp_path / "resumed", save_every=4) == straight
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        left, right = (tmp_path / run_name / "checkpoints" / "step_000008" / name for run_name in ("straight", "resumed"))
+        assert left.read_bytes() == right.read_bytes()
+
+
+def test_a_sampling_failure_ahead_is_the_runs_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrain.rollout import Sampler
+
+    real = Sampler.draw
+
+    def fails_at_step_2(self: Sampler, prompts: Any, step: int, *rest: Any) -> Any:
+        if step == 2:
+            raise RuntimeError("no such kernel")
+        return real(self, prompts, step, *rest)
+
+    monkeypatch.setattr(Sampler, "draw", fails_at_step_2)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        run(tmp_path / "run", save_every=4)
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 2
