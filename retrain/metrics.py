@@ -12,7 +12,7 @@ import numpy as np
 from retrain.advantages.pipeline import Credit
 from retrain.rollout import Rollout
 from retrain.tracking import GenerationRecord, TokenTable
-from retrain.types import FinishReason, Group, Outcome, StepResult
+from retrain.types import FinishReason, Float32Array, Group, Outcome, StepResult
 
 
 @dataclass
@@ -132,9 +132,10 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> li
     ]
 
 
-def token_table(credit: Credit, with_planning: bool) -> TokenTable:
-    """Every judged token of the step with its advantage after each stage."""
+def token_table(credit: Credit, with_planning: bool, log_ratios: Sequence[Float32Array] | None = None) -> TokenTable:
+    """Every judged token of the step with its advantage after each stage. `log_ratios`, [T] each, are those of `credit.rows()`."""
     tokens = credit.tokens
+    prompts = [group.prompt.token_ids for group in credit.sources]
     completions = [(group.slot, completion) for group in credit.sources for completion in group.completions]
     entropies = tokens.entropies
     return TokenTable(
@@ -146,7 +147,23 @@ def token_table(credit: Credit, with_planning: bool) -> TokenTable:
         entropies=None if entropies is None else entropies.astype(np.float32),
         mask=tokens.planning.astype(np.uint8) if with_planning else None,
         advantages=credit.stages_float32(),
+        rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
+        truncated=np.array([completion.finish_reason is FinishReason.LENGTH for _, completion in completions], np.uint8),
+        log_ratios=None if log_ratios is None else _of_all_tokens(credit, log_ratios),
+        prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
+        prompt_token_ids=np.concatenate([np.zeros(0, np.int32), *prompts]),
     )
+
+
+def _of_all_tokens(credit: Credit, of_rows: Sequence[Float32Array]) -> Float32Array:
+    """[n] from the values of the rows that were trained on, NaN for the tokens of every other completion."""
+    values = iter(of_rows)
+    parts = [
+        next(values) if group.informative and len(completion.token_ids) else np.full(len(completion.token_ids), np.nan, np.float32)
+        for source, group in zip(credit.sources, credit.groups, strict=True)
+        for completion in source.completions
+    ]
+    return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:

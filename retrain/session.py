@@ -33,7 +33,7 @@ from retrain.rollout import Rollout, Watcher
 from retrain.sepa import SEPAController
 from retrain.startup import Parts, load_parts, run_parity_gate, training_plan
 from retrain.tracking import EvaluationRecord, RunSummary, StepRecord, Tracker, build_tracker, read_jsonl
-from retrain.types import Group, Prompt, Row, StepResult
+from retrain.types import Float32Array, Group, Prompt, Row, StepResult
 
 _NONFINITE_LIMIT = 3
 _SAVE_ATTEMPTS = 3
@@ -160,7 +160,21 @@ class Session:
         prompts = self.parts.prompts.batch(self.state.cursor + drawn, self.state.batch_size, self.state.seed)
         self.ahead.start(lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher))
 
-    def observe(self, rollout: Rollout, credit: Credit, rows: Sequence[Row], result: StepResult, sepa_lambda: float) -> None:
+    def log_ratios(self, rows: Sequence[Row]) -> list[Float32Array] | None:
+        """[T] of each row, learner - sampler log-prob before the step; None in a step whose tokens nobody stores."""
+        if not self.world.from_leader(self.tracker.wants_tokens(self.state.step)):  # in a parallel run all processes score, or none
+            return None
+        return [own - row.logprobs for own, row in zip(self.parts.backend.logprobs(rows), rows, strict=True)]
+
+    def observe(
+        self,
+        rollout: Rollout,
+        credit: Credit,
+        rows: Sequence[Row],
+        result: StepResult,
+        sepa_lambda: float,
+        log_ratios: Sequence[Float32Array] | None = None,
+    ) -> None:
         """Write the step down and move the state past it."""
         state, step = self.state, self.state.step
         rewards = reward_statistics(rollout)
@@ -197,7 +211,7 @@ class Session:
         )
         self.tracker.generations(step, generation_records(step, rollout.groups, credit))
         if self.tracker.wants_tokens(step):
-            self.tracker.tokens(step, token_table(credit, self.parts.credit.needs_planning))
+            self.tracker.tokens(step, token_table(credit, self.parts.credit.needs_planning, log_ratios))
         self.tracker.step(self._record)
         state.cursor += len(rollout.groups)
         state.step += 1

@@ -61,6 +61,7 @@ def take_step(session: Session) -> None:
     session.stop_if_asked()
     session.sample_ahead(len(rollout.groups))
     clock.mark("learn")
+    log_ratios = session.log_ratios(rows)
     result = parts.backend.train(rows, step)
     clock.stop()
-    session.observe(rollout, credit, rows, result, sepa_lambda)
+    session.observe(rollout, credit, rows, result, sepa_lambda, log_ratios)

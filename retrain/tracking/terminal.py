@@ -1,6 +1,7 @@
-"""Text from a model or a data set, made harmless for a terminal."""
+"""Text from a model or a data set, made harmless for a terminal or a page."""
 
 import re
+from collections.abc import Sequence
 
 _ESCAPE_SEQUENCES = re.compile(
     r"""
@@ -11,6 +12,7 @@ _ESCAPE_SEQUENCES = re.compile(
     re.VERBOSE,
 )
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -19,8 +21,38 @@ def one_line(text: str, limit: int = 120) -> str:
     text = _ESCAPE_SEQUENCES.sub("", text[: 4 * limit])
     text = text.replace("\n", "\\n").replace("\t", " ")
     text = _CONTROLS.sub("", text)
-    text = _BIDI.sub(lambda mark: f"<U+{ord(mark.group()):04X}>", text)
+    text = _BIDI.sub(_named, text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def without_escapes(pieces: Sequence[str]) -> list[str]:
+    """The pieces of one text without its escape sequences, each of which may run over several pieces."""
+    text = "".join(pieces)
+    dropped = {place for match in _ESCAPE_SEQUENCES.finditer(text) for place in range(*match.span())}
+    if not dropped:
+        return list(pieces)
+    kept, start = [], 0
+    for piece in pieces:
+        kept.append("".join(character for place, character in enumerate(piece, start) if place not in dropped))
+        start += len(piece)
+    return kept
+
+
+def visible(text: str) -> str:
+    """`text` with everything that acts unseen written out: controls as their pictures, direction marks and the rest as <U+202E>.
+
+    Line breaks and tabs stay. For a page: what a terminal would take for an escape sequence is shown there.
+    """
+    return _BIDI.sub(_named, _HIDDEN.sub(_picture, text))
+
+
+def _named(character: re.Match[str]) -> str:
+    return f"<U+{ord(character.group()):04X}>"
+
+
+def _picture(character: re.Match[str]) -> str:
+    code = ord(character.group())
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else _named(character)
 
 
 def encodable(text: str, encoding: str) -> str:

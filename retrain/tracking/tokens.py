@@ -36,6 +36,19 @@ class TokenTable:
     """[n] 1 inside a planning phrase; None where the condition does not look for them."""
     advantages: Mapping[str, npt.NDArray[np.float32]]
     """Stage -> [n], in the order in which the stages were applied."""
+    rewards: npt.NDArray[np.float64] | None = None
+    """[N]; with the rest of what follows None in files of versions that did not store it."""
+    truncated: npt.NDArray[np.uint8] | None = None
+    """[N] 1 where a completion ended by length."""
+    log_ratios: npt.NDArray[np.float32] | None = None
+    """[n] learner - sampler log-prob before the step; NaN where the token was not trained on."""
+    prompt_offsets: npt.NDArray[np.int64] | None = None
+    """[P + 1] of the prompts in the order in which their slots come."""
+    prompt_token_ids: npt.NDArray[np.int32] | None = None
+    """[p] the prompts' tokens, each prompt once."""
+
+
+_OPTIONAL = ("entropies", "mask", "rewards", "truncated", "log_ratios", "prompt_offsets", "prompt_token_ids")
 
 
 def write_tokens(path: Path, table: TokenTable, step: int) -> None:
@@ -49,10 +62,7 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
         "token_ids": table.token_ids,
         "logprobs": table.logprobs,
     }
-    if table.entropies is not None:
-        arrays["entropies"] = table.entropies
-    if table.mask is not None:
-        arrays["mask"] = table.mask
+    arrays |= {name: values for name in _OPTIONAL if (values := getattr(table, name)) is not None}
     arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".tmp-{path.name}")
@@ -78,7 +88,6 @@ def read_tokens(path: Path) -> TokenTable:
         sample=arrays["sample"],
         token_ids=arrays["token_ids"],
         logprobs=arrays["logprobs"],
-        entropies=arrays.get("entropies"),
-        mask=arrays.get("mask"),
         advantages={stage: arrays[f"{_STAGE}{stage}"] for stage in stages},
+        **{name: arrays.get(name) for name in _OPTIONAL},
     )

@@ -1,0 +1,100 @@
+"""`retrain inspect RUN`: what every token of a step was given, in colour or as a table, under one or more transforms."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.inspect.credit import StepCredit
+
+
+class Format(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class By(StrEnum):
+    """As retrain.inspect.shading.Quantity, which numpy comes with."""
+
+    ADVANTAGE = "advantage"
+    SURPRISAL = "surprisal"
+    ENTROPY = "entropy"
+    LOG_RATIO = "log-ratio"
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder with tokens in it ([logging] tokens_every).")],
+    step: Annotated[int | None, typer.Option(help="The step; by default the last that was stored.")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Another transform on the same completions, such as gtpo_hicra or grpo+gtpo; may be repeated.")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(help="The prompt's place in the step; by default one with advantages.")] = None,
+    sample: Annotated[int | None, typer.Option(help="One completion of the prompt; by default all of them.")] = None,
+    by: Annotated[By, typer.Option(help="What colours a token.")] = By.ADVANTAGE,
+    table: Annotated[bool, typer.Option("--table", help="A line for each token; the default where there is no colour.")] = False,
+    form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
+    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+) -> None:
+    """Look at the credit of single tokens: advantage after each stage, surprisal, entropy, planning mask, log-ratio."""
+    from rich.console import Console
+
+    from retrain.analysis.runs import open_run
+    from retrain.inspect.credit import read_step
+    from retrain.inspect.shading import Quantity
+    from retrain.inspect.terminal import show
+
+    credit = read_step(open_run(run), step, against or [])
+    numbers = _chosen(credit, prompt, sample)
+    if as_json or form is Format.JSON:
+        print(json.dumps(to_json(credit, numbers)))
+        return
+    console = Console()
+    shades = not console.no_color and console.color_system in ("256", "truecolor")
+    show(credit, numbers, Quantity(by.value), console, table=table or not shades)
+
+
+def _chosen(credit: "StepCredit", prompt: int | None, sample: int | None) -> list[int]:
+    slot = credit.liveliest_slot() if prompt is None else prompt
+    numbers = credit.of_slot(slot)
+    if not numbers:
+        raise ConfigurationError(f"--prompt {slot} has no judged completion in step {credit.step}; its prompts are {_list(credit.slots)}.")
+    if sample is None:
+        return numbers
+    chosen = [number for number in numbers if int(credit.table.sample[number]) == sample]
+    if not chosen:
+        samples = [int(credit.table.sample[number]) for number in numbers]
+        raise ConfigurationError(f"--sample {sample} is none of prompt {slot} in step {credit.step}; its samples are {_list(samples)}.")
+    return chosen
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
+
+
+def to_json(credit: "StepCredit", numbers: list[int]) -> dict[str, Any]:
+    """The completions `numbers`, one entry a token in each list; what is not known is null."""
+    completions = []
+    for number in numbers:
+        completion = credit.completion(number)
+        optional = {"entropy": completion.entropies, "planning": completion.planning, "log_ratio": completion.log_ratios}
+        completions.append(
+            {
+                "prompt": completion.slot,
+                "sample": completion.sample,
+                "reward": completion.reward,
+                "truncated": completion.truncated,
+                "token_ids": completion.token_ids.tolist(),
+                "text": completion.pieces,
+                "surprisal": completion.surprisals.tolist(),
+                **{name: None if values is None else values.tolist() for name, values in optional.items()},
+                "advantages": {
+                    label: {stage: values.tolist() for stage, values in stages.items()} for label, stages in completion.stages.items()
+                },
+            }
+        )
+    return {"step": credit.step, "conditions": credit.labels, "notes": list(credit.notes), "completions": completions}

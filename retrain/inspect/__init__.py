@@ -1,0 +1,1 @@
+"""The token-credit viewer: what every token of a step was given and why, in a terminal or in the report."""

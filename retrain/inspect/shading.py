@@ -1,0 +1,63 @@
+"""Which colour a token gets: a signed or unsigned quantity in a few steps, the same in the terminal and on the page."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.inspect.credit import CompletionCredit, StepCredit
+
+LEVELS = 5
+"""Shades on each side of 0: more are not told apart."""
+
+
+class Quantity(StrEnum):
+    """What can colour a token. Advantages and log-ratios have a sign; the others are 0 or more."""
+
+    ADVANTAGE = "advantage"
+    SURPRISAL = "surprisal"
+    ENTROPY = "entropy"
+    LOG_RATIO = "log-ratio"
+
+
+_STRONGEST = 0.98
+"""Quantile: one token of a tiny probability would pale all the others."""
+
+Values = npt.NDArray[np.floating] | None
+
+
+def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> Values:
+    """[T], or None where the completion has none of it."""
+    match quantity:
+        case Quantity.ADVANTAGE:
+            return completion.advantages(label)
+        case Quantity.SURPRISAL:
+            return completion.surprisals
+        case Quantity.ENTROPY:
+            return completion.entropies
+        case Quantity.LOG_RATIO:
+            return completion.log_ratios
+
+
+def scale_of(credit: StepCredit, quantity: Quantity) -> float:
+    """The size from which a token gets the strongest shade: few of the step's tokens go beyond it, whatever the condition."""
+    table = credit.table
+    arrays: dict[Quantity, Sequence[Values]] = {
+        Quantity.ADVANTAGE: list(credit.finals().values()),
+        Quantity.SURPRISAL: [table.logprobs],
+        Quantity.ENTROPY: [table.entropies],
+        Quantity.LOG_RATIO: [table.log_ratios],
+    }
+    sizes = np.abs(np.concatenate([np.zeros(0), *(array for array in arrays[quantity] if array is not None)]))
+    seen = sizes[np.isfinite(sizes) & (sizes > 0)]
+    return float(np.quantile(seen, _STRONGEST)) if len(seen) else 1.0
+
+
+def levels(values: Values, scale: float, count: int) -> list[int]:
+    """[T] from -LEVELS to LEVELS, 0 only for what is exactly 0 or unknown: a small advantage still shows its sign."""
+    if values is None:
+        return [0] * count
+    sizes = np.ceil(np.abs(values) / scale * LEVELS - 1e-9)
+    signed = np.sign(values) * np.clip(sizes, 1, LEVELS)
+    return [int(level) for level in np.where(values == 0, 0, signed)]

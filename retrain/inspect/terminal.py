@@ -1,0 +1,166 @@
+"""A step's credit in a terminal: the text of the completions with every token coloured, or a table with a line for each token.
+
+Model text is never markup here, its escape sequences are dropped, and direction marks are written out.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from retrain.inspect.credit import CompletionCredit, StepCredit
+from retrain.inspect.shading import LEVELS, Quantity, levels, scale_of, values_of
+from retrain.tracking.terminal import one_line, without_escapes
+from retrain.types import Float32Array
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+_POSITIVE = ("#d8e9f7", "#aed2ef", "#7db8e4", "#4a9ad6", "#1b75bc")
+_NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
+"""Blue and orange are told apart by nearly everyone; text on them is black, on the strongest white."""
+_MARKED = 8
+"""Tokens in the table below a coloured text."""
+
+
+def show(credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Console", *, table: bool) -> None:
+    """Print the completions `numbers`; `table` has a line for each token and needs no colour."""
+    for note in credit.notes:
+        console.print(note, markup=False, highlight=False)
+    if not table:
+        console.print(_legend(credit, by))
+    shown_prompt = None
+    for number in numbers:
+        completion = credit.completion(number)
+        if completion.slot != shown_prompt:
+            shown_prompt = completion.slot
+            prompt = credit.prompt(shown_prompt)
+            console.print()
+            console.print(f"Prompt {shown_prompt}: {one_line(prompt or '(not stored)', 400)}", markup=False, highlight=False)
+        console.print()
+        console.print(_heading(completion), style="bold", markup=False, highlight=False)
+        if table:
+            _print_lines(token_lines(completion, range(len(completion.pieces))), console)
+        else:
+            console.print(_coloured(credit, completion, by))
+            _print_lines(token_lines(completion, most_marked(completion)), console)
+
+
+def _print_lines(lines: Sequence[str], console: "Console") -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _heading(completion: CompletionCredit) -> str:
+    reward = "" if completion.reward is None else f", reward {completion.reward:g}"
+    end = ", cut off by max_tokens" if completion.truncated else ""
+    return f"Sample {completion.sample}{reward}, {len(completion.pieces)} tokens{end}"
+
+
+def most_marked(completion: CompletionCredit) -> list[int]:
+    """The positions with the largest advantages under any condition, in their order."""
+    sizes = np.max([np.abs(completion.advantages(label)) for label in completion.stages], axis=0)
+    return sorted(np.argsort(-sizes, kind="stable")[:_MARKED].tolist())
+
+
+# -- the coloured text ---------------------------------------------------------------------------------------------------
+
+
+def _coloured(credit: StepCredit, completion: CompletionCredit, by: Quantity) -> "RenderableType":
+    """One column for each condition; what colours a token in other quantities is the same in all of them."""
+    from rich.table import Table
+
+    labels = credit.labels if by is Quantity.ADVANTAGE else credit.labels[:1]
+    texts = [_text(credit, completion, by, label) for label in labels]
+    if len(texts) == 1:
+        return texts[0]
+    columns = Table(*[one_line(label) for label in labels], show_edge=False, pad_edge=False, expand=True)
+    columns.add_row(*texts)
+    return columns
+
+
+def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label: str) -> "Text":
+    from rich.text import Text
+
+    text = Text()
+    shades = levels(values_of(completion, by, label), scale_of(credit, by), len(completion.pieces))
+    for position, (piece, shade) in enumerate(zip(without_escapes(completion.pieces), shades, strict=True)):
+        planning = completion.planning is not None and bool(completion.planning[position])
+        text.append(_shown(piece), _style(shade, planning))
+        text.append("\n" * piece.count("\n"))
+    return text
+
+
+def _shown(piece: str) -> str:
+    """A token on one line; one that writes nothing by itself has a place all the same."""
+    return one_line(piece.replace("\n", "↵"), 200) or "◌"
+
+
+def _style(shade: int, planning: bool) -> str:
+    mark = "underline bold " if planning else ""
+    if shade == 0:
+        return mark.strip()
+    strong = abs(shade) == LEVELS
+    colour = (_POSITIVE if shade > 0 else _NEGATIVE)[abs(shade) - 1]
+    return f"{mark}{'#ffffff' if strong else '#000000'} on {colour}"
+
+
+def _legend(credit: StepCredit, by: Quantity) -> "Text":
+    from rich.text import Text
+
+    scale = scale_of(credit, by)
+    text = Text(f"Step {credit.step}, coloured by {by}: ")
+    if by in (Quantity.ADVANTAGE, Quantity.LOG_RATIO):
+        text.append(f"{-scale:+.3g} and beyond ")
+        for shade in range(-LEVELS, 0):
+            text.append("  ", _style(shade, planning=False))
+    text.append(" 0 ")
+    for shade in range(1, LEVELS + 1):
+        text.append("  ", _style(shade, planning=False))
+    text.append(f" {scale:+.3g} and beyond; ")
+    text.append("planning phrase", "underline bold")
+    return text
+
+
+# -- the table -----------------------------------------------------------------------------------------------------------
+
+
+def token_lines(completion: CompletionCredit, positions: Sequence[int]) -> list[str]:
+    """Aligned columns: what is known of each token, then its advantage after each stage, or at last under each of several conditions."""
+    from rich.cells import cell_len
+
+    advantages = _advantages(completion)
+    pieces = without_escapes(completion.pieces)
+    rows = [("token", "text", "plan", "surprisal", "entropy", "log-ratio", *map(one_line, advantages))]
+    for position in positions:
+        given = (f"{values[position]:+.4f}" for values in advantages.values())
+        rows.append((str(position), f"'{_shown(pieces[position])}'", *_numbers(completion, position), *given))
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+
+
+def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
+    yield "plan" if completion.planning is not None and completion.planning[position] else ""
+    yield f"{completion.surprisals[position]:.3f}"
+    yield "" if completion.entropies is None else f"{completion.entropies[position]:.3f}"
+    yield "" if completion.log_ratios is None else f"{completion.log_ratios[position]:+.1e}"
+
+
+def _advantages(completion: CompletionCredit) -> dict[str, Float32Array]:
+    """Heading -> [T]"""
+    if len(completion.stages) == 1:
+        return {stage: values for stages in completion.stages.values() for stage, values in stages.items()}
+    own, *others = ({label: completion.advantages(label)} for label in completion.stages)
+    (base,) = own.values()
+    changes = {f"change by {label}": values - base for other in others for label, values in other.items()}
+    return own | {label: values for other in others for label, values in other.items()} | changes
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """Numbers to the right, the token's text and mark to the left."""
+    from rich.cells import cell_len
+
+    for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        space = " " * (width - cell_len(cell))
+        yield cell + space if column in (1, 2) else space + cell
