@@ -23,6 +23,9 @@ _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c98a1b", "#555555")
 _WINDOW = 5
 """Steps of the running mean: one step's correct rate over some hundred completions jumps by several points."""
 
+_SHIFT = 0.3
+"""Steps between the held-out points of two runs, which would hide each other."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,8 +42,11 @@ def main() -> None:
 def draw(runs: list[Path], output: Path, title: str = "") -> None:
     plt.rcParams["svg.hashsalt"] = "retrain"  # the same runs give the same bytes
     figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
-    for index, run in enumerate(runs):
-        _draw_run(axes, RunFolder(run), _COLOURS[index % len(_COLOURS)], several=len(runs) > 1)
+    conditions = [next((line["condition"] for line in read_jsonl(RunFolder(run).metrics)), run.name) for run in runs]
+    labels = conditions if len(set(conditions)) == len(runs) else [run.name for run in runs]
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        shift = (index - (len(runs) - 1) / 2) * _SHIFT
+        _draw_run(axes, RunFolder(run), _COLOURS[index % len(_COLOURS)], label, shift, several=len(runs) > 1)
     axes.set(xlabel="step", ylabel="correct", ylim=(0, 1), title=title or None)
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axes.grid(alpha=0.25)
@@ -50,10 +56,9 @@ def draw(runs: list[Path], output: Path, title: str = "") -> None:
     plt.close(figure)
 
 
-def _draw_run(axes: Any, folder: RunFolder, colour: str, *, several: bool) -> None:
+def _draw_run(axes: Any, folder: RunFolder, colour: str, label: str, shift: float, *, several: bool) -> None:
     lines = [line for line in read_jsonl(folder.metrics) if line["correct_rate"] is not None]
     steps, rates = [line["step"] + 1 for line in lines], [line["correct_rate"] for line in lines]
-    label = lines[0]["condition"] if lines else folder.path.name
     axes.plot(steps, rates, color=colour, alpha=0.25, linewidth=1)
     axes.plot(steps, _running_mean(rates), color=colour, linewidth=2, label=label if several else f"{label}, training")
     points = held_out(folder)
@@ -63,7 +68,9 @@ def _draw_run(axes: Any, folder: RunFolder, colour: str, *, several: bool) -> No
         below = [points[step][0] - points[step][1] for step in at]
         above = [points[step][2] - points[step][0] for step in at]
         style = {"fmt": "o", "color": "black" if not several else colour, "capsize": 3, "markersize": 5}
-        axes.errorbar(at, means, yerr=[below, above], label=None if several else "held-out pass@1, 95% interval", **style)
+        axes.errorbar(
+            [step + shift for step in at], means, yerr=[below, above], label=None if several else "held-out pass@1, 95% interval", **style
+        )
 
 
 def held_out(folder: RunFolder) -> dict[int, tuple[float, float, float]]:
