@@ -93,7 +93,17 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
             f'[model] model = "{config.model.model}" cannot be loaded ({_first_line(error)}): it must be a folder with config.json and '
             'safetensors weights of a causal language model, an id that the hub or its cache can serve, or "lab", which needs neither.'
         ) from error
-    return model if config.model.load_in_4bit else model.to(device)
+    if config.model.load_in_4bit:
+        return model
+    if device.type == "cpu":
+        _leave_the_file(model)
+    return model.to(device)
+
+
+def _leave_the_file(model: "PreTrainedModel") -> None:
+    """A weight in the file's own dtype is a map of the file: a single one keeps all of the file resident, joined copies beside it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 @contextmanager
