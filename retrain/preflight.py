@@ -14,8 +14,13 @@ def refuse_not_built(config: TrainConfig) -> None:
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """One sentence a line."""
-    notes = (maximal_lambda_note(config), _loss_note(config), _dropout_note(config), _split_note(config))
-    return [*_origin_lines(config), *unused_keys(config), *filter(None, notes)]
+    return [*_origin_lines(config), *unused_keys(config), *notes(config)]
+
+
+def notes(config: TrainConfig) -> list[str]:
+    """What is allowed in a single run and may surprise, one sentence each."""
+    found = (maximal_lambda_note(config), _loss_note(config), _dropout_note(config), _split_note(config))
+    return [note for note in found if note]
 
 
 def _origin_lines(config: TrainConfig) -> list[str]:

@@ -144,17 +144,23 @@ def maximal_lambda(config: "TrainConfig") -> float:
     return linear_lambda(config.sepa, config.training.max_steps - 1)
 
 
+def follows_schedule(config: "TrainConfig") -> bool:
+    """Whether a built-in transform of this run is scaled by lambda."""
+    from retrain.advantages.algorithms import condition_parts
+    from retrain.advantages.transforms import TRANSFORMS
+
+    parts = condition_parts(config)
+    spec = TRANSFORMS.get(parts[1]) if parts else None
+    return spec is not None and spec.uses_sepa_controller
+
+
 def maximal_lambda_note(config: "TrainConfig") -> str | None:
     """A sentence for the start of the run if the ramp ends below 1; None if it is complete or the transform is not built on SEPA.
 
     Whether a plugin follows the schedule is known only once it is loaded; CreditPipeline.notes tells.
     """
-    from retrain.advantages.algorithms import condition_parts
-    from retrain.advantages.transforms import TRANSFORMS
-
-    largest, parts = maximal_lambda(config), condition_parts(config)
-    spec = TRANSFORMS.get(parts[1]) if parts else None
-    if largest >= 1.0 or spec is None or not spec.uses_sepa_controller:
+    largest = maximal_lambda(config)
+    if largest >= 1.0 or not follows_schedule(config):
         return None
     sepa, last = config.sepa, config.training.max_steps - 1
     bound = "reaches at most" if sepa.schedule == "linear" else "is only sure to reach"

@@ -56,6 +56,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     with ExitStack() as undo:
         scorer = build_scorer(config)  # its workers start while the model loads
         undo.callback(scorer.close)
+        say_memory(config, choices, say)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
         if problems := per_token_refusals(config, backend.capabilities.per_token_advantages):
@@ -73,6 +74,18 @@ def load_text(config: TrainConfig, say: Say) -> TextModel:
     say("Loading vocabulary table...")
     say(f"Vocabulary table: {len(text.vocabulary)} entries")
     return text
+
+
+def say_memory(config: TrainConfig, choices: MachineChoices | None, say: Say) -> None:
+    """What the run will take, before the weights are loaded. Raises EnvironmentFailure where not even one completion would fit."""
+    if config.backend.backend != "local":
+        return
+    from retrain.memory import NotPredictable, predict_memory  # torch, which other backends do without
+
+    try:
+        say(predict_memory(config, choices=choices).line())
+    except NotPredictable as error:
+        say(str(error))
 
 
 def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:

@@ -102,11 +102,23 @@ class FusedDecoder:
         if not all(map(fusable, linears)):
             return None
         fused = cls(model, merge)
-        return fused if fused._reproduces(decoder) else None
+        weightless = linears[0].weight.is_meta  # a model without weights has no values to compare
+        return fused if weightless or fused._reproduces(decoder) else None
 
     @property
     def _projections(self) -> list[Projection]:
         return [projection for layer in self._layers for projection in layer.projections]
+
+    @property
+    def adapter_copy_bytes(self) -> int:
+        """Of the adapter in the dtype and the layout of the products, after `refresh`."""
+        copies = [copy for projection in self._projections for copy in (projection.down, projection.up)]
+        return sum(copy.nbytes for copy in copies if copy is not None)
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Of the frozen layers: what a copy with the adapter merged in takes."""
+        return sum(projection.weight.nbytes for projection in self._projections)
 
     def refresh(self) -> None:
         """Follow the adapter; costs nothing while it has not changed."""

@@ -18,7 +18,7 @@ _BLOCK = 256
 running sum over 152k tokens would lose the small probabilities."""
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
-_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits handled together: on a CPU they stay in the cache over the passes."""
 
 
@@ -42,7 +42,7 @@ def draw(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.ND
     if logits.device.type == "mps":  # MPS has no float64
         logits = logits.cpu()
     rows, vocabulary = logits.shape
-    chunk = max(1, _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES["cpu"]) // (4 * vocabulary))
+    chunk = max(1, CHUNK_BYTES.get(logits.device.type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
     packed = torch.empty(rows, 3, dtype=torch.float64, device=logits.device)  # one transfer to the host for all three
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))

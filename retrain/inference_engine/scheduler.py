@@ -30,6 +30,10 @@ class DecodeLimits:
     rows: int
     tokens: int
 
+    def rows_together(self, tokens_per_row: int, completions: int) -> int:
+        """How many of `completions` decode together when the longest of them comes to `tokens_per_row`; the others take turns."""
+        return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
+
 
 class DecodeRun:
     """One batch of completions under one adapter, from the first prompt to the last token."""
@@ -47,7 +51,7 @@ class DecodeRun:
         self._decoder, self._eos_ids, self._prefixes, self._kv_storage = decoder, eos_ids, prefixes, kv_storage
         self._queue = deque(waiting)
         self._most_tokens = max(one.tokens for one in waiting)
-        self._max_rows = max(1, min(limits.rows, limits.tokens // self._most_tokens, len(waiting)))
+        self._max_rows = limits.rows_together(self._most_tokens, len(waiting))
         self._rows = Rows(self._max_rows, max(one.limit for one in waiting))
         self._prompts: dict[PromptKey, PromptState] = {}
         self._arena: KVArena | None = None

@@ -20,7 +20,7 @@ from retrain.inference_engine.scheduler import DecodeLimits, DecodeRun
 from retrain.inference_engine.weights import CastCopy, weights_version
 from retrain.types import Completion
 
-_STORE_SHARE = 8
+STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 
 
@@ -65,7 +65,7 @@ class TorchEngine(InferenceEngine):
         self._decoder = Decoder(self._copy.model, options.flash) if self._copy else Decoder(model, options.flash, fused)
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
-        self._prefixes = PrefixStore(decode_tokens // _STORE_SHARE) if prefix_caching else None
+        self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if prefix_caching else None
         self._kv_storage = options.kv_storage
         self._weights_version = weights_version(model)
 

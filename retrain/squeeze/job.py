@@ -68,7 +68,7 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
     adapter = read_adapter(adapter_path)
     device = svd_device(settings.device)
     output = Path(settings.output_path).expanduser() if settings.output_path else None
-    _check(settings, adapter)
+    check_settings(settings, adapter)
     if output:
         check_output(adapter.folder, output, overwrite)  # before the work
     analysis = analyze(adapter, settings.min_variance_retention, settings.target_ranks, settings.source_rank, settings.rule, device)
@@ -82,7 +82,8 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
     return squeezed
 
 
-def _check(settings: "Squeeze", adapter: LoraAdapter) -> None:
+def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
+    """Raises ConfigurationError for what does not go together, or not with this adapter."""
     if settings.per_layer and settings.compress_to:
         raise ConfigurationError(
             f"[squeeze] compress_to = {settings.compress_to} is one rank for all layers, and per_layer = true chooses one for each; "

@@ -47,7 +47,7 @@ class Adapter:
         # peft draws initial weights from the global generator, which ours replace, and reads an attribute that transformers deprecates.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            self.peft_model: PeftModel = get_peft_model(base.model, _lora_config(base, config), adapter_name=_ADAPTER)
+            self.peft_model: PeftModel = get_peft_model(base.model, lora_config(base, config), adapter_name=_ADAPTER)
         self.peft_model.eval()
         _initialise(self.peft_model, config.training.seed)
         if config.lora.dropout:
@@ -181,7 +181,7 @@ def _difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter])
 # --- construction --------------------------------------------------------------------------------------------------
 
 
-def _lora_config(base: "BaseModel", config: "TrainConfig") -> Any:
+def lora_config(base: "BaseModel", config: "TrainConfig") -> Any:
     from peft import LoraConfig, TaskType
 
     lora, rank = config.lora, config.model.lora_rank

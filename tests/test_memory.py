@@ -1,0 +1,164 @@
+"""What is predicted of a run's memory without its weights, against the tensors of the run itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import small
+
+from retrain import train
+from retrain.backends.local.backend import LocalBackend
+from retrain.backends.local.footprint import footprint
+from retrain.backends.local.machine import Machine
+from retrain.config import TrainConfig
+from retrain.errors import EnvironmentFailure
+from retrain.memory import GIB, Memory, predict_memory
+from retrain.types import Row
+
+QWEN3_4B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 262144,
+}
+
+
+def qwen(folder: Path, layers: int = 36, **sections: dict[str, Any]) -> TrainConfig:
+    """The standard profile on a model of which only the configuration is there."""
+    (folder / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": layers}))
+    training = {"batch_size": 8, "group_size": 16, "max_tokens": 10240} | sections.pop("training", {})
+    model = {"model": str(folder), "lora_rank": 32} | sections.pop("model", {})
+    backend = {"devices": "gpu:0"} | sections.pop("backend", {})
+    return small(folder / "run", model=model, training=training, backend=backend, **sections)
+
+
+def rows(count: int, prompt: int, actions: int) -> list[Row]:
+    """Rows of different prompts, so that none is shared."""
+    generator = np.random.default_rng(0)
+    return [
+        Row(
+            token_ids=generator.integers(0, 200, prompt + actions).astype(np.int32),
+            spans=((prompt, prompt + actions),),
+            logprobs=np.full(actions, -1.0, np.float32),
+            advantages=np.ones(actions, np.float32),
+            group=number,
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("sections", [{}, {"lora": {"dropout": 0.1}}, {"model": {"dtype": "bf16"}}], ids=["fp32", "dropout", "bf16"])
+def test_a_model_without_weights_has_the_footprint_and_the_choices_of_the_real_one(tmp_path: Path, sections: dict[str, Any]) -> None:
+    config = small(tmp_path, **sections)
+    backend, predicted = LocalBackend(config), predict_memory(config)
+    assert predicted.size == footprint(backend._base, config)
+    assert predicted.choices == backend.choices
+    assert predicted.device == backend.device_name
+
+
+def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    backend, predicted = LocalBackend(config), predict_memory(config)
+    backend.train(rows(2, 5, 7), 0)
+    frozen = [p for p in backend._base.model.parameters() if not p.requires_grad]
+    trained = list(backend._learner.optimizer.parameters.values())
+    moments = [state[key] for state in backend._learner.optimizer._adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    projections = backend._fused._projections  # type: ignore[union-attr]
+    merged = sum(p.merged.nbytes for p in projections if p.merged is not None)
+    copies = sum(tensor.nbytes for p in projections for tensor in (p.down, p.up) if tensor is not None)
+    assert merged and predicted.weights.bytes == sum(p.nbytes for p in frozen) + merged
+    assert predicted.adapter.bytes == sum(p.nbytes for p in trained) + copies
+    assert predicted.optimizer.bytes == sum(p.grad.nbytes for p in trained if p.grad is not None) + sum(m.nbytes for m in moments)
+
+
+@pytest.mark.parametrize("sections", [{}, {"lora": {"dropout": 0.1}}], ids=["fused", "the model's own"])
+def test_activations_are_what_a_forward_pass_of_the_learner_keeps(tmp_path: Path, sections: dict[str, Any]) -> None:
+    config = small(tmp_path, **sections)
+    backend = LocalBackend(config)
+    learner, kept = backend._learner, {}
+    (micro,) = learner._micro_batches([_learner_row(row, number) for number, row in enumerate(rows(8, 40, 60))], share=False)
+    parameters = {p.untyped_storage().data_ptr() for p in backend._base.model.parameters()}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with learner._training(micro, 0), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden = learner._hidden_states(micro)
+    assert hidden.requires_grad
+    tokens = micro.token_ids.numel()
+    assert sum(kept.values()) == pytest.approx(tokens * footprint(backend._base, config).kept_per_token, rel=0.05)
+
+
+def _learner_row(row: Row, number: int) -> Any:
+    from retrain.backends.local.micro_batches import LearnerRow
+
+    return LearnerRow(number, row, row.logprobs, row.logprobs)
+
+
+def test_the_standard_profile_of_a_4b_model(tmp_path: Path) -> None:
+    """66,060,288 adapter parameters at rank 32, and 147 KB of keys and values a token."""
+    predicted = predict_memory(qwen(tmp_path), memory_gib=24)
+    assert predicted.size.num_trainable == 66_060_288
+    assert predicted.weights.bytes == 2 * 4_022_468_096
+    assert predicted.optimizer.bytes == 12 * 66_060_288
+    assert predicted.kv_cache.note.startswith(f"{predicted.choices.decode_rows} x 11,264 tokens at 144 KiB; 128 completions take turns")
+    assert predicted.kv_cache.bytes >= predicted.choices.decode_rows * 11264 * 147_456
+    assert predicted.fixed < predicted.peak < 24 * GIB
+
+
+def memory_of(folder: Path, gib: float = 40, **sections: dict[str, Any]) -> Memory:
+    """Of a model with four of the layers, which takes a tenth of the time."""
+    return predict_memory(qwen(folder, layers=4, **sections), memory_gib=gib)
+
+
+def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
+    plain = memory_of(tmp_path)
+    layers = plain.size.layer_weights
+    assert plain.weights.bytes - memory_of(tmp_path, model={"load_in_4bit": True}).weights.bytes == pytest.approx(0.742 * layers, rel=1e-3)
+    assert memory_of(tmp_path, model={"lora_rank": 64}).optimizer.bytes == 2 * plain.optimizer.bytes
+    short = memory_of(tmp_path, training={"max_tokens": 512, "batch_size": 1, "group_size": 4})
+    assert short.kv_cache.bytes < plain.kv_cache.bytes and "turns" not in short.kv_cache.note
+    int8 = memory_of(tmp_path, inference={"kv_cache_dtype": "int8"})
+    assert int8.choices.decode_rows > plain.choices.decode_rows
+    kept, checkpointed = (memory_of(tmp_path, 80, training={"gradient_checkpointing": on}).activations for on in (False, True))
+    assert kept.note.endswith("KiB") and checkpointed.note.endswith("checkpointed")
+
+
+def test_a_larger_device_decodes_more_rows_and_no_budget_passes_the_device(tmp_path: Path) -> None:
+    sizes = [memory_of(tmp_path, gib) for gib in (16, 24, 80)]
+    assert [size.choices.decode_rows for size in sizes] == sorted({size.choices.decode_rows for size in sizes})
+    assert all(size.peak <= size.machine.memory for size in sizes)
+
+
+def test_a_device_on_which_not_one_completion_fits_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"lower \[training\] max_tokens"):
+        memory_of(tmp_path, gib=2)
+
+
+def test_choices_that_a_run_has_stored_are_kept(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    stored = predict_memory(config).choices
+    machine = Machine("cpu", 2 * GIB, 1)
+    assert predict_memory(config, memory_gib=machine.memory / GIB, choices=stored).choices == stored
+
+
+def test_a_run_says_its_memory_before_it_loads_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(tmp_path / "run", training={"max_steps": 1})
+    train(config)
+    printed = capsys.readouterr().out.splitlines()
+    line = predict_memory(config).line()
+    assert printed.index(line) < next(index for index, text in enumerate(printed) if text.startswith("Loading train model"))
+    assert all(word in line for word in ("weights", "adapter", "optimizer", "KV cache", "activations", "logits", "peak", "cpu"))
