@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from retrain.checkpoint import Checkpoint, CheckpointStore, TrainerState, replace_file
+from retrain.checkpoint import MANIFEST, Checkpoint, CheckpointStore, TrainerState, replace_file
 from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
 from retrain.errors import ConfigurationError
 from retrain.tracking.redact import Redactor
@@ -42,14 +42,23 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
 
     Raises ConfigurationError for a folder that may not be used, and for keys that may not change at resume.
     """
+    if config.kind == "campaign":
+        raise ConfigurationError(
+            f"{config.source_path or 'the configuration'} is a campaign and no single run; start it by `retrain FILE` or "
+            "retrain.campaign.run_campaign."
+        )
     resuming = bool(config.resume.from_)
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    if (folder.path / MANIFEST).is_file():
+        raise ConfigurationError(
+            f"{folder.path} holds a campaign and no single run; go on with it by its own file, or name another folder."
+        )
     if resuming and not folder.marker.is_file():
         raise ConfigurationError(f"[resume] from = {str(folder.path)!r} holds no run of retrain (no {MARKER}); name a run's folder.")
     if not resuming:
         _check_free(folder, overwrite)
     folder.create()
-    with _writer_lock(folder):
+    with writer_lock(folder):
         if resuming and folder.config.is_file():
             yield _reopen(config, folder)
         else:
@@ -70,7 +79,7 @@ def _check_free(folder: RunFolder, overwrite: bool) -> None:
 
 
 @contextmanager
-def _writer_lock(folder: RunFolder) -> Iterator[None]:
+def writer_lock(folder: RunFolder) -> Iterator[None]:
     """One writer a run."""
     owner = folder.lock_owner
     lock = FileLock(folder.lock)

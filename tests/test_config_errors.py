@@ -79,7 +79,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("dr_grpo", '[algorithm]\nalgorithm_mode = "dr_grpo"\n[loss]\naggregation = "sum"', 'contradicts algorithm_mode = "dr_grpo"'),
     ("campaign base", '[campaign]\n[algorithm]\nalgorithm_mode = "grpo_none"', "in a campaign's base would override every condition"),
     ("half a condition", '[[campaign.conditions]]\nadvantage_mode = "grpo"', "number 1 lacks transform_mode"),
-    ("condition with more", '[[campaign.conditions]]\nadvantage_mode = "grpo"\nlr = 1.0', "lr is not a key of a condition"),
+    ("condition with more", '[[campaign.conditions]]\nadvantage_mode = "grpo"\nlrr = 1.0', "lrr is not a key of a condition"),
     (
         "twins",
         '[campaign]\nconditions = [{advantage_mode = "a.f", transform_mode = "none"}, {advantage_mode = "b.f", transform_mode = "none"}]',

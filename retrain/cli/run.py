@@ -1,4 +1,4 @@
-"""`retrain [FILE.toml] [--overwrite] [--quiet] [flags]`: do what a configuration says, a training or a squeeze job."""
+"""`retrain [FILE.toml] [--overwrite] [--quiet] [flags]`: do what a configuration says, a training, a campaign or a squeeze job."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from retrain.cli.dotenv import load_dotenv
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from retrain.config import TrainConfig
     from retrain.config.overrides import Overrides
 
 _SWITCHES = {"--overwrite": False, "--quiet": False}
@@ -36,9 +37,22 @@ def run_file(arguments: Sequence[str]) -> int:
 
         run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
         return 0
+    if config.kind == "campaign":
+        return _run_campaign(config, parsed)
     from retrain.trainer import train
 
     train(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
+    return 0
+
+
+def _run_campaign(config: "TrainConfig", parsed: RunArguments) -> int:
+    if parsed.overwrite:
+        raise ConfigurationError(
+            "--overwrite is for a single run: a campaign is too much to lose by a flag; name another --log-dir, or delete the old one."
+        )
+    from retrain.campaign import run_campaign
+
+    run_campaign(config, quiet=parsed.quiet)
     return 0
 
 

@@ -209,12 +209,13 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         least = any(isinstance(item, annotated_types.MinLen) for item in _constraints(metadata))
         return f"a list{' of at least one' if least else ''}, each {inner}"
     if isinstance(annotation, type) and issubclass(annotation, Condition):
-        return "a table with advantage_mode and transform_mode, or algorithm_mode"
+        return "a table with advantage_mode and transform_mode, or algorithm_mode, a label, and any other key as section.key"
     return _WORDS[get_origin(annotation) or annotation] + _range(metadata)
 
 
 _SPECIAL = {
     "check_devices": "cpu, mps, gpu:N or cuda:N, or two of them with a comma",
+    "check_label": "letters, digits and ._+=-, at most 80",
     "check_svd_device": "cpu, mps, cuda, gpu:N or cuda:N",
     "check_grams": "a list of strings, a JSON array of strings, or a comma-separated string",
     "table_from_json": "a table, or a string with a JSON object",

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config.aliases import ALIASES, moved_aliases
+from retrain.config.conditions import arm_problems
 from retrain.config.merging import deep_merge
 from retrain.config.origin import Origin
 from retrain.config.overrides import Override, Overrides, parse_overrides, variable_overrides
@@ -40,10 +41,13 @@ def load_config(
     return _build(data, given, file)
 
 
-def config_from_mapping(data: Mapping[str, Any], overrides: Overrides | Sequence[str] = ()) -> TrainConfig:
-    """The same for sections that are already in memory; no file and no variable is read."""
+def config_from_mapping(data: Mapping[str, Any], overrides: Overrides | Sequence[str] = (), *, origin: Origin | None = None) -> TrainConfig:
+    """The same for sections that are already in memory; no file and no variable is read.
+
+    `origin` says where they came from, for errors and plugins.
+    """
     flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
-    return _build(dict(data), list(flags.given), None)
+    return _validate(dict(data), origin) if origin else _build(dict(data), list(flags.given), None)
 
 
 def load_text(text: str, path: Path | None = None) -> TrainConfig:
@@ -161,6 +165,8 @@ def _validate(data: Sections, origin: Origin) -> TrainConfig:
     except ValidationError as error:
         raise ConfigurationError(_all_problems(error, data, place)) from error
     config._origin = origin
+    if problems := arm_problems(config):
+        raise ConfigurationError(problems)
     return config
 
 

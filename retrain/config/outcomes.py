@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from retrain.config.conditions import arms
 from retrain.config.keys import Key, all_keys
 from retrain.config.names import (
     BUILTIN_NAMES,
@@ -41,18 +42,30 @@ class Unused:
 
 
 def unused_keys(config: TrainConfig) -> list[str]:
-    """One sentence for each key that was set away from its default and has no effect in this run."""
-    return [*_unused_by_rule(config), *_unused_options(config)]
+    """One sentence for each key that was set away from its default and has no effect: in this run, or in no run of the campaign."""
+    if not any(condition.sets for condition in config.conditions):
+        return [sentence for _, sentence in _unused(config)]
+    found = [list(_unused(arm)) for arm in arms(config)]
+    everywhere = [sentence for _, sentence in found[0] if all(any(sentence == other for _, other in arm) for arm in found)]
+    return everywhere + [
+        f'Condition "{condition.label}": {sentence}'
+        for condition, arm in zip(config.conditions, found, strict=True)
+        for path, sentence in arm
+        if path in condition.sets and sentence not in everywhere
+    ]
 
 
-def _unused_by_rule(config: TrainConfig) -> Iterator[str]:
+def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """The key and the sentence."""
     for key in all_keys():
         value = config.value(key.path)
         if value is None or value == key.default or (key.section == "campaign" and config.campaign is None):
             continue
         reason = next((row.because for row in UNUSED if row.covers(key) and row.when(config)), None)
         if reason:
-            yield f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
+            yield key.path, f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
+    for sentence in _unused_options(config):
+        yield "backend.options", sentence
 
 
 def _unused_options(config: TrainConfig) -> Iterator[str]:
@@ -213,13 +226,15 @@ UNUSED: tuple[Unused, ...] = (
         "no wandb_project is set",
     ),
     Unused(("logging.generations_per_step",), lambda c: c.logging.generations_every == 0, "generations_every is 0"),
+    Unused(("logging.label",), _campaign, "the conditions of the campaign have their own"),
     Unused(("training.seed",), _campaign, "[campaign] seeds say it"),
     Unused(("training.max_steps",), _campaign_where(lambda c: c.max_steps is not None), "[campaign] max_steps says it"),
     Unused(
-        ("campaign.max_workers", "campaign.stagger_seconds"),
+        ("campaign.max_workers", "campaign.stagger_seconds", "campaign.max_retries", "campaign.workers_per_device"),
         _campaign_where(lambda c: not c.parallel and c.launcher == "local"),
         "parallel is false",
     ),
+    Unused(("campaign.parallel",), _campaign_where(lambda c: c.launcher == "ray"), "Ray runs as many as its devices hold"),
     Unused(("campaign.ray_address",), _campaign_where(lambda c: c.launcher != "ray"), 'launcher is not "ray"'),
 )
 """In the order in which reasons are preferred."""
@@ -240,13 +255,12 @@ class NotBuilt:
 def not_built(config: TrainConfig) -> list[str]:
     """One sentence for each feature that the configuration asks for and this version has not; refused when a run starts."""
     problems = [
-        f"[{row.key.replace('.', '] ', 1)} = {toml_value(config.value(row.key))} is not built yet; {row.instead}."
+        f"[{row.key.replace('.', '] ', 1)} = {toml_value(arm.value(row.key))} is not built yet; {row.instead}."
+        for arm in arms(config)
         for row in NOT_BUILT
-        if row.when(config)
+        if row.when(arm)
     ]
-    if config.kind == "campaign":
-        problems.insert(0, "[campaign]: campaigns are not built yet; drop the section and run one condition at a time.")
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Rule = Callable[["TrainConfig"], Iterator[Violation]]
 _RULES: list[Rule] = []
+_CAMPAIGN_RULES: list[Rule] = []
+"""About a campaign as a whole; the others are about its runs."""
 
 
 def _rule(function: Rule) -> Rule:
@@ -27,9 +29,16 @@ def _rule(function: Rule) -> Rule:
     return function
 
 
+def _campaign_rule(function: Rule) -> Rule:
+    _CAMPAIGN_RULES.append(function)
+    return function
+
+
 def broken_rules(config: "TrainConfig") -> list[Violation]:
-    """Every violation once, in the order of the rules."""
-    return list(dict.fromkeys(violation for rule in _RULES for violation in rule(config)))
+    """Every violation once, in the order of the rules. Conditions that set keys of their own are judged one by one (`arm_problems`)."""
+    own_keys = config.campaign is not None and any(condition.sets for condition in config.campaign.conditions)
+    rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
+    return list(dict.fromkeys(violation for rule in rules for violation in rule(config)))
 
 
 def modes_of(condition: "Condition") -> tuple[str, str]:
@@ -257,7 +266,7 @@ def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
         )
 
 
-@_rule
+@_campaign_rule
 def _campaign_base_has_no_algorithm(config: "TrainConfig") -> Iterator[Violation]:
     if config.campaign is not None and config.algorithm.algorithm_mode:
         yield Violation(
@@ -267,7 +276,7 @@ def _campaign_base_has_no_algorithm(config: "TrainConfig") -> Iterator[Violation
         )
 
 
-@_rule
+@_campaign_rule
 def _conditions_are_complete(config: "TrainConfig") -> Iterator[Violation]:
     for number, condition in enumerate(config.campaign.conditions if config.campaign else (), start=1):
         modes = {"advantage_mode": condition.advantage_mode, "transform_mode": condition.transform_mode}
@@ -286,7 +295,7 @@ def _conditions_are_complete(config: "TrainConfig") -> Iterator[Violation]:
             )
 
 
-@_rule
+@_campaign_rule
 def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
     if config.campaign is None:
         return
@@ -297,12 +306,12 @@ def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
             yield Violation(
                 ("campaign.conditions",),
                 f'[[campaign.conditions]] numbers {seen[folder]} and {number} are both called "{condition.label}", '
-                "so their runs would share folders; change or drop one",
+                "so their runs would share folders; give one a label of its own, or drop it",
             )
         seen.setdefault(folder, number)
 
 
-@_rule
+@_campaign_rule
 def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
     seeds = config.campaign.seeds if config.campaign else []
     if repeated := [seed for index, seed in enumerate(seeds) if seed in seeds[:index]]:

@@ -7,9 +7,21 @@ these classes. A key's documentation says what it does; its type and range say w
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from retrain.config.aliases import canonical_keys
+from retrain.config.conditions import gather_sets
 from retrain.config.names import condition_label
 from retrain.config.origin import Origin
 from retrain.config.rules import broken_rules
@@ -19,6 +31,7 @@ from retrain.config.values import (
     check_arguments,
     check_devices,
     check_grams,
+    check_label,
     check_svd_device,
     check_table,
     check_text,
@@ -417,7 +430,10 @@ class Resume(Section):
 class Logging(Section):
     """What a run writes."""
 
-    log_dir: str = key("logs/train", "The run's folder.", min_length=1)
+    log_dir: str = key("logs/train", "The run's folder; of a campaign, its folder (unset: logs/campaign_<time>).", min_length=1)
+    label: Annotated[str, AfterValidator(check_label)] = key(
+        "", "Name of the condition in metrics and on the screen; empty means {advantage}+{transform}; campaigns set it."
+    )
     wandb_project: str = key("", "Weights & Biases project; setting it switches wandb on.")
     wandb_run_name: str = key("", "Name of the wandb run; empty means the condition's label.")
     wandb_entity: str = key("", "wandb entity or team.")
@@ -433,16 +449,43 @@ class Logging(Section):
         return [tag.strip() for tag in self.wandb_tags.split(",") if tag.strip()]
 
 
+def _open_condition(schema: dict[str, Any]) -> None:
+    """For editors: a condition may hold any key of a run."""
+    schema["properties"].pop("sets")
+    schema["additionalProperties"] = True
+
+
 class Condition(Section):
-    """One arm of a campaign: both modes, or an algorithm in their place."""
+    """One arm of a campaign: both modes, or an algorithm in their place, and whatever else it sets over the base."""
+
+    model_config = ConfigDict(json_schema_extra=_open_condition)
 
     advantage_mode: Annotated[str, OpenName("advantage", may_be_empty=True)] = key("", "Advantage of this condition.")
     transform_mode: Annotated[str, OpenName("transform", may_be_empty=True)] = key("", "Transform of this condition.")
     algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key("", "A whole algorithm in place of the two modes.")
+    given_label: Annotated[str, AfterValidator(check_label)] = key(
+        "", "Name of the condition; empty means {advantage}+{transform}, or the algorithm.", alias="label"
+    )
+    sets: dict[str, Any] = Field(default={})
+    """ "section.key" to value: every other key that the table holds. Their values are checked with the base under them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, data: Any) -> Any:
+        return gather_sets(data) if isinstance(data, dict) else data
+
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As a file holds it: `loss.mode` beside `label`."""
+        values: dict[str, Any] = handler(self)
+        if "given_label" in values:
+            values["label"] = values.pop("given_label")
+        sets: dict[str, Any] = values.pop("sets", {})
+        return values | sets
 
     @property
     def label(self) -> str:
-        return condition_label(self.advantage_mode, self.transform_mode, self.algorithm_mode)
+        return self.given_label or condition_label(self.advantage_mode, self.transform_mode, self.algorithm_mode)
 
 
 DEFAULT_CONDITIONS = tuple(
@@ -465,7 +508,7 @@ class Campaign(Section):
     conditions: list[Condition] = key([], "The conditions; empty means the five of the standard ablation.")
     launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
     ray_address: str = key("", "Address of a Ray cluster; empty starts a local one.")
-    max_retries: int = key(2, "Times a failed run is started again.", ge=0)
+    max_retries: int = key(2, "Times a run whose worker was lost (killed, or its machine gone) is started again.", ge=0)
     devices_per_run: int = key(1, "Devices of one run.", ge=1)
     workers_per_device: int = key(1, "Runs that share one device.", ge=1)
     price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)
@@ -552,7 +595,8 @@ class TrainConfig(Section):
     @property
     def condition_label(self) -> str:
         """The condition of a single run, as metrics and folders name it."""
-        return condition_label(self.algorithm.advantage_mode, self.algorithm.transform_mode, self.algorithm.algorithm_mode)
+        algorithm = self.algorithm
+        return self.logging.label or condition_label(algorithm.advantage_mode, algorithm.transform_mode, algorithm.algorithm_mode)
 
     @property
     def conditions(self) -> tuple[Condition, ...]:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from retrain.config.aliases import ALIASES
+from retrain.config.conditions import unknown_setting
 from retrain.config.keys import Key, all_keys, keys_by_path, section_models
 from retrain.config.names import nearest
 from retrain.config.origin import Origin
@@ -135,15 +136,16 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
 
 
 def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) -> str:
-    number, name = int(loc[2]) + 1, loc[3]
+    number, name = int(loc[2]) + 1, str(loc[3])
+    where = f"[[campaign.conditions]] number {number}"
     if details[0]["type"] == "extra_forbidden":
-        return (
-            f"[[campaign.conditions]] number {number}: {name} is not a key of a condition; a condition has advantage_mode and "
-            "transform_mode, or algorithm_mode, and everything else is shared"
-        )
-    hint = str(details[0].get("ctx", {}).get("hint") or "")
+        return f"{where}: {unknown_setting(name)}"
+    context = details[0].get("ctx", {})
+    if name == "label":
+        return f"{where}: label = {_shown(details[0]['input'])} {context.get('problem', 'is not a string')}"
+    hint = str(context.get("hint") or "")
     suffix = f'; did you mean "{hint}"?' if hint else "; give a built-in name or a dotted plugin path"
-    return f"[[campaign.conditions]] number {number}: {name} = {_shown(details[0]['input'])} is not known{suffix}"
+    return f"{where}: {name} = {_shown(details[0]['input'])} is not known{suffix}"
 
 
 def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:

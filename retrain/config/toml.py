@@ -62,7 +62,8 @@ def _section(config: "TrainConfig", section: str) -> Iterator[str]:
     if section == "campaign" and config.campaign is not None:
         for condition in config.campaign.conditions:
             yield "\n[[campaign.conditions]]"
-            yield from (f"{name} = {toml_value(value)}" for name, value in condition.model_dump(exclude_unset=True).items())
+            settings = condition.model_dump(exclude_unset=True).items()
+            yield from (f"{name} = {toml_value(_storable(name, value))}" for name, value in settings)
 
 
 def _storable(path: str, value: Any) -> Any:

@@ -15,6 +15,7 @@ from retrain.config.names import BUILTIN_NAMES, UNCERTAINTY_ALIASES, is_known, n
 
 MAX_SEED = 2**32 - 1
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
@@ -68,6 +69,13 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 def check_devices(text: str) -> str:
     parse_devices(text)
+    return text
+
+
+def check_label(text: str) -> str:
+    """A condition's name, which is part of folder names."""
+    if text and not _LABEL.fullmatch(text):
+        raise refuse("cannot name a folder (letters, digits and ._+=-, at most 80 of them, a letter or digit first)")
     return text
 
 

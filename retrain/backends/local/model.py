@@ -44,15 +44,62 @@ class BaseModel:
         return self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state  # type: ignore[no-any-return]
 
 
+_shelf: "dict[tuple[object, ...], BaseModel] | None" = None
+"""Inside `shared_models`: models that are loaded, by what they were loaded from."""
+
+
+@contextmanager
+def shared_models() -> Iterator[None]:
+    """Inside, a model stays loaded for the next backend that asks for the same one, so that runs which follow each other load it once.
+
+    One backend at a time may use it: the next one takes the adapter of the last one off.
+    """
+    global _shelf
+    before, _shelf = _shelf, {}
+    try:
+        yield
+    finally:
+        _shelf = before
+
+
 def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device) -> BaseModel:
     """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
     dtype = choose_dtype(config, device)
     _check_inference(config, device, dtype)
+    if _shelf is None:
+        return _load(config, folder_or_id, device, dtype)
+    model = config.model
+    source = (folder_or_id, model.revision, dtype, model.trust_remote_code, model.load_in_4bit, config.inference.attention_kernel)
+    for other in [key for key in _shelf if key[:-1] != source]:
+        del _shelf[other]  # before the next one is loaded: there may not be memory for both
+    key = (*source, device)
+    if key in _shelf:
+        _take_adapter_off(_shelf[key].model)
+    else:
+        _shelf[key] = _load(config, folder_or_id, device, dtype)
+    return _shelf[key]
+
+
+def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> BaseModel:
     model = _from_pretrained(config, folder_or_id, device, dtype)
     model.requires_grad_(False)
     model.eval()
     decoder = model.base_model
     return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype)
+
+
+def _take_adapter_off(model: "PreTrainedModel") -> None:
+    """Put the frozen layers back that peft wrapped; adapters are never merged, so they are as they were loaded."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    for name, module in wrapped:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config  # peft would take the next adapter for a second one
+    if model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
 
 
 def _check_inference(config: "TrainConfig", device: torch.device, dtype: torch.dtype) -> None:

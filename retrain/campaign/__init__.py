@@ -1,0 +1,10 @@
+"""Campaigns: conditions times seeds from one file, run one after another, beside each other, or on a Ray cluster.
+
+`run_campaign` runs one, `plan_campaign` only says what would run; `Manifest.read` gives what a campaign's folder holds.
+"""
+
+from retrain.campaign.manifest import Manifest, RunEntry, Status
+from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
+from retrain.campaign.runner import run_campaign
+
+__all__ = ["CampaignRun", "Manifest", "Plan", "RunEntry", "Status", "plan_campaign", "run_campaign"]

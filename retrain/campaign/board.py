@@ -1,0 +1,225 @@
+"""What is shown of a campaign while it runs: a table that stays current on a terminal, plain lines anywhere else.
+
+It reads the runs' own files, so it shows the same whoever runs them.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from retrain.analysis.runs import StoredRun
+from retrain.analysis.status import duration
+from retrain.campaign.launch import OUTPUT
+from retrain.campaign.manifest import Manifest, RunEntry, Status
+from retrain.campaign.plan import Plan
+from retrain.errors import RetrainError
+from retrain.tracking.redact import Redactor
+from retrain.tracking.terminal import encodable, one_line
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.live import Live
+
+REFRESH_S = 1.0
+LINES_EVERY_S = 30.0
+"""Between two lines about runs that go on, where there is no terminal."""
+_WINDOW = 20
+"""Last steps over which a step's time is taken."""
+_ORDER = (Status.RUNNING, Status.FAILED, Status.INTERRUPTED, Status.DONE, Status.PENDING)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one run is. Absent is None."""
+
+    name: str
+    status: Status
+    steps: int = 0
+    max_steps: int = 0
+    correct: float | None = None
+    """Correct rate over all steps so far."""
+    held_out: float | None = None
+    """pass@1 of the last evaluation."""
+    step_time_s: float | None = None
+    reason: str = ""
+
+    @property
+    def remaining_s(self) -> float | None:
+        return (self.max_steps - self.steps) * self.step_time_s if self.step_time_s is not None else None
+
+    def words(self) -> str:
+        """step 12/50, correct 45.3%, held-out 61.0%"""
+        parts = [f"step {self.steps}/{self.max_steps}"]
+        parts += [f"correct {self.correct:.1%}"] if self.correct is not None else []
+        parts += [f"held-out {self.held_out:.1%}"] if self.held_out is not None else []
+        return ", ".join(parts)
+
+
+def read_progress(plan: Plan, entry: RunEntry) -> Progress:
+    """From the end of the run's metrics; a run without any is at step 0."""
+    stored = StoredRun(plan.folder / entry.dir)
+    recent = stored.last_metrics(_WINDOW)
+    times = [record.step_time_s for record in recent if record.step_time_s is not None]
+    evaluation = stored.final_evaluation if entry.status is Status.DONE else None
+    return Progress(
+        name=entry.name,
+        status=entry.status,
+        steps=stored.steps,
+        max_steps=plan.max_steps,
+        correct=recent[0].running_correct_rate if recent else None,
+        held_out=evaluation.pass_at.get(1) if evaluation else None,
+        step_time_s=median(times) if times else None,
+        reason=entry.reason or "",
+    )
+
+
+class Board:
+    """Use as a context. `say`, `started` and `ended` come from the campaign's own thread; a second one keeps the table current."""
+
+    def __init__(self, plan: Plan, manifest: Manifest, workers: int, *, quiet: bool = False, out: TextIO | None = None) -> None:
+        self._plan = plan
+        self._manifest = manifest
+        self._workers = workers
+        self._quiet = quiet
+        self._out = out or sys.stdout
+        self._mask = Redactor().text
+        self._settled: dict[str, Progress] = {}
+        self._numbers = {entry.name: number for number, entry in enumerate(manifest.runs, start=1)}
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Board":
+        if not self._quiet:
+            if self._out.isatty():
+                self._open_table()
+            self._thread = threading.Thread(target=self._keep_current, name="campaign-board", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._live is not None:
+            self._live.update(self.table(), refresh=True)
+            self._live.stop()
+
+    # -- lines -------------------------------------------------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        if self._quiet:
+            return
+        text = encodable(self._mask(line), self._out.encoding or "utf-8")
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            self._out.write(text + "\n")
+            self._out.flush()
+
+    def started(self, name: str) -> None:
+        if self._live is None:
+            self.say(f"{self._prefix(name)} started")
+
+    def ended(self, name: str) -> None:
+        self._settled.pop(name, None)
+        if self._live is not None:
+            return
+        progress = self._progress(self._manifest[name])
+        line = f"{self._prefix(name)} {progress.status}: {progress.words()}"
+        if progress.reason:
+            line += f" | {one_line(progress.reason, 400)} | {self._plan.folder / self._manifest[name].dir / OUTPUT}"
+        self.say(line)
+
+    def _prefix(self, name: str) -> str:
+        total = len(self._numbers)
+        return f"[{self._numbers[name]:>{len(str(total))}}/{total}] {name}"
+
+    # -- the other thread --------------------------------------------------------------------------------------------------
+
+    def _keep_current(self) -> None:
+        said = time.monotonic()
+        while not self._closing.wait(REFRESH_S):
+            if self._live is not None:
+                self._live.update(self.table(), refresh=True)
+            elif time.monotonic() - said >= LINES_EVERY_S:
+                said = time.monotonic()
+                for line in self._running_lines():
+                    self.say(line)
+
+    def _running_lines(self) -> Iterator[str]:
+        for entry in self._manifest.runs:
+            if entry.status is Status.RUNNING:
+                progress = self._progress(entry)
+                left = f", {duration(progress.remaining_s)} left" if progress.remaining_s is not None else ""
+                yield f"{self._prefix(entry.name)} {progress.words()}{left}"
+
+    # -- the table ---------------------------------------------------------------------------------------------------------
+
+    def _open_table(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(file=self._out)  # honours NO_COLOR
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live.start()
+
+    def table(self) -> "Group":
+        """The runs that matter most now, as many as the terminal has room for, under a line that counts all."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        runs = [self._progress(entry) for entry in self._manifest.runs]
+        room = max(5, (self._live.console.height if self._live else 60) - 6)
+        table = Table(box=None, pad_edge=False)
+        for name in ("run", "state", "step", "correct", "held-out", "left"):
+            table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
+        shown = sorted(runs, key=lambda run: _ORDER.index(run.status))[:room]
+        for run in shown:
+            reason = f"  {one_line(run.reason, 60)}" if run.reason else ""
+            left = duration(run.remaining_s) if run.status is Status.RUNNING and run.remaining_s is not None else ""
+            steps = f"{run.steps}/{run.max_steps}" if run.status is not Status.PENDING else ""
+            cells = (one_line(run.name), f"{run.status}{reason}", steps, _percent(run.correct), _percent(run.held_out), left)
+            table.add_row(*(Text(self._mask(cell)) for cell in cells))
+        if len(shown) < len(runs):
+            table.add_row(Text(f"and {len(runs) - len(shown)} more"))
+        return Group(Text(self._mask(self.headline(runs))), table)
+
+    def headline(self, runs: list[Progress]) -> str:
+        """Campaign logs/campaign_...: 12 done, 2 running, 26 pending | step 640 of 2,000 | 1 h 05 min left"""
+        counts = {status: sum(run.status is status for run in runs) for status in _ORDER}
+        words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        line = f"Campaign {self._plan.folder}: {words} | step {sum(run.steps for run in runs):,} of {self._plan.max_steps * len(runs):,}"
+        times = [run.step_time_s for run in runs if run.step_time_s is not None]
+        left = sum(run.max_steps - run.steps for run in runs if run.status in (Status.RUNNING, Status.PENDING))
+        if not times or not left:
+            return line
+        return f"{line} | {duration(left * median(times) / max(1, min(self._workers, len(runs))))} left"
+
+    def _progress(self, entry: RunEntry) -> Progress:
+        """Read again only while the run goes on."""
+        if entry.name in self._settled and self._settled[entry.name].status is entry.status:
+            return self._settled[entry.name]
+        if entry.status is Status.PENDING:
+            progress = Progress(entry.name, entry.status, max_steps=self._plan.max_steps)
+        else:
+            progress = self._read(entry)
+        if entry.status is not Status.RUNNING:
+            self._settled[entry.name] = progress
+        return progress
+
+    def _read(self, entry: RunEntry) -> Progress:
+        try:
+            return read_progress(self._plan, entry)
+        except (RetrainError, OSError):  # a file that is cut or replaced at this moment; whoever compares the runs will tell if it stays so
+            return Progress(entry.name, entry.status, max_steps=self._plan.max_steps, reason=entry.reason or "")
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

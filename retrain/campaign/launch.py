@@ -1,0 +1,115 @@
+"""How a run of a campaign is started, and what becomes of it. The launchers: in this process, as subprocesses, on a Ray cluster."""
+
+import gc
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from retrain.campaign.manifest import Status
+from retrain.campaign.plan import CampaignRun
+from retrain.config import TrainConfig, replaced
+from retrain.errors import Interrupted, RetrainError
+from retrain.tracking import RunFolder
+
+OUTPUT = "output.log"
+"""What a run prints, in its folder."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: Status
+    """DONE, FAILED or INTERRUPTED."""
+    reason: str = ""
+    """Why it is not done: one sentence."""
+    lost: bool = False
+    """The worker ended without a word: it was killed, or its machine is gone. Starting again may help."""
+    stopped_by: int | None = None
+    """The signal, where the campaign's own process got it while the run had the handlers."""
+
+
+class Job(Protocol):
+    """A run that was started."""
+
+    def poll(self) -> Outcome | None:
+        """None while it runs."""
+
+    def stop(self, signal_number: int) -> None:
+        """Ask it to save and end."""
+
+    def kill(self) -> None:
+        """End it at once. Safe to call when it has ended."""
+
+
+class Launcher(Protocol):
+    workers: int
+    """Runs at the same time at most."""
+
+    def start(self, run: CampaignRun, slot: int) -> Job:
+        """`slot` counts from 0 to workers - 1: no two runs that run at the same time have the same."""
+
+    def close(self) -> None: ...
+
+
+def perform(config: TrainConfig) -> Outcome:
+    """Train the run in this process: from its checkpoint if it began before, from the start otherwise. Never raises for a failed run."""
+    from retrain.trainer import train
+
+    folder = RunFolder(Path(config.logging.log_dir))
+    try:
+        train(replaced(config, {"resume.from": str(folder.path)}, origin="file") if folder.marker.is_file() else config)
+    except Interrupted as error:
+        return Outcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
+    except RetrainError as error:
+        print(f"retrain: {error}", file=sys.stderr)
+        return Outcome(Status.FAILED, " ".join(str(error).split()))
+    except Exception as error:  # whatever one run dies of, the others go on; its traceback is in its output
+        traceback.print_exc()
+        return Outcome(Status.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in {OUTPUT})")
+    return Outcome(Status.DONE)
+
+
+@contextmanager
+def output_to(folder: Path) -> Iterator[None]:
+    """What Python code prints goes to the run's output.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / OUTPUT).open("a", encoding="utf-8", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        yield
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that is over when its start returns."""
+
+    outcome: Outcome
+
+    def poll(self) -> Outcome:
+        return self.outcome
+
+    def stop(self, signal_number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class InProcess:
+    """One run after the other in this process. The model stays loaded from run to run."""
+
+    workers = 1
+
+    def __init__(self) -> None:
+        from retrain.backends.local.model import shared_models
+
+        self._models = shared_models()
+        self._models.__enter__()
+
+    def start(self, run: CampaignRun, slot: int) -> Ended:
+        with output_to(run.folder):
+            outcome = perform(run.config)
+        gc.collect()  # the run's optimizer and caches, which hold on to each other
+        return Ended(outcome)
+
+    def close(self) -> None:
+        self._models.__exit__(None, None, None)

@@ -1,0 +1,136 @@
+"""What a campaign file says, as runs: each condition with each seed, its name, its folder and its whole configuration.
+
+Nothing is started and nothing is written here, so `explain` shows the same plan that is run.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.config import TrainConfig, config_from_mapping
+from retrain.config.conditions import arms
+from retrain.config.load import given_values
+from retrain.config.origin import Origin
+from retrain.config.schema import Campaign
+from retrain.errors import ConfigurationError
+from retrain.tracking.tracker import tracker_names
+
+RUNS = "runs"
+THROTTLE = "tinker_throttle"
+DEFAULT_MAX_STEPS = 500
+
+_MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9+._-]")
+
+
+@dataclass(frozen=True)
+class CampaignRun:
+    """One run of a campaign."""
+
+    name: str
+    """`{condition}_s{seed}`: its folder under runs/, and its name in trackers."""
+    condition: str
+    """The condition's label."""
+    seed: int
+    config: TrainConfig
+    """Of this run alone: no [campaign], and every key as the run uses it."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.logging.log_dir)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A campaign's runs in the order in which they start: all conditions of the first seed, then of the second, ...
+
+    So whatever is finished when a campaign is cut is complete pairs, which are what a comparison needs.
+    """
+
+    config: TrainConfig
+    """The campaign's own, with [campaign]."""
+    folder: Path
+    conditions: tuple[str, ...]
+    """Labels, in the file's order; the first is the baseline."""
+    seeds: tuple[int, ...]
+    max_steps: int
+    runs: tuple[CampaignRun, ...]
+
+    @property
+    def settings(self) -> Campaign:
+        return settings_of(self.config)
+
+    @property
+    def throttle_dir(self) -> Path:
+        """Locks that the workers of a Tinker campaign share."""
+        return self.folder / THROTTLE
+
+
+def plan_campaign(config: TrainConfig, folder: Path) -> Plan:
+    """The runs of a campaign that lives in `folder`. Raises ConfigurationError where a condition's values do not go together."""
+    settings = settings_of(config)
+    steps = max_steps(config)
+    views = arms(config)
+    runs = [
+        _run(view, label=condition.label, seed=seed, steps=steps, folder=folder)
+        for seed in settings.seeds
+        for condition, view in zip(config.conditions, views, strict=True)
+    ]
+    labels = tuple(condition.label for condition in config.conditions)
+    return Plan(config, folder, labels, tuple(settings.seeds), steps, tuple(runs))
+
+
+def settings_of(config: TrainConfig) -> Campaign:
+    if config.campaign is None:
+        raise ConfigurationError(f"{config.source_path or 'the configuration'} has no [campaign] section; add one.")
+    return config.campaign
+
+
+def max_steps(config: TrainConfig) -> int:
+    """`[campaign] max_steps`; not given, `[training] max_steps` if that is, else 500 (decision D24)."""
+    given = settings_of(config).max_steps
+    if given is not None:
+        return given
+    return config.training.max_steps if config.is_set("training.max_steps") else DEFAULT_MAX_STEPS
+
+
+def run_name(condition: str, seed: int) -> str:
+    return f"{_NOT_IN_A_NAME.sub('_', condition)}_s{seed}"
+
+
+def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path) -> CampaignRun:
+    """`view` is the campaign with one condition."""
+    name = run_name(label, seed)
+    data = given_values(view)
+    for section in ("campaign", "squeeze", "resume"):
+        data.pop(section, None)
+    (condition,) = view.conditions
+    algorithm = {key: value for key, value in data.get("algorithm", {}).items() if key not in _MODES}
+    data["algorithm"] = algorithm | {key: getattr(condition, key) for key in _MODES if getattr(condition, key)}
+    _put(data, "training", seed=seed, max_steps=steps)
+    _put(data, "logging", log_dir=str(folder / RUNS / name), label=label, **_tracking(view, label, name, seed))
+    if not view.is_set("evaluation.at_end"):
+        _put(data, "evaluation", at_end=True)
+    if view.backend.adapter_path:
+        _put(data, "backend", adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name))
+    if view.backend.backend == "tinker" and not view.backend.throttle_dir:
+        _put(data, "backend", throttle_dir=str(folder / THROTTLE))
+    return CampaignRun(name, label, seed, config_from_mapping(data, origin=Origin(view.source_path)))
+
+
+def _put(data: dict[str, Any], section: str, **values: Any) -> None:
+    data[section] = {**data.get(section, {}), **values}
+
+
+def _tracking(view: TrainConfig, label: str, name: str, seed: int) -> dict[str, str]:
+    """Run name, group and tags; a group that the user gave wins, and the user's tags stay."""
+    if "wandb" not in tracker_names(view):
+        return {}
+    tags: Sequence[str] = (*view.logging.tags, label, f"seed{seed}")
+    return {
+        "wandb_run_name": name,
+        "wandb_group": view.logging.wandb_group or label,
+        "wandb_tags": ",".join(dict.fromkeys(tags)),
+    }

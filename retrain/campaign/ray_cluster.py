@@ -1,0 +1,132 @@
+"""Runs on a Ray cluster: the one that `[campaign] ray_address` names, or a local one that is started here and ends with the campaign.
+
+Ray places the runs and tells which of them were lost; a run itself is the same process as with the local launcher, below a task of Ray's.
+All machines must see the campaign's folder under one path, and have retrain installed.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.launch import Outcome
+from retrain.campaign.manifest import Status
+from retrain.campaign.plan import CampaignRun, Plan
+from retrain.campaign.subprocesses import start_worker
+from retrain.config import config_from_mapping, replaced
+from retrain.config.load import given_values
+from retrain.config.origin import Origin
+from retrain.config.schema import Campaign
+from retrain.errors import ConfigurationError, EnvironmentFailure
+
+_POLL_S = 0.2
+_DEVICES = {1: "gpu:0", 2: "gpu:0,gpu:1"}
+"""Of a task, which sees only the GPUs that Ray gave it."""
+
+
+class RayLauncher:
+    def __init__(self, plan: Plan) -> None:
+        self._settings = plan.settings
+        self._share = gpu_share(plan.settings)
+        devices = plan.config.backend.device_list if plan.config.is_set("backend.devices") else ("cuda:0",)
+        self._wants_gpus = plan.config.backend.backend == "local" and devices[0].startswith("cuda")
+        self._ray = _import_ray()
+        self._connect()
+        self.workers = self._room(len(plan.runs))
+
+    def _connect(self) -> None:
+        options: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False, "logging_level": "error"}
+        if self._settings.ray_address:
+            options = {"address": self._settings.ray_address, "log_to_driver": False, "logging_level": "error"}
+        try:
+            self._ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            where = f"ray_address = {self._settings.ray_address!r}" if self._settings.ray_address else 'launcher = "ray"'
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise EnvironmentFailure(
+                f"[campaign] {where}: no Ray cluster answers ({first}); check `ray status`, or leave it out."
+            ) from error
+
+    def _room(self, runs: int) -> int:
+        """Runs that the cluster holds at once: by its GPUs, or where it has none by its processors."""
+        resources = self._ray.cluster_resources()
+        gpus = resources.get("GPU", 0) if self._wants_gpus else 0
+        self._gpus = self._share if gpus else 0
+        room = int(gpus / self._share) if gpus else int(resources.get("CPU", 1))
+        if room < 1:
+            raise ConfigurationError(
+                f"[campaign] devices_per_run = {self._settings.devices_per_run} is more than the {gpus:g} GPUs of the cluster; lower it."
+            )
+        return min(self._settings.max_workers or room, room, runs)
+
+    def start(self, run: CampaignRun, slot: int) -> "RayJob":
+        config = replaced(run.config, {"logging.log_dir": str(run.folder.resolve())}, origin="file")
+        if self._gpus:
+            config = replaced(config, {"backend.devices": _DEVICES[self._settings.devices_per_run]}, origin="file")
+        path = config.source_path
+        task = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_retries=0)(_perform)
+        return RayJob(self._ray, task.remote(given_values(config), str(path.resolve()) if path else "", run.name, str(Path.cwd())))
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+def gpu_share(settings: Campaign) -> float:
+    """GPUs of one run: a fraction where several share one. Raises ConfigurationError for several runs on several devices each."""
+    if settings.devices_per_run > 1 and settings.workers_per_device > 1:
+        raise ConfigurationError(
+            f"[campaign] devices_per_run = {settings.devices_per_run} and workers_per_device = {settings.workers_per_device}: "
+            "Ray gives a run either whole GPUs or a part of one; leave one of them at 1."
+        )
+    return settings.devices_per_run / settings.workers_per_device
+
+
+class RayJob:
+    def __init__(self, ray: Any, task: Any) -> None:
+        self._ray = ray
+        self._task = task
+
+    def poll(self) -> Outcome | None:
+        done, _ = self._ray.wait([self._task], timeout=0)
+        if not done:
+            return None
+        try:
+            status, reason, lost = self._ray.get(self._task)
+        except self._ray.exceptions.RayError as error:
+            return Outcome(Status.FAILED, f"Ray lost it ({type(error).__name__})", lost=True)
+        return Outcome(Status(status), reason, lost)
+
+    def stop(self, signal_number: int) -> None:
+        """Ray raises KeyboardInterrupt in the task, which passes it on."""
+        self._ray.cancel(self._task, force=False)
+
+    def kill(self) -> None:
+        self._ray.cancel(self._task, force=True)
+
+
+def _perform(values: dict[str, Any], path: str, name: str, folder: str) -> tuple[str, str, bool]:
+    """Ray's task: start the run's process and wait for it. It ends with this one, since its standard input does."""
+    os.chdir(folder)  # paths in a configuration are relative to where the campaign was started
+    config = config_from_mapping(values, origin=Origin(Path(path) if path else None))
+    worker = start_worker(CampaignRun(name, config.condition_label, config.training.seed, config), threads=None)
+    try:
+        while True:
+            try:
+                if (outcome := worker.poll()) is not None:
+                    return str(outcome.status), outcome.reason, outcome.lost
+                time.sleep(_POLL_S)
+            except KeyboardInterrupt:
+                worker.stop(signal.SIGINT)
+    finally:
+        worker.kill()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise EnvironmentFailure(
+            f'[campaign] launcher = "ray" needs Ray, which is not installed ({error}); pip install "retrain[ray]".'
+        ) from error
+    return ray

@@ -1,0 +1,72 @@
+"""What a campaign finds out beside its runs: the rank that its adapters need, and how its conditions compare."""
+
+from collections.abc import Callable
+
+from retrain.campaign.manifest import Manifest, Status
+from retrain.campaign.plan import CampaignRun, Plan
+from retrain.checkpoint import FINAL
+from retrain.config import TrainConfig, replaced
+from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
+from retrain.opening import stored_checkpoints
+from retrain.tracking import RunFolder
+
+Say = Callable[[str], None]
+
+
+class AutoSqueeze:
+    """Analyses the first run's adapter, once, where the campaign has `[squeeze]`: printed, and into the manifest.
+
+    A failure is said and stops nothing.
+    """
+
+    def __init__(self, plan: Plan, manifest: Manifest, say: Say) -> None:
+        self._plan = plan
+        self._manifest = manifest
+        self._say = say
+        self._due = plan.config.is_set("squeeze") and manifest.squeeze is None
+
+    def after(self, run: CampaignRun) -> None:
+        """`run` is done: the plan's first one is the one that counts, whichever is done first."""
+        if self._due and run == self._plan.runs[0]:
+            self._squeeze(run)
+
+    def at_end(self) -> None:
+        """The first run that is done, where the plan's first one failed, or was done before an earlier session was cut."""
+        done = [run for run in self._plan.runs if self._manifest[run.name].status is Status.DONE]
+        if self._due and done:
+            self._squeeze(done[0])
+
+    def _squeeze(self, run: CampaignRun) -> None:
+        from retrain.squeeze import squeeze_adapter
+
+        self._due = False
+        self._say(f"LoRA-Squeeze of {run.name}:")
+        adapter = stored_checkpoints(RunFolder(run.folder)) / FINAL
+        try:
+            squeezed = squeeze_adapter(_with_squeeze(run, self._plan.config), adapter, progress=self._say)
+        except RetrainError as error:
+            self._say(f"LoRA-Squeeze failed, and the campaign goes on: {error}")
+            return
+        for line in squeezed.lines():
+            self._say(line)
+        self._manifest.squeeze = squeezed.to_json()
+        self._manifest.write()
+
+
+def _with_squeeze(run: CampaignRun, campaign: TrainConfig) -> TrainConfig:
+    given = campaign.squeeze.model_dump(exclude_unset=True, exclude={"adapter_path"})
+    return replaced(run.config, {f"squeeze.{name}": value for name, value in given.items()})
+
+
+def comparison_lines(plan: Plan) -> list[str]:
+    """Every condition against the first, as `retrain compare` prints it; a sentence where there is nothing to compare."""
+    if len(plan.conditions) < 2:
+        return []
+    from retrain.analysis.compare import compare_campaign
+    from retrain.analysis.comparison_text import to_markdown
+    from retrain.analysis.verdict import Rules
+
+    try:
+        return ["", *to_markdown(compare_campaign(plan.folder, Rules())).splitlines()]
+    except (ConfigurationError, EnvironmentFailure) as error:
+        return [f"No comparison: {error}"]

@@ -1,0 +1,170 @@
+"""Running a campaign: start its runs, write down how they end, go on whatever one of them does."""
+
+import time
+from collections import Counter, deque
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from signal import Signals
+
+from retrain.analysis.runs import StoredRun
+from retrain.campaign.board import Board
+from retrain.campaign.devices import share_devices
+from retrain.campaign.folder import open_campaign
+from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, Outcome
+from retrain.campaign.manifest import Manifest, Status
+from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
+from retrain.campaign.preflight import check, evaluated_where_possible
+from retrain.campaign.results import AutoSqueeze, comparison_lines
+from retrain.config import TrainConfig
+from retrain.errors import Interrupted, RunFailed
+from retrain.interrupts import Interrupts
+
+_POLL_S = 0.1
+
+
+def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
+    """Every run of the campaign that is not finished, then the comparison; the runs of one that `[resume] from` names go on.
+
+    Raises ConfigurationError or EnvironmentFailure before the first run; RunFailed at the end, if a run failed; Interrupted after a
+    signal, when the runs that were going on have saved.
+    """
+    draft = plan_campaign(config, Path("campaign"))  # what is refused is refused before a folder is made
+    checked = check(draft)
+    with (
+        closing(_launcher(draft)) as launcher,
+        open_campaign(config, datetime.now()) as (bare, manifest),
+        Interrupts() as interrupts,
+    ):
+        plan = evaluated_where_possible(bare, checked)
+        with Board(plan, manifest, launcher.workers, quiet=quiet) as board:
+            for line in (*checked.lines, _opening_line(plan, manifest)):
+                board.say(line)
+            squeeze = AutoSqueeze(plan, manifest, board.say)
+            _Execution(plan, manifest, launcher, board, interrupts, squeeze).run()
+        squeeze.at_end()
+        for line in comparison_lines(plan):
+            board.say(line)
+    if undone := [entry for entry in manifest.runs if entry.status is not Status.DONE]:
+        raise RunFailed(
+            f"{len(undone)} of {len(manifest.runs)} runs are not done, the first is {undone[0].name} ({undone[0].status}: "
+            f"{undone[0].reason}); look at {plan.folder / undone[0].dir / OUTPUT}, then go on with --resume {plan.folder}."
+        )
+    return manifest
+
+
+def _launcher(plan: Plan) -> Launcher:
+    if plan.settings.launcher == "ray":
+        from retrain.campaign.ray_cluster import RayLauncher
+
+        return RayLauncher(plan)
+    if plan.settings.parallel:
+        from retrain.campaign.subprocesses import Subprocesses
+
+        return Subprocesses(share_devices(plan))
+    return InProcess()
+
+
+def _opening_line(plan: Plan, manifest: Manifest) -> str:
+    done = sum(is_finished(run) for run in plan.runs)
+    resumed = f", {done} of them finished before" if done else ""
+    return (
+        f"Campaign {manifest.folder}: {len(plan.conditions)} conditions x {len(plan.seeds)} seeds = {len(plan.runs)} runs of "
+        f"{plan.max_steps} steps{resumed}."
+    )
+
+
+def is_finished(run: CampaignRun) -> bool:
+    """Whether the run's own folder says so: its manifest may be older than a kill."""
+    stored = StoredRun(run.folder)
+    return stored.folder.summary.is_file() and not stored.unfinished and stored.steps >= run.config.training.max_steps
+
+
+class _Execution:
+    """The loop over the runs that are not finished."""
+
+    def __init__(
+        self, plan: Plan, manifest: Manifest, launcher: Launcher, board: Board, interrupts: Interrupts, squeeze: AutoSqueeze
+    ) -> None:
+        self._plan = plan
+        self._manifest = manifest
+        self._launcher = launcher
+        self._board = board
+        self._interrupts = interrupts
+        self._squeeze = squeeze
+        self._waiting: deque[CampaignRun] = deque()
+        self._jobs: dict[int, tuple[CampaignRun, Job]] = {}
+        """By slot."""
+        self._retries: Counter[str] = Counter()
+        self._stopping = False
+
+    def run(self) -> None:
+        self._sort_out()
+        last_start = -float("inf")
+        try:
+            while self._waiting or self._jobs:
+                self._stop_if_asked()
+                if self._may_start(last_start):
+                    self._start(self._waiting.popleft())
+                    last_start = time.monotonic()
+                if not self._collect():
+                    time.sleep(_POLL_S)
+        finally:
+            for _, job in self._jobs.values():
+                job.kill()
+        if (number := self._interrupts.stopped_by) is not None:
+            raise Interrupted(f"Interrupted by {Signals(number).name}; go on with --resume {self._plan.folder}.", number)
+
+    def _sort_out(self) -> None:
+        """What an earlier session finished stays; a run that it began, or failed, is taken up again."""
+        for run in self._plan.runs:
+            entry = self._manifest[run.name]
+            if is_finished(run):
+                if entry.status is not Status.DONE:
+                    self._manifest.ended(run.name, Status.DONE)
+            else:
+                entry.status = Status.PENDING
+                self._waiting.append(run)
+        self._manifest.write()
+
+    def _may_start(self, last_start: float) -> bool:
+        free = len(self._jobs) < self._launcher.workers
+        return bool(self._waiting) and free and time.monotonic() - last_start >= self._plan.settings.stagger_seconds
+
+    def _start(self, run: CampaignRun) -> None:
+        slot = next(number for number in range(self._launcher.workers) if number not in self._jobs)
+        self._manifest.started(run.name)
+        self._board.started(run.name)
+        self._jobs[slot] = (run, self._launcher.start(run, slot))
+
+    def _collect(self) -> bool:
+        """Write down what has ended; whether anything has."""
+        ended = [(slot, outcome) for slot, (_, job) in self._jobs.items() if (outcome := job.poll()) is not None]
+        for slot, outcome in ended:
+            run, _ = self._jobs.pop(slot)
+            self._settle(run, outcome)
+        return bool(ended)
+
+    def _settle(self, run: CampaignRun, outcome: Outcome) -> None:
+        if outcome.lost and not self._stopping and self._retries[run.name] < self._plan.settings.max_retries:
+            self._retries[run.name] += 1
+            self._board.say(f"{run.name}: {outcome.reason}; it is started again from its last checkpoint.")
+            self._waiting.appendleft(run)
+            return
+        cut = outcome.lost and self._stopping
+        self._manifest.ended(run.name, Status.INTERRUPTED if cut else outcome.status, outcome.reason)
+        self._board.ended(run.name)
+        if outcome.stopped_by is not None:
+            self._interrupts.adopt([outcome.stopped_by])
+        if outcome.status is Status.DONE:
+            self._squeeze.after(run)
+
+    def _stop_if_asked(self) -> None:
+        if self._interrupts.stopped_by is None or self._stopping:
+            return
+        self._stopping = True
+        self._waiting.clear()
+        if self._jobs:
+            self._board.say("Stopping: the runs that are going on save first.")
+        for _, job in self._jobs.values():
+            job.stop(self._interrupts.stopped_by)

@@ -1,0 +1,116 @@
+"""What is shown of a campaign while it runs, on a terminal and elsewhere."""
+
+import io
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from retrain.campaign.board import Board, read_progress
+from retrain.campaign.manifest import Manifest, Status
+from retrain.campaign.plan import Plan, plan_campaign
+from retrain.config import config_from_mapping
+from retrain.tracking import RunFolder, StepRecord
+from retrain.tracking.jsonl import JsonlWriter
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def write_steps(folder: Path, count: int) -> None:
+    with JsonlWriter(RunFolder(folder).metrics) as writer:
+        for step in range(count):
+            writer.write(StepRecord(step, "c", correct_rate=1.0, running_correct_rate=0.453, step_time_s=2.0).to_json())
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> tuple[Plan, Manifest]:
+    """One run done, one going on, one failed, the others waiting."""
+    plan = plan_campaign(config_from_mapping({"campaign": {"seeds": [1, 2], "max_steps": 50}}), tmp_path)
+    manifest = Manifest.of_plan(plan, datetime.now())
+    done, running, failed = plan.runs[:3]
+    for run, steps in ((done, 50), (running, 12), (failed, 0)):
+        run.folder.mkdir(parents=True)
+        write_steps(run.folder, steps)
+        manifest.started(run.name)
+    manifest.ended(done.name, Status.DONE)
+    manifest.ended(failed.name, Status.FAILED, "[lora] init_from is \x1b[31mnowhere")
+    return plan, manifest
+
+
+def render(board: Board, width: int = 200) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(board.table())
+    return out.getvalue()
+
+
+def test_the_table_tells_each_run_and_the_campaign(campaign: tuple[Plan, Manifest]) -> None:
+    text = render(Board(*campaign, workers=1))
+    rows = {line.split()[0]: line for line in text.splitlines() if "_s" in line.split()[0]}
+    assert "running" in rows["maxrl+none_s1"] and "12/50" in rows["maxrl+none_s1"]
+    assert "45.3%" in rows["maxrl+none_s1"] and "1 min 16 s" in rows["maxrl+none_s1"]
+    assert "done" in rows["grpo+none_s1"] and "50/50" in rows["grpo+none_s1"]
+    assert "failed  [lora] init_from is nowhere" in rows["maxrl+gtpo_s1"], "the reason, as harmless text"
+    assert "1 running, 1 failed, 1 done, 7 pending | step 62 of 500 | 12 min 56 s left" in text.replace("\n", "")
+
+
+def test_a_large_campaign_fits_the_terminal_and_shows_what_runs(tmp_path: Path) -> None:
+    plan = plan_campaign(config_from_mapping({"campaign": {}}), tmp_path)
+    manifest = Manifest.of_plan(plan, datetime.now())
+    manifest.started(plan.runs[-1].name)
+    out = Terminal()
+    with Board(plan, manifest, workers=1, out=out) as board:
+        text = render(board)
+    assert len(text.splitlines()) <= 25
+    assert plan.runs[-1].name in text and "more" in text
+
+
+def test_a_terminal_gets_a_table_that_is_drawn_again(campaign: tuple[Plan, Manifest]) -> None:
+    out = Terminal()
+    with Board(*campaign, workers=1, out=out) as board:
+        board.say("a line above it")
+    assert "a line above it" in out.getvalue() and "maxrl+none_s1" in out.getvalue()
+
+
+def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(campaign: tuple[Plan, Manifest]) -> None:
+    plan, manifest = campaign
+    out = io.StringIO()
+    with Board(plan, manifest, workers=1, out=out) as board:
+        board.started("maxrl+none_s1")
+        board.ended("grpo+none_s1")
+        board.ended("maxrl+gtpo_s1")
+    started, done, failed = out.getvalue().splitlines()
+    assert started == "[ 2/10] maxrl+none_s1 started"
+    assert done == "[ 1/10] grpo+none_s1 done: step 50/50, correct 45.3%"
+    assert failed.startswith("[ 3/10] maxrl+gtpo_s1 failed: step 0/50 | [lora] init_from is nowhere | ")
+    assert failed.endswith("runs/maxrl+gtpo_s1/output.log")
+
+
+def test_elsewhere_runs_that_go_on_are_told_now_and_then(campaign: tuple[Plan, Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
+    monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
+    out = io.StringIO()
+    with Board(*campaign, workers=1, out=out) as board:
+        for _ in range(500):
+            if out.getvalue():
+                break
+            board._closing.wait(0.01)
+    assert out.getvalue().splitlines()[0] == "[ 2/10] maxrl+none_s1 step 12/50, correct 45.3%, 1 min 16 s left"
+
+
+def test_quiet_is_quiet(campaign: tuple[Plan, Manifest]) -> None:
+    out = Terminal()
+    with Board(*campaign, workers=1, out=out, quiet=True) as board:
+        board.say("x")
+        board.started("maxrl+none_s1")
+        board.ended("grpo+none_s1")
+    assert out.getvalue() == ""
+
+
+def test_a_run_without_steps_has_no_rate(campaign: tuple[Plan, Manifest]) -> None:
+    plan, manifest = campaign
+    progress = read_progress(plan, manifest["maxrl+gtpo_s1"])
+    assert (progress.steps, progress.correct, progress.remaining_s) == (0, None, None)

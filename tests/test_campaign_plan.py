@@ -1,0 +1,164 @@
+"""From a campaign's file to its runs: names, folders, what each of them trains with, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.campaign import Plan, plan_campaign
+from retrain.config import dump_toml, load_text, not_built, replaced, unused_keys
+from retrain.errors import ConfigurationError
+
+FOLDER = Path("logs/campaign_20261121_120000")
+
+TWO_PPO = """
+[campaign]
+seeds = [1, 2]
+max_steps = 7
+
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+label = "ppo"
+loss.mode = "ppo"
+sepa = { steps = 100 }
+lr = 1e-3
+"""
+
+
+def plan(text: str) -> Plan:
+    return plan_campaign(load_text(text, Path("my/campaign.toml")), FOLDER)
+
+
+def test_an_empty_campaign_is_five_conditions_by_eight_seeds_of_500_steps() -> None:
+    runs = plan("[campaign]").runs
+    assert len(runs) == 40
+    assert {run.seed for run in runs} == {42, 101, 202, 303, 404, 505, 606, 707}
+    assert [run.condition for run in runs[:5]] == ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
+    assert {run.config.training.max_steps for run in runs} == {500}
+
+
+def test_every_run_is_named_and_lives_by_its_condition_and_seed() -> None:
+    for run in plan("[campaign]").runs:
+        assert run.name == f"{run.condition}_s{run.seed}"
+        assert run.folder == FOLDER / "runs" / run.name
+        assert run.config.training.seed == run.seed
+        assert run.config.condition_label == run.condition
+        assert run.config.kind == "run"
+
+
+def test_a_seeds_conditions_start_before_the_next_seed() -> None:
+    """What is finished when a campaign is cut are pairs."""
+    assert [(run.seed, run.condition) for run in plan(TWO_PPO).runs] == [(1, "grpo+none"), (1, "ppo"), (2, "grpo+none"), (2, "ppo")]
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("[campaign]\nmax_steps = 3\n[training]\nmax_steps = 9", 3), ("[campaign]\n[training]\nmax_steps = 9", 9), ("[campaign]", 500)],
+)
+def test_the_campaigns_steps_win_over_the_trainings(text: str, steps: int) -> None:
+    assert {run.config.training.max_steps for run in plan(text).runs} == {steps} == {plan(text).max_steps}
+
+
+def test_a_condition_sets_any_key_dotted_as_a_table_or_bare() -> None:
+    base, ppo = (run.config for run in plan(TWO_PPO).runs[:2])
+    assert (base.loss.mode, base.training.lr) == ("importance_sampling", 4e-5)
+    assert (ppo.loss.mode, ppo.sepa.steps, ppo.training.lr) == ("ppo", 100, 1e-3)
+
+
+def test_conditions_survive_being_stored_and_changed() -> None:
+    config = load_text(TWO_PPO)
+    assert load_text(dump_toml(config)) == config
+    assert replaced(config, {"training.lr": 0.5}).conditions == config.conditions
+
+
+def test_a_random_reward_is_a_control_arm() -> None:
+    control = 'label = "control"\nadvantage_mode = "maxrl"\ntransform_mode = "none"\nreward.type = "random"'
+    runs = plan(f"{TWO_PPO}\n[[campaign.conditions]]\n{control}").runs
+    assert [run.config.reward.types for run in runs[:3]] == [["match"], ["match"], ["random"]]
+
+
+def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
+    run = plan('[campaign]\n[[campaign.conditions]]\nalgorithm_mode = "dr_grpo"\n[algorithm]\nadvantage_mode = "grpo"').runs[0]
+    assert run.name == "dr_grpo_s42"
+    assert run.config.loss.aggregation == "constant"
+    assert not run.config.is_set("algorithm.advantage_mode")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('loss.mod = "ppo"', "number 2: loss.mod is not a key of a condition; did you mean loss.mode?"),
+        ('loss.mode = "pp"', 'number 2: [loss] mode = "pp" is not one of its values'),
+        ("training.group_size = 1", "number 2: [training] group_size = 1 gives every completion an advantage of 0"),
+        ("training.seed = 5", "training.seed is not for a condition; [campaign] seeds gives it"),
+        ("max_steps = 5", "training.max_steps is not for a condition; conditions are compared after the same steps"),
+        ("squeeze.per_layer = true", "[squeeze] belongs to the whole campaign"),
+        ('label = "a/b"', "cannot name a folder"),
+        ('label = "grpo+none"', 'numbers 1 and 2 are both called "grpo+none"'),
+        ('model = "x"', "model is a key of several sections; write model.model or planning.model"),
+    ],
+)
+def test_a_condition_that_sets_something_wrong_is_refused_with_its_number(line: str, sentence: str) -> None:
+    label = "" if "label" in line else 'label = "other"\n'
+    condition = f'advantage_mode = "grpo"\ntransform_mode = "none"\n{label}{line}'
+    with pytest.raises(ConfigurationError) as caught:
+        load_text(
+            f'[campaign]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n[[campaign.conditions]]\n{condition}'
+        )
+    assert len(caught.value.problems) == 1
+    assert sentence in caught.value.problems[0]
+
+
+def test_what_is_wrong_for_every_condition_is_said_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_text(f"{TWO_PPO}\n[training]\ntop_p = 0.5")
+    assert len(caught.value.problems) == 1 and "number" not in caught.value.problems[0]
+
+
+def test_a_key_is_unused_only_where_no_condition_uses_it() -> None:
+    assert unused_keys(load_text(f"{TWO_PPO}\n[loss]\nclip_low = 0.1")) == [
+        'Condition "ppo": [sepa] steps = 100 is unused here: no transform here uses SEPA.'
+    ]
+    assert "[loss] dual_clip = 2.0 is unused here" in unused_keys(load_text("[campaign]\n[loss]\ndual_clip = 2.0"))[0]
+
+
+def test_what_one_condition_needs_and_is_not_built_is_refused() -> None:
+    assert len(not_built(load_text(TWO_PPO.replace("lr = 1e-3", 'planning.detector = "semantic"')))) == len(
+        not_built(load_text('[planning]\ndetector = "semantic"'))
+    )
+
+
+def section(run: Any, name: str) -> Any:
+    return getattr(run.config, name)
+
+
+def test_trackers_get_name_group_and_tags_and_the_users_stay() -> None:
+    text = '[campaign]\n[logging]\nwandb_project = "p"\nwandb_tags = "mine"\n'
+    logging = section(plan(text).runs[4], "logging")
+    assert logging.wandb_run_name == "maxrl+gtpo_sepa_s42"
+    assert logging.wandb_group == "maxrl+gtpo_sepa"
+    assert logging.tags == ["mine", "maxrl+gtpo_sepa", "seed42"]
+    assert section(plan(text + 'wandb_group = "g"').runs[0], "logging").wandb_group == "g"
+    assert section(plan("[campaign]").runs[0], "logging").wandb_run_name == ""
+
+
+def test_no_two_runs_share_a_folder_of_checkpoints() -> None:
+    runs = plan('[campaign]\n[backend]\nadapter_path = "adapters"').runs
+    assert {section(run, "backend").adapter_path for run in runs} == {f"adapters/{FOLDER.name}"}
+    assert len({run.folder for run in runs}) == 40
+
+
+def test_a_campaign_evaluates_at_the_end_unless_it_says_no() -> None:
+    assert section(plan("[campaign]").runs[0], "evaluation").at_end
+    assert not section(plan("[campaign]\n[evaluation]\nat_end = false").runs[0], "evaluation").at_end
+
+
+def test_tinker_workers_share_their_locks_and_others_have_none() -> None:
+    tinker = plan('[campaign]\n[backend]\nbackend = "tinker"')
+    assert {section(run, "backend").throttle_dir for run in tinker.runs} == {str(FOLDER / "tinker_throttle")} == {str(tinker.throttle_dir)}
+    assert section(plan("[campaign]").runs[0], "backend").throttle_dir == ""
