@@ -1,4 +1,5 @@
-"""Reading many runs: `python benchmarks/many_runs.py` times status, compare and load_runs on 1,000 runs of 500 steps (1 GB on disk).
+"""Reading many runs: `python benchmarks/many_runs.py` times status, compare, report and load_runs on 1,000 runs of 500 steps (1 GB on
+disk).
 
 The runs are synthetic and in the real format: five conditions, every field of a step filled, 200 held-out problems at the end. Prints a
 table and writes it under benchmarks/results/.
@@ -31,6 +32,7 @@ COMMANDS = {
     "retrain compare": ("-m", "retrain", "compare"),
     "retrain compare --metric correct_rate": ("-m", "retrain", "compare", "--metric", "correct_rate"),
     "retrain compare --metric auc": ("-m", "retrain", "compare", "--metric", "auc"),
+    "retrain report": ("-m", "retrain", "report"),
     "retrain.load_runs": ("-c", "import sys, retrain; retrain.load_runs(sys.argv[1])"),
 }
 

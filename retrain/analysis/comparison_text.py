@@ -21,11 +21,10 @@ def _paragraphs(comparison: Comparison) -> Iterator[str]:
     direction = "lower" if rules.lower_is_better else "higher"
     yield f"{metric.description[0].upper()}{metric.description[1:]}; {direction} is better. The unit is the run; runs are paired by seed."
     yield ""
-    yield from _table(("condition", "runs", "mean", "sd between runs"), [_arm_row(arm, metric) for arm in comparison.arms])
+    yield from _table(*arm_table(comparison))
     yield ""
-    confidence = f"{100 * (1 - rules.alpha):g}% interval"
-    head = ("condition", "pairs", "difference", confidence, "p", "adjusted p", "d_z", f"detectable ({100 * rules.power:g}%)", "verdict")
-    yield from _table(head, [_contrast_row(contrast, comparison) for contrast in comparison.contrasts])
+    head, rows = contrast_table(comparison)
+    yield from _table(head, [(*cells, f"**{verdict}**") for *cells, verdict in rows])
     yield ""
     shared = {sharing(contrast) for contrast in comparison.contrasts}
     if len(shared) == 1:
@@ -34,7 +33,7 @@ def _paragraphs(comparison: Comparison) -> Iterator[str]:
         yield f"- **{contrast.condition}**: {explanation(contrast, comparison)}"
         if len(shared) > 1:
             yield f"  {sharing(contrast)}"
-        yield from (f"  {line}" for line in _details(contrast, comparison))
+        yield from (f"  {line}" for line in details(contrast, comparison))
     if any(arm.tasks for arm in comparison.arms):
         yield ""
         yield from _tasks(comparison)
@@ -82,7 +81,8 @@ def _comparisons(comparison: Comparison) -> str:
     return "one comparison" if count == 1 else f"{count} comparisons"
 
 
-def _details(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+def details(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    """What else there is to say of a contrast, a sentence each."""
     metric, rules, found = comparison.metric, comparison.rules, contrast.conclusion
     if contrast.problem_interval:
         yield f"With problems and samples drawn anew as well: {_interval(contrast.problem_interval, metric)}."
@@ -132,6 +132,21 @@ def _tasks(comparison: Comparison) -> Iterator[str]:
 
 # -- numbers in words ----------------------------------------------------------------------------------------------------
 
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""(head, rows)"""
+
+
+def arm_table(comparison: Comparison) -> Table:
+    return ("condition", "runs", "mean", "sd between runs"), [_arm_row(arm, comparison.metric) for arm in comparison.arms]
+
+
+def contrast_table(comparison: Comparison) -> Table:
+    """The verdict comes last."""
+    rules = comparison.rules
+    confidence = f"{100 * (1 - rules.alpha):g}% interval"
+    head = ("condition", "pairs", "difference", confidence, "p", "adjusted p", "d_z", f"detectable ({100 * rules.power:g}%)", "verdict")
+    return head, [_contrast_row(contrast, comparison) for contrast in comparison.contrasts]
+
 
 def _arm_row(arm: ArmSummary, metric: Metric) -> tuple[str, ...]:
     mean = "" if arm.mean is None else f"{100 * arm.mean:.1f}%" if metric.is_rate else f"{arm.mean:.4g}"
@@ -149,7 +164,7 @@ def _contrast_row(contrast: Contrast, comparison: Comparison) -> tuple[str, ...]
         _p(found.p_adjusted),
         "" if found.d_z is None else f"{found.d_z:.2f}",
         _size(found.minimal_detectable_effect, metric) if found.can_conclude(comparison.rules.alpha) else "none",
-        f"**{found.verdict}**",
+        str(found.verdict),
     )
 
 

@@ -6,6 +6,7 @@ COMMANDS = {
     "status": "how runs and campaigns are getting on",
     "eval": "held-out pass@1 and pass@k of a run's checkpoint or of a base model",
     "compare": "conditions across seeds: differences, intervals, p values, verdicts",
+    "report": "one HTML page of a run or campaign: curves, differences, completions",
     "inspect": "what every token of a step was given, in colour",
     "power": "how many seeds a difference needs",
     "help": "this page; `retrain help config` lists every key with its flag",

@@ -1,0 +1,71 @@
+"""`retrain report DIR`: one HTML page of a run or a campaign, as a file or served on this machine."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from retrain.errors import ConfigurationError, EnvironmentFailure
+
+if TYPE_CHECKING:
+    from retrain.report.data import Request
+
+_EXTRA = ("jinja2", "matplotlib")
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, a campaign's, or one that holds runs.")],
+    output: Annotated[Path | None, typer.Option(help="The page; DIR/report.html by default. Pictures of the figures go beside it.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The condition that the others are compared with; the first by default.")] = None,
+    metric: Annotated[str | None, typer.Option(help="What is compared, as in `retrain compare`.")] = None,
+    alpha: Annotated[float, typer.Option(help="Level of the whole family of comparisons.")] = 0.05,
+    margin: Annotated[float | None, typer.Option(help="Call differences below this equivalent, such as 0.02.")] = None,
+    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
+    against: Annotated[list[str] | None, typer.Option(help="Another transform beside the run's own in the token viewer.")] = None,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of a run whose completions are shown.")] = 4,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page at 127.0.0.1, fresh while runs go on, until Ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; 0 takes a free one.")] = 0,
+    refresh: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks for news, with --serve.")] = 5.0,
+) -> None:
+    """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs no network and no server."""
+    _require_extra()
+    from retrain.analysis.verdict import Rules
+    from retrain.report.build import write_report
+    from retrain.report.data import Request
+
+    rules = Rules(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
+    request = Request(folder, baseline, metric, rules, against or (), steps)
+    if serve:
+        if output is not None:
+            raise ConfigurationError(f"--output {output} and --serve are two ways to see a report; give one of them.")
+        _serve(request, port, refresh)
+        return
+    written = write_report(request, output or folder / "report.html")
+    print(f"Report: {written.page}")
+    for picture in written.pictures:
+        print(f"Picture: {picture}")
+
+
+def _serve(request: "Request", port: int, refresh: float) -> None:
+    from retrain.report.serve import ReportServer
+
+    with ReportServer(request, port, refresh) as server:
+        server.page()  # a folder without runs is said here, not in a browser
+        print(f"Report: {server.url}", flush=True)
+        print("Ctrl-C ends it.", file=sys.stderr, flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:  # how one stops it
+            return
+
+
+def _require_extra() -> None:
+    for name in _EXTRA:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise EnvironmentFailure(
+                f'retrain report needs the extra "report" ({error.name} is missing); pip install "retrain[report]".'
+            ) from error

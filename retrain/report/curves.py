@@ -1,0 +1,157 @@
+"""The numbers behind the curves: the metrics of every run, and their mean and spread over the runs of an arm, step by step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+
+from retrain.analysis.runs import StoredRun, read_metrics
+from retrain.analysis.statistics import Floats
+from retrain.evaluation import Evaluation
+from retrain.tracking import EvaluationRecord, read_jsonl
+
+PHASES = ("time_sample_s", "time_reward_s", "time_credit_s", "time_learn_s")
+FIELDS = (
+    *("correct_rate", "mean_reward", "sepa_lambda", "completion_tokens_mean", "max_token_hit_rate", "informative_fraction"),
+    *("exec_entropy_mean", "plan_entropy_mean", "exec_surprisal_mean", "plan_surprisal_mean"),
+    *("tokens_per_s", "step_time_s", *PHASES),
+)
+_SMOOTHED_PART = 12
+_LONGEST_WINDOW = 25
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One run's metrics by step; what is null in the file is NaN."""
+
+    steps: Floats
+    """[S] counted from 0, rising."""
+    values: Mapping[str, Floats]
+    """Field -> [S]"""
+
+    @classmethod
+    def of(cls, run: StoredRun) -> "Curves":
+        table = read_metrics(run.folder.metrics, ("step", *FIELDS))
+        return cls(table["step"].to_numpy(), {name: table[name].to_numpy() for name in FIELDS})
+
+    def last(self, name: str, window: int) -> float | None:
+        """Mean of the last `window` values that there are."""
+        known = self.values[name][~np.isnan(self.values[name])][-window:]
+        return float(known.mean()) if len(known) else None
+
+    def median(self, name: str) -> float | None:
+        known = self.values[name][~np.isnan(self.values[name])]
+        return float(np.median(known)) if len(known) else None
+
+
+@dataclass(frozen=True)
+class HeldOutPoint:
+    step: int
+    """Steps completed."""
+    accuracy: float
+    """pass@1"""
+    interval: tuple[float, float]
+    """95%, over the problems."""
+
+
+def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
+    """Every evaluation of a run that judged something, in the order of the steps."""
+    if not run.folder.evaluation.is_file():
+        return []
+    records = map(EvaluationRecord.from_json, read_jsonl(run.folder.evaluation))
+    evaluations = [Evaluation(step, list(problems)) for step, problems in groupby(records, key=lambda record: record.step)]
+    return [HeldOutPoint(item.step, item.pass_at[1], item.interval) for item in evaluations if 1 in item.pass_at]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Mean and spread over runs at each step. S steps."""
+
+    steps: Floats
+    """[S]"""
+    mean: Floats
+    """[S]"""
+    spread: Floats | None
+    """[S] standard deviation between runs, ddof = 1; None for a single run."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The runs that share a condition."""
+
+    label: str
+    runs: Sequence[StoredRun]
+    curves: Sequence[Curves]
+    held_out: Sequence[Sequence[HeldOutPoint]]
+    """[runs]"""
+
+    def has(self, name: str) -> bool:
+        return any(not np.isnan(curves.values[name]).all() for curves in self.curves)
+
+    def band(self, name: str, window: int = 1) -> Band | None:
+        """A field over the steps, each run smoothed over `window` steps first; None where no run has it.
+
+        A step counts where at least half of the runs that have begun have a value, so that a campaign that is still going on, whose
+        runs have come to different steps, does not end in the noise of its first run.
+        """
+        begun = [curves for curves in self.curves if len(curves.steps)]
+        return _band([(curves.steps, smoothed(curves.values[name], window)) for curves in begun])
+
+    def held_out_band(self) -> Band | None:
+        """pass@1 at each evaluation."""
+        evaluated = [points for points in self.held_out if points]
+        return _band([(np.array([p.step for p in points], float), np.array([p.accuracy for p in points])) for points in evaluated])
+
+    @cached_property
+    def longest(self) -> int:
+        return max((len(curves.steps) for curves in self.curves), default=0)
+
+
+def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
+    """Curves [S_i] over their own steps, aligned by step number."""
+    if not curves:
+        return None
+    steps = np.unique(np.concatenate([own for own, _ in curves]))
+    table = np.full((len(curves), len(steps)), np.nan)
+    for row, (own, values) in zip(table, curves, strict=True):
+        row[np.searchsorted(steps, own)] = values
+    known = ~np.isnan(table)
+    counts = known.sum(axis=0)
+    enough = counts * 2 >= max(1, known.any(axis=1).sum())
+    steps, table, known, counts = steps[enough], table[:, enough], known[:, enough], counts[enough]
+    if not len(steps) or not counts.any():
+        return None
+    mean = np.where(known, table, 0.0).sum(axis=0) / counts
+    if len(curves) == 1:
+        return Band(steps, mean, None)
+    squares = np.where(known, (table - mean) ** 2, 0.0).sum(axis=0)
+    return Band(steps, mean, np.sqrt(squares / np.maximum(counts - 1, 1)))
+
+
+def window_for(steps: int) -> int:
+    """Steps of the running mean: one step's rate, over some hundred completions, jumps by several points."""
+    return max(1, min(_LONGEST_WINDOW, steps // _SMOOTHED_PART))
+
+
+def smoothed(values: Floats, window: int) -> Floats:
+    """[S] -> [S] mean over the last `window` values that are known; NaN stays NaN."""
+    known = ~np.isnan(values)
+    if window == 1 or not known.any():
+        return values
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    with np.errstate(invalid="ignore"):
+        means = (sums[ends] - sums[starts]) / (counts[ends] - counts[starts])
+    return np.where(known, means, np.nan)
+
+
+def arms_of(labelled: Iterable[tuple[str, StoredRun]]) -> list[Arm]:
+    """Runs by label, in the order in which the labels come."""
+    by_label: dict[str, list[StoredRun]] = {}
+    for label, run in labelled:
+        by_label.setdefault(label, []).append(run)
+    return [Arm(label, runs, [Curves.of(run) for run in runs], [held_out_points(run) for run in runs]) for label, runs in by_label.items()]

@@ -1,0 +1,407 @@
+"""`retrain report`: one page that holds everything, asks nobody for anything, and in which what a model wrote is only text."""
+
+import json
+import re
+import shutil
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, Browser
+from campaigns import write_campaign, write_manifest, write_run
+from runs import small
+from showcase import HOSTILE, write_showcase
+
+from retrain import train
+from retrain.analysis.runs import find_runs
+from retrain.cli.main import main
+from retrain.report.build import build_page
+from retrain.report.curves import Arm, Curves, arms_of, smoothed
+from retrain.report.data import Request, gather
+from retrain.report.figures import draw_figures
+from retrain.report.serve import ReportServer, version_of
+from retrain.tracking.terminal import visible
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_showcase(tmp_path_factory.mktemp("logs") / "campaign")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real one, with tokens."""
+    config = small(
+        tmp_path_factory.mktemp("logs") / "run",
+        algorithm={"transform_mode": "gtpo_sepa"},
+        training={"max_steps": 2},
+        evaluation={"at_start": True, "at_end": True, "max_examples": 4},
+        logging={"tokens_every": 1},
+    )
+    return train(config, quiet=True).folder
+
+
+@pytest.fixture(scope="module")
+def campaign_page(campaign: Path) -> str:
+    return build_page(Request(campaign))
+
+
+@pytest.fixture(scope="module")
+def run_page(run: Path) -> str:
+    return build_page(Request(run, against=["gtpo_hicra"]))
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text of everything but script and style."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._inside = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.text += data
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.elements)
+
+
+ADDRESSES = frozenset({"src", "href", "srcset", "action", "formaction", "data", "poster", "background", "xlink:href", "ping", "manifest"})
+
+
+@pytest.mark.parametrize("name", ["campaign_page", "run_page"])
+def test_nothing_in_the_page_has_an_address_outside_it(name: str, request: pytest.FixtureRequest) -> None:
+    html: str = request.getfixturevalue(name)
+    page = Page(html)
+    links = [value or "" for _, attributes in page.elements for key, value in attributes.items() if key in ADDRESSES]
+    assert links and all(link.startswith("#") or link == "data:," for link in links), links
+    assert set(re.findall(r"url\(([^)]*)\)", html)) <= set(re.findall(r"url\((#[^)]*)\)", html))
+    assert "@import" not in html and page.count("iframe") == page.count("object") == page.count("embed") == page.count("img") == 0
+    (policy,) = [attributes["content"] for _, attributes in page.elements if attributes.get("http-equiv") == "Content-Security-Policy"]
+    assert policy and "default-src 'none'" in policy and "connect-src" not in policy and "unsafe-inline'; script" in policy
+    assert "script-src 'sha256-" in policy and "form-action 'none'" in policy
+
+
+def test_what_a_model_wrote_is_only_text(campaign_page: str) -> None:
+    page = Page(campaign_page)
+    assert page.count("script") == 1 and page.count("img") == 0
+    handlers = [key for _, attributes in page.elements for key in attributes if key.startswith("on")]
+    assert not handlers
+    for text in HOSTILE:
+        assert visible(text) in page.text
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", campaign_page)
+    assert "<b>lab-1</b>" in page.text and "{{ 7 * 191 }}" in page.text
+
+
+def test_a_campaigns_page_has_its_figures_verdicts_and_completions(campaign_page: str) -> None:
+    page = Page(campaign_page)
+    named = {attributes["id"] for tag, attributes in page.elements if tag == "figure"}
+    wanted = ("training", "held-out", "differences", "entropy", "sepa", "lengths", "signal", "throughput", "phases", "squeeze")
+    assert named == {f"figure-{name}" for name in wanted} and page.count("svg") == len(wanted)
+    assert "Verdicts against maxrl+gtpo" in page.text and "percentage points" in page.text
+    for label in ("maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"):
+        assert page.text.count(label) > 5
+    assert "18 of 18" in page.text and "1 of 6" not in page.text
+    assert "Step 0: 2 of 6 right" in page.text and "Step 23: 2 of 6 right" in page.text
+
+
+def test_the_verdicts_are_those_of_compare(campaign: Path, campaign_page: str, capsys: Captured) -> None:
+    assert main(["compare", str(campaign), "--json"]) == 0
+    text = " ".join(Page(campaign_page).text.split())
+    for contrast in json.loads(capsys.readouterr().out)["contrasts"]:
+        assert " ".join(f"{contrast['condition']} {contrast['explanation']}".split()) in text
+
+
+def test_a_runs_page_has_its_tokens_under_both_transforms(run_page: str) -> None:
+    page = Page(run_page)
+    assert "maxrl+gtpo_sepa" in page.text and "maxrl+gtpo_hicra" in page.text and "Verdicts" not in page.text
+    tokens = [attributes for tag, attributes in page.elements if tag == "span" and "surprisal" in (attributes.get("title") or "")]
+    assert len(tokens) > 100 and all("episode" in (token["title"] or "") and "entropy" in (token["title"] or "") for token in tokens)
+    assert any("plan" in (token["class"] or "").split() for token in tokens) and any("a-" in (token["class"] or "") for token in tokens)
+    assert "log-ratio" in (tokens[0]["title"] or "") or "log-ratio" in page.text
+    assert "[training]" in page.text  # config.toml
+
+
+def test_ids_of_figures_do_not_collide(campaign_page: str) -> None:
+    ids = [attributes["id"] for tag, attributes in Page(campaign_page).elements if "id" in attributes and tag in ("clippath", "path", "g")]
+    assert len(ids) == len(set(ids)) > 20
+    assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', campaign_page)) - {"verdicts", "figures", "runs", "completions"} <= set(ids)
+
+
+def test_figures_take_their_colours_from_the_page(campaign_page: str) -> None:
+    drawings = "".join(re.findall(r"<svg.*?</svg>", campaign_page, re.DOTALL))
+    assert not set(re.findall(r"#[0-9a-f]{6}\b", drawings)) and "var(--series-0)" in drawings and "var(--ink)" in drawings
+    style = re.search(r"<style>(.*?)</style>", campaign_page, re.DOTALL)
+    assert style
+    light, _, dark = style.group(1).partition("prefers-color-scheme: dark")
+    for variable in set(re.findall(r"var\((--[\w-]+)\)", drawings)):
+        assert f"{variable}:" in light and f"{variable}:" in dark
+
+
+# -- the numbers behind the lines ----------------------------------------------------------------------------------------
+
+
+def arm(*rates: list[float | None]) -> Arm:
+    curves = [
+        Curves(np.arange(len(values), dtype=float), {"correct_rate": np.array([np.nan if v is None else v for v in values])})
+        for values in rates
+    ]
+    return Arm("a", [], curves, [])
+
+
+def test_a_band_is_mean_and_deviation_over_the_runs_step_by_step() -> None:
+    band = arm([0.1, 0.2, None, 0.4], [0.3, 0.2, 0.5, 0.8]).band("correct_rate")
+    assert band and band.spread is not None and band.steps.tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(band.mean, [0.2, 0.2, 0.5, 0.6])
+    np.testing.assert_allclose(band.spread, [np.std([0.1, 0.3], ddof=1), 0, 0, np.std([0.4, 0.8], ddof=1)], atol=1e-12)
+    alone = arm([0.5, 0.6]).band("correct_rate")
+    assert alone and alone.spread is None
+
+
+def test_a_mean_ends_where_most_runs_have_not_come_to_yet() -> None:
+    band = arm([0.1] * 9, [0.1] * 3, [0.1] * 3).band("correct_rate")
+    assert band and band.steps.tolist() == [0, 1, 2]
+    assert arm([None, None]).band("correct_rate") is None
+
+
+def test_smoothing_skips_what_is_missing_and_changes_no_constant() -> None:
+    values = np.array([1.0, np.nan, 3.0, 5.0, 7.0])
+    np.testing.assert_allclose(smoothed(values, 2), [1.0, np.nan, 3.0, 4.0, 6.0])
+    np.testing.assert_allclose(smoothed(np.full(9, 0.3), 4), np.full(9, 0.3))
+
+
+def test_curves_are_the_files_numbers(campaign: Path) -> None:
+    run = find_runs(campaign)[0]
+    (found,) = arms_of([("x", run)])
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    band = found.band("completion_tokens_mean")
+    assert band and band.mean.tolist() == [line["completion_tokens_mean"] for line in lines]
+    assert not found.has("plan_entropy_mean") or lines[0]["plan_entropy_mean"] is not None
+    final = run.final_evaluation
+    assert final and found.held_out[0][-1].accuracy == final.pass_at[1] and [p.step for p in found.held_out[0]] == [0, 12, 24]
+
+
+def test_runs_of_several_campaigns_are_told_apart_and_not_compared(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_campaign(tmp_path / name, {"grpo+none": [5, 6], "maxrl+none": [7, 8]}, asked=10)
+    data = gather(Request(tmp_path))
+    assert [arm.label for arm in data.arms] == ["one: grpo+none", "one: maxrl+none", "two: grpo+none", "two: maxrl+none"]
+    assert data.comparison is None and "several campaigns" in data.notes[0]
+
+
+def test_loose_runs_are_compared_with_the_condition_that_is_named(tmp_path: Path) -> None:
+    for mode in ("grpo", "maxrl"):
+        for seed in (1, 2):
+            write_run(tmp_path / f"{mode}_{seed}", seed, [0.1 * seed, 0.2], algorithm={"advantage_mode": mode})
+    data = gather(Request(tmp_path, baseline="maxrl+none"))
+    assert data.comparison and data.comparison.baseline == "maxrl+none" and data.kind == "runs"
+
+
+def test_runs_of_one_condition_and_several_configurations_are_said_to_be_mixed(tmp_path: Path) -> None:
+    for seed, rate in ((1, 1e-3), (2, 1e-3), (3, 1e-4)):
+        write_run(tmp_path / f"run_{seed}", seed, training={"lr": rate})
+    (note,) = gather(Request(tmp_path)).notes
+    assert "The runs of maxrl+none differ in training.lr" in note
+    shutil.rmtree(tmp_path / "run_3")
+    assert gather(Request(tmp_path)).notes == []
+
+
+def test_what_is_missing_makes_no_figure(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 1, [None, None], finished=False, max_steps=9)
+    data = gather(Request(tmp_path / "run"))
+    assert draw_figures(data) == [] and "stopped" in build_page(Request(tmp_path / "run"))
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert "0 of 9" in build_page(Request(tmp_path / "run"))
+
+
+def test_a_campaign_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
+    entries = [{"condition": condition, "seed": 1, "status": "pending"} for condition in ("grpo+none", "maxrl+none")]
+    write_manifest(tmp_path, entries)
+    assert "0 of 2" in build_page(Request(tmp_path))
+    write_run(tmp_path / "runs" / "grpo+none_s1", 1, [0.5], finished=False, max_steps=3, algorithm={"advantage_mode": "grpo"})
+    page = Page(build_page(Request(tmp_path)))
+    assert "1/3" in page.text and "pending" in page.text and "No comparison" in page.text
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_page_and_pictures(campaign: Path, tmp_path: Path, capsys: Captured) -> None:
+    page = tmp_path / "new" / "page.html"
+    assert main(["report", str(campaign), "--output", str(page), "--baseline", "maxrl+gtpo_sepa"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"Report: {page}" and "Verdicts against maxrl+gtpo_sepa" in page.read_text()
+    pictures = sorted(page.parent.glob("page-*.png"))
+    assert len(pictures) == 10 and len(said) == 11
+    assert all(picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000 for picture in pictures)
+    assert sorted(path.name for path in page.parent.iterdir()) == sorted(["page.html", *(picture.name for picture in pictures)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--baseline", "nobody"], "--baseline nobody is no condition"),
+        (["--metric", "luck"], "--metric luck is no metric"),
+        (["--alpha", "2"], "--alpha 2 is not between 0 and 1"),
+        (["--against", "gtpo"], "--tokens-every 1"),
+        (["--serve", "--output", "x.html"], "give one of them"),
+    ],
+)
+def test_a_mistake_is_one_sentence(campaign: Path, arguments: list[str], said: str, capsys: Captured) -> None:
+    assert main(["report", str(campaign), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_without_the_extra_one_sentence_names_it(campaign: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(campaign)]) == 3
+    error = capsys.readouterr().err
+    assert 'pip install "retrain[report]"' in error and error.count("\n") == 1
+
+
+# -- served --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(campaign: Path, tmp_path: Path) -> Iterator[ReportServer]:
+    copied = Path(shutil.copytree(campaign, tmp_path / "campaign"))
+    with ReportServer(Request(copied), 0, 0.5) as server:
+        server.rest = 0.0
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def fetch(server: ReportServer, path: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{server.url}{path}", headers=headers), timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_server_follows_the_files(server: ReportServer) -> None:
+    folder = server.request.folder
+    status, first = fetch(server, "")
+    assert status == 200 and "connect-src &#39;self&#39;" in first and 'data-refresh="500.0"' in first
+    before = fetch(server, "version")
+    assert fetch(server, "version") == before and before[1] == version_of(folder)
+    with (folder / "runs" / "maxrl+gtpo_s1" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n")
+    assert fetch(server, "version") != before
+    assert "25/24" in fetch(server, "")[1] and "25/24" not in first
+
+
+def test_the_server_rests_between_two_pages(server: ReportServer) -> None:
+    first = fetch(server, "")[1]
+    server.rest = 1000.0
+    config = server.request.folder / "runs" / "maxrl+gtpo_s1" / "config.toml"
+    config.write_text(config.read_text() + "\n")
+    second, version = fetch(server, "")[1], fetch(server, "version")[1]
+    assert second != first
+    config.write_text(config.read_text() + "\n")
+    assert fetch(server, "version")[1] == version and fetch(server, "")[1] == second
+
+
+def test_the_server_answers_this_machine_only(server: ReportServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert fetch(server, "", Host="evil.example")[0] == 403
+    assert fetch(server, "../../etc/passwd")[0] == fetch(server, "runs")[0] == 404
+    assert fetch(server, "", Host=f"localhost:{server.port}")[0] == 200
+
+
+# -- looked at -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with Browser() as browser:
+        yield browser
+
+
+TOO_WIDE = """[...document.querySelectorAll("body *")].filter(e => !e.closest(".wide") && e.getBoundingClientRect().right > innerWidth + 1)
+    .map(e => e.tagName + "." + e.className).slice(0, 5)"""
+OVERLAPS = """[...document.querySelectorAll("figure svg")].flatMap(svg => {
+    const boxes = [...svg.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]);
+    return boxes.flatMap(([a, p], i) => boxes.slice(i + 1).filter(([b, q]) =>
+        Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1 && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 4)
+        .map(([b]) => a + " / " + b));
+})"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 375])
+def test_the_page_looks_right_in_a_browser(
+    browser: Browser, campaign_page: str, run_page: str, tmp_path: Path, width: int, dark: bool
+) -> None:
+    for name, html in (("campaign", campaign_page), ("run", run_page)):
+        path = tmp_path / f"{name}.html"
+        path.write_text(html, encoding="utf-8")
+        browser.said.clear()
+        browser.requested.clear()
+        browser.open(path.as_uri(), width, dark=dark)
+        browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.evaluate(TOO_WIDE) == []
+        assert browser.evaluate(OVERLAPS) == []
+        assert browser.evaluate("document.title") == f"{name} - retrain"
+        assert browser.requested == [path.as_uri()] and browser.said == []
+        paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper == ("rgb(20, 24, 31)" if dark else "rgb(255, 255, 255)")
+
+
+def test_a_token_that_is_touched_shows_its_numbers(browser: Browser, run_page: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    path.write_text(run_page, encoding="utf-8")
+    browser.open(path.as_uri(), 375)
+    colour = "getComputedStyle(document.querySelector('.flow span')).backgroundColor"
+    by_advantage = browser.evaluate(colour)
+    browser.evaluate("document.querySelector('.flow span').click()")
+    assert "surprisal" in browser.evaluate("document.querySelector('.numbers').textContent")
+    browser.evaluate("document.querySelector('input[value=s]').click()")
+    assert browser.evaluate("document.querySelector('.view').dataset.by") == "s" and browser.evaluate(colour) != by_advantage
+
+
+def test_a_served_page_comes_back_by_itself(browser: Browser, server: ReportServer) -> None:
+    browser.open(server.url, 800)
+    browser.evaluate("document.querySelector('#completions details').open = true")
+    opened = browser.evaluate("document.querySelector('#completions details').id")
+    browser.evaluate("new Promise(done => setTimeout(done, 700))")
+    with (server.request.folder / "runs" / "maxrl+gtpo_s1" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n")
+    for _ in range(60):
+        if "25/24" in browser.evaluate("document.body.textContent"):
+            break
+        browser.evaluate("new Promise(done => setTimeout(done, 250))")
+    assert "25/24" in browser.evaluate("document.body.textContent")
+    assert browser.evaluate(f"document.getElementById({json.dumps(opened)}).open")
+    assert browser.said == []
