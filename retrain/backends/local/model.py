@@ -1,5 +1,6 @@
 """Loading a causal language model: frozen weights from safetensors, its head, and nothing of its generation settings."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ def _take_adapter_off(model: "PreTrainedModel") -> None:
         setattr(model.get_submodule(parent), child, module.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config  # peft would take the next adapter for a second one
-    if model.is_gradient_checkpointing:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 6 gives it another name
         model.gradient_checkpointing_disable()
 
 
