@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from retrain.advantages.pipeline import Credit
 from retrain.ahead import Ahead
 from retrain.checkpoint import replace_file
 from retrain.config import TrainConfig
-from retrain.errors import EnvironmentFailure, RetrainError, RunFailed
+from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFailed
 from retrain.evaluation import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.metrics import (
@@ -73,15 +74,16 @@ class Session:
                     tracker.message(line)
                 if world.size > 1:
                     tracker.message(f"{world.size} processes share this run: each samples its prompts and learns its rows, as one would.")
-                parts = load_parts(opening.config, opening.state.choices, tracker.message, world)
-                try:
+                with closing(load_parts(opening.config, opening.state.choices, tracker.message, world)) as parts:
                     session = cls(opening, tracker, interrupts, parts, world)
-                    session._restore(opening)
-                    session._pass_gate()
-                    with closing(session.ahead) if session.ahead else nullcontext():
-                        yield session
-                finally:
-                    parts.close()
+                    try:
+                        session._restore(opening)
+                        session._pass_gate()
+                        with closing(session.ahead) if session.ahead else nullcontext():
+                            yield session
+                    except Exception as error:
+                        session._sum_up_failure(error)
+                        raise
             finally:
                 tracker.close()
 
@@ -308,6 +310,15 @@ class Session:
         summary = self.summary("done")
         self.tracker.finish(summary)
         return summary
+
+    def _sum_up_failure(self, error: Exception) -> None:
+        """Leave a summary that says why the run does not go on."""
+        if not self.folder.config.is_file():
+            return  # it has not begun
+        ours = isinstance(error, RetrainError)
+        summary = self.summary("interrupted" if isinstance(error, Interrupted) else "failed")
+        with suppress(OSError, EnvironmentFailure):  # a full disk may be the reason itself, which is on its way to the screen
+            self.tracker.finish(replace(summary, reason=str(error) if ours else f"{type(error).__name__}: {error}"))
 
     def summary(self, status: str) -> RunSummary:
         final = self.store.folder / "final"

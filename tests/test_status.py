@@ -19,7 +19,8 @@ from retrain.analysis.status import State, loss_note, overview
 from retrain.cli.main import main
 from retrain.cli.status import lines as printed_lines
 from retrain.config import dump_toml
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.session import Session
 from retrain.tracking import RunFolder, StepRecord
 
 
@@ -130,6 +131,36 @@ def test_a_killed_run_is_recognised(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert state_of(tmp_path) is State.DEAD
+
+
+def test_a_failed_run_says_why_and_a_resumed_one_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken"
+    broken.touch()
+    (tmp_path / "fragile.py").write_text(
+        f"import os\ndef advantage(rewards):\n    assert not os.path.exists({str(broken)!r}), 'it is broken'\n    return rewards\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    sections = {"algorithm": {"advantage_mode": "fragile.advantage"}, "plugins": {"strict": False}}
+    with pytest.raises(RunFailed) as failure:
+        train(small(tmp_path / "run", **sections), quiet=True)
+    (status,) = overview(tmp_path).runs
+    assert (status.state, status.steps) == (State.FAILED, 0)
+    assert f"failed after 0 steps ({str(failure.value).rstrip('.')}); go on with" in status.note and "it is broken" in status.note
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["reason"] == str(failure.value)
+    broken.unlink()
+    train(small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")}), quiet=True)
+    (status,) = overview(tmp_path).runs
+    assert (status.state, status.note) == (State.DONE, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "words"), [(Interrupted("Enough.", 2), State.STOPPED, "was interrupted"), (KeyError("x"), State.FAILED, "KeyError")]
+)
+def test_whatever_ends_a_session_is_in_its_summary(error: Exception, state: State, words: str, tmp_path: Path) -> None:
+    with pytest.raises(type(error)), Session.open(small(tmp_path / "run"), overwrite=False, quiet=True):
+        raise error
+    (status,) = overview(tmp_path).runs
+    assert status.state is state and words in status.note
 
 
 def campaign(folder: Path, finished: Path) -> Path:

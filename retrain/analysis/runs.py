@@ -72,15 +72,26 @@ class StoredRun:
         return int(last["step"]) + 1 if last else 0
 
     @cached_property
+    def summary(self) -> dict[str, Any]:
+        """summary.json, which a session leaves at its end unless it is killed; empty without."""
+        return _read_object(self.folder.summary) if self.folder.summary.is_file() else {}
+
+    @property
+    def failed(self) -> bool:
+        """By its own word or its campaign's."""
+        return (self.planned is not None and self.planned.status == "failed") or self.summary.get("status") == "failed"
+
+    @cached_property
     def unfinished(self) -> str:
         """Why the run has no final result, as the end of a sentence; "" where it has one."""
         if self.planned and self.planned.status == "failed":
             return f"failed ({self.planned.reason})" if self.planned.reason else "failed"
         if not self.folder.config.is_file():
             return "has not started"
-        if self.folder.summary.is_file():
-            status = str(_read_object(self.folder.summary).get("status"))
-            return "" if status == "done" else f"was {status} after {self.steps} steps"
+        if self.summary:
+            status, reason = str(self.summary.get("status")), str(self.summary.get("reason") or "").rstrip(".")
+            stopped = f"{'failed' if self.failed else f'was {status}'} after {self.steps} steps"
+            return "" if status == "done" else f"{stopped} ({reason})" if reason else stopped
         planned = self.config.training.max_steps
         return "" if self.steps >= planned else f"stopped after {self.steps} of {planned} steps"
 

@@ -34,9 +34,8 @@ class State(StrEnum):
     DEAD = "dead"
     """Its process is gone without having let go of the run: it was killed, or the machine went down."""
     STOPPED = "stopped"
-    """Interrupted or failed, and ended by itself."""
+    """Interrupted."""
     FAILED = "failed"
-    """The same, with its campaign's word for it."""
     DONE = "done"
     UNREADABLE = "unreadable"
 
@@ -222,7 +221,7 @@ def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float 
         return State.RUNNING if run.steps else State.STARTING
     if not run.unfinished:
         return State.DONE
-    return State.FAILED if run.planned and run.planned.status == "failed" else State.STOPPED
+    return State.FAILED if run.failed else State.STOPPED
 
 
 def _last_written(folder: RunFolder) -> float:

@@ -129,8 +129,8 @@ def _source_has_fixed_columns(config: TrainConfig) -> bool:
     return config.data.source in ("math", "gsm8k", "lab")
 
 
-def _no_wandb(config: TrainConfig) -> bool:
-    return not config.logging.wandb_project and "wandb" not in config.logging.trackers
+def _no_tracker_of(*names: str) -> Test:
+    return lambda config: not (set(config.logging.trackers) | ({"wandb"} if config.logging.wandb_project else set())) & set(names)
 
 
 def _no_evaluation(config: TrainConfig) -> bool:
@@ -150,16 +150,28 @@ def _campaign_where(test: Callable[[Any], bool]) -> Test:
 EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
 """What a squeeze job with evaluate looks at."""
 
+SQUEEZE_TRACKING = tuple(
+    f"logging.{name}" for name in ("trackers", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags", "log_dir")
+)
+"""Where a squeeze job sends its analysis."""
+
 UNUSED: tuple[Unused, ...] = (
     Unused(
         tuple(f"{section}.*" for section in TrainConfig.model_fields if section != "squeeze"),
         lambda c: c.kind == "squeeze" and not c.squeeze.evaluate,
         "a squeeze job without evaluate reads [squeeze] alone",
+        but=SQUEEZE_TRACKING,
     ),
     Unused(
         tuple(f"{section}.*" for section in TrainConfig.model_fields if section not in EVALUATION_SECTIONS),
         lambda c: c.kind == "squeeze",
         "a squeeze job does not train",
+        but=SQUEEZE_TRACKING,
+    ),
+    Unused(
+        ("logging.log_dir",),
+        lambda c: c.kind == "squeeze" and _no_tracker_of("wandb", "trackio", "tensorboard")(c),
+        "a squeeze job writes there for trackers alone",
     ),
     Unused(
         ("squeeze.compress_to", "squeeze.per_layer", "squeeze.evaluate"),
@@ -220,11 +232,8 @@ UNUSED: tuple[Unused, ...] = (
     Unused(("evaluation.*",), _no_evaluation, "no evaluation is asked for (every, at_start, at_end)"),
     Unused(("backpressure.*",), lambda c: not c.backpressure.enabled, "back pressure is not enabled"),
     Unused(("squeeze.*",), lambda c: c.kind == "run", "a single run has no adapter_path to squeeze"),
-    Unused(
-        ("logging.wandb_run_name", "logging.wandb_entity", "logging.wandb_group", "logging.wandb_tags"),
-        _no_wandb,
-        "no wandb_project is set",
-    ),
+    Unused(("logging.wandb_entity", "logging.wandb_tags"), _no_tracker_of("wandb"), "no wandb_project is set"),
+    Unused(("logging.wandb_run_name", "logging.wandb_group"), _no_tracker_of("wandb", "trackio"), "neither wandb nor trackio is asked for"),
     Unused(("logging.generations_per_step",), lambda c: c.logging.generations_every == 0, "generations_every is 0"),
     Unused(("logging.label",), _campaign, "the conditions of the campaign have their own"),
     Unused(("training.seed",), _campaign, "[campaign] seeds say it"),

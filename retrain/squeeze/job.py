@@ -16,6 +16,8 @@ from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
 from retrain.startup import Say
+from retrain.tracking import RunFolder
+from retrain.tracking.tracker import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -52,6 +54,7 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
     squeezed = squeeze_adapter(config, Path(config.squeeze.adapter_path).expanduser(), overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         say(line)
+    track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis, progress)
     return squeezed
 
 

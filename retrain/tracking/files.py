@@ -17,6 +17,7 @@ from retrain.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Logging
 
 
 class RunFiles(Tracker):
@@ -31,6 +32,7 @@ class RunFiles(Tracker):
         from retrain.config import dump_toml
 
         self._folder.create()
+        self._folder.summary.unlink(missing_ok=True)  # what it says of an earlier session is true no more
         replace_file(self._folder.config, self._redactor.text(dump_toml(self._config)))
         environment = self._redactor.json(describe_environment(device))
         if self._folder.environment.exists():
@@ -39,10 +41,8 @@ class RunFiles(Tracker):
         replace_file(self._folder.environment, _pretty(environment))
 
     def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
-        logging = self._config.logging
-        if logging.generations_every and step % logging.generations_every == 0:
-            for record in spread(records, logging.generations_per_step):
-                self._append(self._folder.generations, record.to_json())
+        for record in kept_generations(self._config.logging, step, records):
+            self._append(self._folder.generations, record.to_json())
 
     def wants_tokens(self, step: int) -> bool:
         every = self._config.logging.tokens_every
@@ -73,6 +73,12 @@ class RunFiles(Tracker):
         if path not in self._writers:
             self._writers[path] = JsonlWriter(path)
         self._writers[path].write(self._redactor.json(record))
+
+
+def kept_generations(logging: "Logging", step: int, records: Sequence[GenerationRecord]) -> list[GenerationRecord]:
+    """The completions of a step that `[logging]` keeps; none between two steps that are kept."""
+    due = logging.generations_every > 0 and step % logging.generations_every == 0
+    return spread(records, logging.generations_per_step) if due else []
 
 
 def spread(records: Sequence[GenerationRecord], count: int) -> list[GenerationRecord]:

@@ -187,6 +187,39 @@ class EvaluationResult(Protocol):
     def summary(self) -> dict[str, Any]: ...
 
 
+class SqueezeRow(Protocol):
+    """What one rank keeps of an adapter's variance, over its layers."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def mean(self) -> float: ...
+    @property
+    def min(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+    @property
+    def energy(self) -> float:
+        """Of all layers as one update."""
+        ...
+
+    @property
+    def error(self) -> float: ...
+
+
+class SqueezeResult(Protocol):
+    """The analysis of an adapter as the sinks need it."""
+
+    @property
+    def source_rank(self) -> int: ...
+    @property
+    def recommended_rank(self) -> int: ...
+    @property
+    def threshold(self) -> float: ...
+    @property
+    def table(self) -> Sequence[SqueezeRow]: ...
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """What a finished or interrupted run amounts to: summary.json and the last lines on the screen."""
@@ -204,11 +237,14 @@ class RunSummary:
     after: EvaluationResult | None
     last: StepRecord | None
     adapter: str
-    """The last adapter's folder, relative to the run's folder where it lies inside."""
+    """The last adapter's folder, relative to the run's folder where it lies inside; of a run that is done."""
+    reason: str = ""
+    """Why it is not done."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "status": self.status,
+            "reason": self.reason or None,
             "condition": self.condition,
             "seed": self.seed,
             "steps": self.steps,

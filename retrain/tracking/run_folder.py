@@ -125,6 +125,12 @@ class RunFolder:
                 path.unlink()
 
 
+def kind_of(folder: Path) -> str:
+    """What retrain made a folder for: run, checkpoints, campaign; "" where it did not."""
+    marker = folder / MARKER
+    return str(json.loads(marker.read_text(encoding="utf-8")).get("kind", "")) if marker.is_file() else ""
+
+
 def mark(folder: Path, kind: str, **content: str) -> None:
     """Create `folder` with our marker in it; an existing marker stays."""
     try:

@@ -1,36 +1,64 @@
-"""TensorBoard event files, in `tensorboard/` of the run's folder."""
+"""TensorBoard event files, in `tensorboard/` of the run's folder: `tensorboard --logdir logs`."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from retrain.tracking.external import ExternalSettings, evaluation_metrics, import_extra, metrics
-from retrain.tracking.record import EvaluationResult, StepRecord
-from retrain.tracking.tracker import Tracker
+from retrain.tracking.external import (
+    ExternalSettings,
+    ExternalTracker,
+    evaluation_metrics,
+    import_extra,
+    metrics,
+    squeeze_metrics,
+    squeeze_summary,
+)
+from retrain.tracking.record import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
 
 
-class TensorboardTracker(Tracker):
+class TensorboardTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
+        super().__init__(settings)
         import_extra("tensorboard", "tensorboard")
-        self._settings = settings
-        self._writer: Any = None
-
-    def start(self, device: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # Steps that a resumed run makes again hide what the events said of them before.
-        first = self._settings.first_step
-        self._writer = SummaryWriter(str(self._settings.folder.tensorboard), purge_step=first or None)
+        self._writers: dict[str, Any] = {}
 
     def step(self, record: StepRecord) -> None:
-        self._scalars(metrics(record), record.step)
+        self._scalars(self._writer(), metrics(record), record.step)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        self._scalars(evaluation_metrics(result), result.step)
+        self._scalars(self._writer("eval"), evaluation_metrics(result), result.step)
 
-    def _scalars(self, values: dict[str, float], step: int) -> None:
+    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
+        lines = (f"{record.outcome} {record.prompt_id} ({record.num_tokens} tokens)\n{record.completion}" for record in records)
+        text = self.settings.redactor.text("\n\n".join(lines))
+        self._writer().add_text("completions", _as_code(text), step)
+
+    def squeeze(self, result: SqueezeResult) -> None:
+        for row in result.table:
+            self._scalars(self._writer(), squeeze_metrics(row), row.rank)
+        self._scalars(self._writer(), squeeze_summary(result), 0)
+
+    def _writer(self, name: str = "") -> Any:
+        """Evaluations have a writer of their own, since they count completed steps: one at step 20 is older than training step 20."""
+        if name not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            first = self.settings.first_step
+            # Steps that a resumed run makes again hide what the events said of them before.
+            purge = first + 1 if name else first
+            self._writers[name] = SummaryWriter(str(self.settings.folder.tensorboard / name), purge_step=purge if first else None)
+        return self._writers[name]
+
+    @staticmethod
+    def _scalars(writer: Any, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+
+def _as_code(text: str) -> str:
+    """What a model wrote is no Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,16 +1,17 @@
 """One event, many sinks. The trainer tells a `Tracker` what happens; every sink takes what it has a use for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from retrain.errors import ConfigurationError
-from retrain.tracking.record import EvaluationResult, GenerationRecord, RunSummary, StepRecord
+from retrain.tracking.record import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
 from retrain.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.tracking.external import ExternalSettings
+    from retrain.tracking.external import ExternalSettings, ExternalTracker
+    from retrain.tracking.redact import Redactor
     from retrain.tracking.tokens import TokenTable
 
 
@@ -43,8 +44,11 @@ class Tracker:
 
     def evaluation(self, result: EvaluationResult) -> None: ...
 
+    def squeeze(self, result: SqueezeResult) -> None:
+        """The analysis of an adapter, in a tracker of its own."""
+
     def finish(self, summary: RunSummary) -> None:
-        """The run is done, or stopped in good order."""
+        """The run is done, was interrupted, or has failed."""
 
     def close(self) -> None:
         """Release files and connections; safe to call twice, and called after a failure too."""
@@ -95,6 +99,10 @@ class Trackers(Tracker):
         for sink in self.sinks:
             sink.evaluation(result)
 
+    def squeeze(self, result: SqueezeResult) -> None:
+        for sink in self.sinks:
+            sink.squeeze(result)
+
     def finish(self, summary: RunSummary) -> None:
         for sink in self.sinks:
             sink.finish(summary)
@@ -129,13 +137,53 @@ def build_tracker(
     from retrain.tracking.redact import Redactor
 
     redactor = Redactor()
-    sinks: list[Tracker] = [Console(quiet=quiet, redactor=redactor, folder=folder.path), RunFiles(config, folder, redactor)]
-    if names := tracker_names(config):
-        from retrain.tracking.external import ExternalSettings
+    console = Console(quiet=quiet, redactor=redactor, folder=folder.path)
+    run_name = redactor.text(config.logging.wandb_run_name or condition)
+    others = _external_trackers(config, folder, run_name, redactor, console.message, resumed or {}, first_step)
+    return Trackers([console, RunFiles(config, folder, redactor), *others])
 
-        settings = ExternalSettings(config, folder, condition, redactor, resumed or {}, first_step)
-        sinks += [_external(name, settings) for name in names]
-    return Trackers(sinks)
+
+SQUEEZE_RUN = "squeeze-analysis"
+
+
+def track_squeeze(config: "TrainConfig", folder: RunFolder, result: SqueezeResult, say: Callable[[str], None]) -> None:
+    """Send the analysis of an adapter to the trackers that the configuration asks for, as a run `squeeze-analysis` of its own.
+
+    What the trackers keep on disk goes below `folder`. Raises EnvironmentFailure for a tracker whose package is not installed.
+    """
+    from retrain.tracking.redact import Redactor
+
+    sinks = _external_trackers(config, folder, SQUEEZE_RUN, Redactor(), say, {}, 0)
+    if not sinks:
+        return
+    folder.path.mkdir(parents=True, exist_ok=True)
+    tracker = Trackers(sinks)
+    try:
+        tracker.start(config.squeeze.device)
+        tracker.squeeze(result)
+        tracker.finish(RunSummary("done", SQUEEZE_RUN, config.training.seed, 0, 0.0, 0, None, None, None, ""))
+    finally:
+        tracker.close()
+
+
+def _external_trackers(
+    config: "TrainConfig",
+    folder: RunFolder,
+    run_name: str,
+    redactor: "Redactor",
+    say: Callable[[str], None],
+    resumed: Mapping[str, str],
+    first_step: int,
+) -> list[Tracker]:
+    """Each in a thread of its own, so that what happens in it is not the run's affair."""
+    names = tracker_names(config)
+    if not names:
+        return []
+    from retrain.tracking.background import Background
+    from retrain.tracking.external import ExternalSettings
+
+    settings = ExternalSettings(config, folder, run_name, redactor, resumed, first_step)
+    return [Background(name, _external(name, settings), say, folder.path) for name in names]
 
 
 def tracker_names(config: "TrainConfig") -> list[str]:
@@ -144,7 +192,7 @@ def tracker_names(config: "TrainConfig") -> list[str]:
     return [*names, "wandb"] if config.logging.wandb_project and "wandb" not in names else names
 
 
-def _external(name: str, settings: "ExternalSettings") -> Tracker:
+def _external(name: str, settings: "ExternalSettings") -> "ExternalTracker":
     match name:
         case "wandb":
             from retrain.tracking.wandb import WandbTracker

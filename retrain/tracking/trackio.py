@@ -1,33 +1,47 @@
-"""Trackio: the same picture as wandb, kept on this machine."""
+"""Trackio: the same picture as wandb, kept on this machine; `trackio show` opens it."""
 
-import sys
-from contextlib import redirect_stdout
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
-from retrain.tracking.external import STEP_METRIC, ExternalSettings, evaluation_metrics, import_extra, metrics
-from retrain.tracking.record import EvaluationResult, StepRecord
-from retrain.tracking.tracker import Tracker
+from retrain.tracking.external import (
+    GENERATION_COLUMNS,
+    STEP_METRIC,
+    ExternalSettings,
+    ExternalTracker,
+    evaluation_metrics,
+    import_extra,
+    metrics,
+    squeeze_metrics,
+    squeeze_summary,
+)
+from retrain.tracking.record import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
 
 _RUN_NAME = "trackio_run_name"
+_RUN_ID = "trackio_run_id"
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._trackio = import_extra("trackio", "trackio")
         self._run: Any = None
-        self._name = settings.resumed.get(_RUN_NAME, "")
+        self._name = settings.resumed.get(_RUN_NAME) or settings.run_name
+        self._run_id = settings.resumed.get(_RUN_ID, "")
 
     def start(self, device: str) -> None:
-        with redirect_stdout(sys.stderr):  # trackio prints, and standard output is ours
-            self._run = self._trackio.init(
-                project=self._settings.project,
-                name=self._name or self._settings.run_name,
-                group=self._settings.config.logging.wandb_group or None,
-                config=self._settings.masked_config(),
-                resume="allow" if self._name else "never",
-            )
-        self._name = str(self._run.name)
+        _keep_quiet()
+        self._run = self._trackio.init(
+            project=self.settings.project,
+            name=self._name,
+            group=self.settings.group,
+            config=self.settings.masked_config(),
+            resume="allow" if self._run_id else "never",
+            embed=False,
+        )
+        if self._run_id:
+            self._run.id = self._run_id  # trackio resumes the newest run of that name, which may be another one's
+        self._run_id = str(self._run.id)
 
     def step(self, record: StepRecord) -> None:
         self._run.log(metrics(record) | {STEP_METRIC: record.step}, step=record.step)
@@ -35,11 +49,30 @@ class TrackioTracker(Tracker):
     def evaluation(self, result: EvaluationResult) -> None:
         self._run.log(evaluation_metrics(result) | {STEP_METRIC: result.step}, step=result.step)
 
+    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
+        table = self._trackio.Table(columns=list(GENERATION_COLUMNS), data=self.settings.masked_rows(records))
+        self._run.log({"completions": table}, step=step)
+
+    def squeeze(self, result: SqueezeResult) -> None:
+        for row in result.table:
+            self._run.log(squeeze_metrics(row), step=row.rank)
+        columns = ["rank", *squeeze_metrics(result.table[0])]
+        rows = [[row.rank, *squeeze_metrics(row).values()] for row in result.table]
+        self._run.log(squeeze_summary(result) | {"squeeze/table": self._trackio.Table(columns=columns, data=rows)}, step=0)
+
     def close(self) -> None:
         if self._run is not None:
-            with redirect_stdout(sys.stderr):
-                self._run.finish()
-            self._run = None
+            run, self._run = self._run, None
+            run.finish()
 
     def state(self) -> dict[str, str]:
-        return {_RUN_NAME: self._name} if self._name else {}
+        return {_RUN_NAME: self._name, _RUN_ID: self._run_id} if self._run_id else {}
+
+
+def _keep_quiet() -> None:
+    """Trackio prints to standard output, which is ours, and sys.stdout cannot be redirected for one thread."""
+    for name in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
+        vars(importlib.import_module(name))["print"] = _print_nothing
+
+
+def _print_nothing(*values: object, **options: object) -> None: ...

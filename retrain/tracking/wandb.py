@@ -1,46 +1,88 @@
 """Weights & Biases. WANDB_MODE=offline keeps everything on disk until `wandb sync`."""
 
+import secrets
+import sys
+from collections.abc import Sequence
 from typing import Any
 
-from retrain.errors import EnvironmentFailure
-from retrain.tracking.external import STEP_METRIC, ExternalSettings, evaluation_metrics, import_extra, metrics
-from retrain.tracking.record import EvaluationResult, RunSummary, StepRecord
-from retrain.tracking.tracker import Tracker
+from retrain.tracking.external import (
+    GENERATION_COLUMNS,
+    RANK_METRIC,
+    STEP_METRIC,
+    ExternalSettings,
+    ExternalTracker,
+    evaluation_metrics,
+    import_extra,
+    metrics,
+    squeeze_metrics,
+    squeeze_summary,
+)
+from retrain.tracking.record import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
 
 _RUN_ID = "wandb_run_id"
+_INCREMENTS = 100
+"""Increments of one table that wandb shows."""
+_PATIENCE_S = 25.0
+"""For a server that does not answer: shorter than the background's own, so that the sentence about it is wandb's."""
+_TAG_LENGTH = 64
+"""wandb refuses a longer tag."""
 
 
-class WandbTracker(Tracker):
+class WandbTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._wandb = import_extra("wandb", "wandb")
         self._run: Any = None
-        self._run_id = settings.resumed.get(_RUN_ID, "")
+        # Chosen here and not by wandb: the first checkpoint may be sealed before wandb has answered.
+        self._run_id = settings.resumed.get(_RUN_ID) or secrets.token_hex(4)
+        self._completions: Any = None
+        self._unsent_steps = 0
 
     def start(self, device: str) -> None:
-        logging, settings = self._settings.config.logging, self._settings
+        excepthook = sys.excepthook
+        self._wandb.setup(self._wandb.Settings(silent=True))  # the screen is ours, and nobody is there to answer a prompt for a key
         try:
-            self._run = self._wandb.init(
-                project=settings.project,
-                entity=logging.wandb_entity or None,
-                name=settings.run_name,
-                group=logging.wandb_group or None,
-                tags=logging.tags or None,
-                dir=str(settings.folder.path),
-                config=settings.masked_config(),
-                id=self._run_id or None,
-                resume="allow" if self._run_id else None,
-                # The screen and the machine's description are ours: wandb's own would send the unmasked command line.
-                settings=self._wandb.Settings(console="off", silent=True, disable_code=True, disable_git=True, x_disable_meta=True),
-            )
+            self._run = self._init(self._run_id)
         except self._wandb.errors.Error as error:
-            raise EnvironmentFailure(
-                f"wandb cannot start for [logging] wandb_project = {settings.project!r}: {error}; "
-                "set WANDB_API_KEY, or WANDB_MODE=offline to keep the run on disk."
-            ) from error
-        self._run_id = self._run.id
+            on_disk = secrets.token_hex(4)  # wandb may still hold the other id for the run that it could not begin
+            self._run = self._init(on_disk, mode="offline")
+            reason = " ".join(str(error).split()).rstrip(".")
+            self.outbox.put(
+                f"wandb cannot be reached ({reason}), so the run is kept on disk; {self._how_to_send(f'offline-run-*-{on_disk}')}."
+            )
+        sys.excepthook = excepthook  # wandb puts one there that prints a traceback without masking what is secret in it
         self._run.define_metric(STEP_METRIC)
-        self._run.define_metric("*", step_metric=STEP_METRIC)
+        self._run.define_metric(RANK_METRIC)
+        for prefix, axis in (("train", STEP_METRIC), ("eval", STEP_METRIC), ("squeeze", RANK_METRIC)):
+            self._run.define_metric(f"{prefix}/*", step_metric=axis)
+
+    def _init(self, run_id: str, mode: str | None = None) -> Any:
+        settings = self.settings
+        return self._wandb.init(
+            project=settings.project,
+            entity=settings.config.logging.wandb_entity or None,
+            name=settings.run_name,
+            group=settings.group,
+            tags=[tag[:_TAG_LENGTH] for tag in settings.tags] or None,
+            dir=str(settings.folder.path),
+            config=settings.masked_config(),
+            id=run_id,
+            resume="allow",
+            reinit="create_new",  # a campaign's runs share a process, and one that was left behind may still be open
+            mode=mode,
+            settings=self._wandb.Settings(
+                # The screen and the machine's description are ours: wandb's own would send the unmasked command line.
+                console="off",
+                silent=True,
+                disable_code=True,
+                disable_git=True,
+                x_disable_meta=True,
+                # wandb waits at the end of the process, which no thread of ours can prevent.
+                init_timeout=_PATIENCE_S,
+                finish_timeout=_PATIENCE_S,
+                finish_timeout_raises=True,
+            ),
+        )
 
     def step(self, record: StepRecord) -> None:
         self._run.log(metrics(record) | {STEP_METRIC: record.step})
@@ -48,16 +90,54 @@ class WandbTracker(Tracker):
     def evaluation(self, result: EvaluationResult) -> None:
         self._run.log(evaluation_metrics(result) | {STEP_METRIC: result.step})
 
+    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
+        """Rows of one growing table. A table of its own for every step would show the last step's alone."""
+        if self._completions is None:
+            self._completions = self._wandb.Table(columns=list(GENERATION_COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True)
+        for row in self.settings.masked_rows(records):
+            self._completions.add_data(*row)
+        self._unsent_steps += 1
+        recorded = self.settings.config.training.max_steps // max(1, self.settings.config.logging.generations_every)
+        if self._unsent_steps * _INCREMENTS >= recorded:
+            self._send_completions()
+
+    def _send_completions(self) -> None:
+        if self._unsent_steps:
+            # wandb cannot append to a table of an earlier offline session, and would replace it.
+            first = self.settings.first_step
+            key = f"completions_from_step_{first}" if first else "completions"
+            self._run.log({key: self._completions, STEP_METRIC: self._completions.data[-1][0]})
+            self._unsent_steps = 0
+
+    def squeeze(self, result: SqueezeResult) -> None:
+        for row in result.table:
+            self._run.log(squeeze_metrics(row) | {RANK_METRIC: row.rank})
+        columns = ["rank", *squeeze_metrics(result.table[0])]
+        rows = [[row.rank, *squeeze_metrics(row).values()] for row in result.table]
+        self._run.log({"squeeze/table": self._wandb.Table(columns=columns, data=rows)})
+        self._run.summary.update(squeeze_summary(result))
+
     def finish(self, summary: RunSummary) -> None:
-        self._run.summary.update({"status": summary.status, "steps": summary.steps, "seconds": summary.seconds, "tokens": summary.tokens})
-        self._run.finish(exit_code=0)
-        self._run = None
+        self._send_completions()
+        values = {"status": summary.status, "steps": summary.steps, "seconds": summary.seconds, "tokens": summary.tokens}
+        self._run.summary.update(self.settings.redactor.json(values | ({"reason": summary.reason} if summary.reason else {})))
+        self._end(0 if summary.status == "done" else 1)
 
     def close(self) -> None:
-        """Without `finish` before it the run has failed."""
+        """Without `finish` before it the run has not even begun."""
         if self._run is not None:
-            self._run.finish(exit_code=1)
-            self._run = None
+            self._send_completions()
+            self._end(1)
+
+    def _end(self, exit_code: int) -> None:
+        run, self._run = self._run, None
+        try:
+            run.finish(exit_code=exit_code)
+        except TimeoutError:
+            self.outbox.put(f"wandb has not taken everything in {_PATIENCE_S:g} s; {self._how_to_send(f'run-*-{self._run_id}')}.")
+
+    def _how_to_send(self, folder: str) -> str:
+        return f"send it later with `wandb sync --id {self._run_id} {self.settings.folder.wandb}/{folder}`"
 
     def state(self) -> dict[str, str]:
-        return {_RUN_ID: self._run_id} if self._run_id else {}
+        return {_RUN_ID: self._run_id}

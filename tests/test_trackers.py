@@ -1,0 +1,78 @@
+"""Trackers outside of the run's folder: which ones, under which names, and what a missing extra says."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.config import TrainConfig
+from retrain.errors import EnvironmentFailure
+from retrain.tracking import RunFolder, build_tracker
+from retrain.tracking.external import import_extra, metric_name, metrics
+from retrain.tracking.record import StepRecord
+from retrain.tracking.tracker import Tracker, Trackers, tracker_names
+
+RECORD = StepRecord(step=4, condition="grpo+none", loss=0.5, exec_entropy_mean=1.0, bp_sigma=0.1, sepa_gate_open=True)
+
+
+def config(**logging: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"logging": logging})
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("loss", "train/loss"),
+        ("exec_entropy_mean", "train/entropy/exec_mean"),
+        ("plan_entropy_var", "train/entropy/plan_var"),
+        ("plan_surprisal_mean", "train/surprisal/plan_mean"),
+        ("bp_sigma", "train/backpressure/sigma"),
+    ],
+)
+def test_metric_names_have_the_documented_prefixes(field: str, name: str) -> None:
+    assert metric_name(field) == name
+
+
+def test_absent_numbers_are_not_logged() -> None:
+    assert metrics(RECORD) == {
+        "train/loss": 0.5,
+        "train/loss_is_placeholder": 0.0,
+        "train/sepa_gate_open": 1.0,
+        "train/entropy/exec_mean": 1.0,
+        "train/backpressure/sigma": 0.1,
+    }
+
+
+def test_a_wandb_project_switches_wandb_on() -> None:
+    assert tracker_names(config()) == []
+    assert tracker_names(config(wandb_project="p")) == ["wandb"]
+    assert tracker_names(config(wandb_project="p", trackers=["tensorboard", "wandb"])) == ["tensorboard", "wandb"]
+
+
+def test_a_missing_extra_is_one_sentence_that_names_it() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"trackio.*not installed.*pip install \"retrain\[trackio\]\""):
+        import_extra("a_module_that_nobody_has", "trackio")
+
+
+def test_without_trackers_no_tracker_is_imported(tmp_path: Path) -> None:
+    before = set(sys.modules)
+    build_tracker(config(), RunFolder(tmp_path), condition="a+b").close()
+    assert not {"wandb", "trackio", "tensorboard"} & (set(sys.modules) - before)
+
+
+def test_every_sink_is_closed_even_if_one_fails() -> None:
+    closed = []
+
+    class Sink(Tracker):
+        def __init__(self, fails: bool) -> None:
+            self.fails = fails
+
+        def close(self) -> None:
+            closed.append(self.fails)
+            if self.fails:
+                raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        Trackers([Sink(False), Sink(True), Sink(False)]).close()
+    assert sorted(closed) == [False, False, True]
