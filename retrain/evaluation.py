@@ -88,7 +88,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Samples the held-out prompts and scores them with the run's reward."""
+    """Samples the held-out prompts and scores them with the sampler's reward."""
 
     def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], plan: SamplingPlan, ks: Sequence[int]) -> None:
         self.sampler = sampler

@@ -16,7 +16,7 @@ from retrain.evaluation import Evaluator
 from retrain.noise import Stream
 from retrain.parallel import ALONE, World
 from retrain.parity import GateInputs, GateResult, parity_gate
-from retrain.rewards import FailureGuard, Scorer, build_scorer
+from retrain.rewards import FailureGuard, Scorer, build_scorer, judging_note, with_judging_reward
 from retrain.rollout import Sampler, SamplingPlan
 from retrain.tokenization import TextModel, load_text_model
 from retrain.types import MachineChoices, Prompt
@@ -35,6 +35,8 @@ class Parts:
     prompts: PromptSet
     backend: Backend
     scorer: Scorer
+    judge: Scorer
+    """Of held-out answers; the scorer itself unless that is random."""
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
@@ -42,6 +44,7 @@ class Parts:
 
     def close(self) -> None:
         self.scorer.close()
+        self.judge.close()
         self.backend.close()
 
 
@@ -56,6 +59,8 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     with ExitStack() as undo:
         scorer = build_scorer(config)  # its workers start while the model loads
         undo.callback(scorer.close)
+        judge = load_judge(config, scorer, say) if held_out else scorer
+        undo.callback(judge.close)
         say_memory(config, choices, say)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
@@ -63,9 +68,10 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
             raise ConfigurationError(problems)
         undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic, world)
-    evaluator = Evaluator(sampler, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
+    examiner = Sampler(backend.engine, judge, text.vocabulary.text, monotonic, world)
+    evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
     guard = FailureGuard(config.reward.max_failure_rate)
-    return Parts(text, prompts, backend, scorer, guard, sampler, credit, evaluator)
+    return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, evaluator)
 
 
 def load_text(config: TrainConfig, say: Say) -> TextModel:
@@ -109,6 +115,15 @@ def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say
     for note in filter(None, (*prompts.notes, shared)):
         say(note)
     return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+
+
+def load_judge(config: TrainConfig, scorer: Scorer, say: Say) -> Scorer:
+    """The scorer of held-out answers: the run's own unless chance has a part in it."""
+    judging = with_judging_reward(config)
+    if judging is config:
+        return scorer
+    say(judging_note(judging))
+    return build_scorer(judging)
 
 
 def training_plan(config: TrainConfig) -> SamplingPlan:

@@ -12,7 +12,7 @@ from retrain.tracking import EvaluationRecord, RunFolder, RunSummary, StepRecord
 from retrain.tracking.jsonl import JsonlWriter
 
 JUDGED = {"reward": {"type": "match"}}
-"""In place of the small runs' random reward, whose held-out accuracy would be chance."""
+"""In place of the small runs' random reward, which would make every arm a control."""
 
 
 def problems(right: Sequence[int], samples: int = 1, tasks: int = 1) -> list[EvaluationRecord]:

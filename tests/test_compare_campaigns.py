@@ -179,17 +179,21 @@ def test_shared_noise_is_what_the_engines_and_prompts_of_a_pair_give(tmp_path: P
     assert found["batch"]["differing_keys"] == ["training.batch_size"]
 
 
-def test_the_control_is_the_random_reward_arm_and_its_chance_is_no_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_control_is_the_random_reward_arm_and_compared_by_its_held_out_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entries = []
     for seed in range(1, 9):
         for label, section in ((BASE, {"type": "match"}), ("control", {"type": "random"})):
             rates = [0.3, 0.6 if label == BASE else 0.5 + seed / 1000]
-            write_run(tmp_path / f"runs/{label}_s{seed}", seed, rates, problems([1, 1, 0]), reward=section)
+            right = 15 if label == BASE else 10 + seed % 3
+            write_run(tmp_path / f"runs/{label}_s{seed}", seed, rates, problems([1] * right + [0] * (20 - right)), reward=section)
             entries.append({"condition": label, "seed": seed})
     write_manifest(tmp_path, entries)
-    assert "scored by the random reward" in refused(capsys, tmp_path, "--control")
-    result = compared(capsys, tmp_path, "--control", "--metric", "correct_rate")
-    assert result["baseline"] == "control" and result["contrasts"][0]["verdict"] == "improvement"
+    for arguments, metric in (((), "pass@1"), (("--metric", "correct_rate"), "correct_rate")):
+        result = compared(capsys, tmp_path, "--control", *arguments)
+        assert (result["baseline"], result["metric"]) == ("control", metric)
+        assert result["contrasts"][0]["verdict"] == "improvement"
 
 
 def test_several_tasks_get_an_iqm_beside_the_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,19 @@
 """pass@k is unbiased, and the interval of pass@1 is clustered by problem."""
 
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import lines, small
 
+from retrain import train
+from retrain.config import TrainConfig
 from retrain.evaluation import Evaluation, clustered_interval, pass_at_k
+from retrain.rewards import with_judging_reward
 from retrain.tracking import EvaluationRecord
 
 
@@ -60,3 +66,38 @@ def test_problems_that_could_not_be_judged_are_left_out_of_the_mean() -> None:
     evaluation = Evaluation(step=0, problems=[judged, unknown], ks=[1, 4, 8])
     assert evaluation.pass_at == {1: 0.5, 4: 1.0}
     assert evaluation.summary()["could_not_judge"] == 4
+
+
+def test_held_out_answers_of_a_random_reward_run_are_judged_as_those_of_a_run_that_learns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same untrained weights and noise, so the same answers; chance would find all of them right."""
+    evaluation = {"at_start": True, "max_examples": 16}
+    rewards = {"match": {"type": "match"}, "random": {"type": "random", "random_p": 1.0}}
+    for name, reward in rewards.items():
+        train(small(tmp_path / name, reward=reward, evaluation=evaluation, training={"max_steps": 1, "max_tokens": 96}))
+    judged, by_chance = (lines(tmp_path / name / "evaluation.jsonl") for name in rewards)
+    assert by_chance == judged and 0 < sum(line["correct"] for line in judged) < 16
+    assert lines(tmp_path / "random" / "metrics.jsonl")[0]["correct_rate"] == 1.0
+    assert capsys.readouterr().out.count("Held-out answers are judged by match") == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "judging", "weights"),
+    [
+        ({"data": {"source": "lab"}}, ["match"], [1.0]),
+        ({"data": {"source": "gsm8k"}}, ["math"], [1.0]),
+        ({"data": {"source": "lab"}, "evaluation": {"source": "math"}}, ["math"], [1.0]),
+        ({"data": {"source": "problems.jsonl"}}, ["match"], [1.0]),
+        ({"reward": {"type": ["math", "random"], "weights": [0.9, 0.1]}}, ["math"], [0.9]),
+    ],
+)
+def test_what_chance_decides_is_left_out_of_the_judgement(sections: dict[str, Any], judging: list[str], weights: list[float]) -> None:
+    config = TrainConfig.model_validate({"reward": {"type": "random"}} | sections)
+    reward = with_judging_reward(config).reward
+    assert (reward.types, reward.type_weights) == (judging, weights)
+
+
+def test_a_reward_without_chance_in_it_judges_held_out_answers_itself() -> None:
+    config = TrainConfig.model_validate({"data": {"source": "gsm8k"}, "reward": {"type": "match"}})
+    assert with_judging_reward(config) is config

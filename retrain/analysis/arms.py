@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from retrain.analysis.measures import Metric, scored_by_chance
+from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.runs import StoredRun
 from retrain.config import TrainConfig
 from retrain.config.keys import all_keys
@@ -62,8 +62,6 @@ def measured(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out
         value = metric.of(run)
         if value is not None:
             values[seed] = value
-        elif metric.k is not None and scored_by_chance(run):
-            left_out.append(f"{run.name} has no {metric.name} that counts: its held-out answers were scored by the random reward.")
         else:
             left_out.append(f"{run.name} has no {metric.name}.")
     return Arm(label, values, {seed: runs[seed] for seed in values})
@@ -71,7 +69,7 @@ def measured(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out
 
 def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path) -> str:
     """The condition that was trained on random rewards. Raises ConfigurationError unless there is exactly one."""
-    labels = [label for label, runs in conditions.items() if runs and all(map(scored_by_chance, runs.values()))]
+    labels = [label for label, runs in conditions.items() if runs and all(map(trained_on_chance, runs.values()))]
     if len(labels) != 1:
         found = f"{len(labels)} conditions ({', '.join(labels)})" if labels else "no condition"
         raise ConfigurationError(

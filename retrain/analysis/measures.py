@@ -72,14 +72,12 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
 
 
 def held_out(run: StoredRun, k: int) -> float | None:
-    """pass@k of the run's last evaluation of trained weights; None without one, and where chance alone scored the answers."""
-    if scored_by_chance(run) or run.final_evaluation is None:
-        return None
-    return run.final_evaluation.pass_at.get(k)
+    """pass@k of the run's last evaluation of trained weights; None without one."""
+    return run.final_evaluation.pass_at.get(k) if run.final_evaluation else None
 
 
-def scored_by_chance(run: StoredRun) -> bool:
-    """Whether the random reward decided which answers are right: the held-out ones too, since one reward scores both."""
+def trained_on_chance(run: StoredRun) -> bool:
+    """Whether the random reward alone decided what was right in training. Held-out answers are judged without it."""
     return set(run.config.reward.types) == {"random"}
 
 

@@ -2,7 +2,18 @@
 
 from retrain.rewards.boxed import extract_boxed
 from retrain.rewards.guard import FailureGuard
+from retrain.rewards.held_out import judging_note, with_judging_reward
 from retrain.rewards.match import hendrycks_is_equiv
 from retrain.rewards.scoring import Scorer, ScoreRequest, build_scorer, gold_response
 
-__all__ = ["FailureGuard", "ScoreRequest", "Scorer", "build_scorer", "extract_boxed", "gold_response", "hendrycks_is_equiv"]
+__all__ = [
+    "FailureGuard",
+    "ScoreRequest",
+    "Scorer",
+    "build_scorer",
+    "extract_boxed",
+    "gold_response",
+    "hendrycks_is_equiv",
+    "judging_note",
+    "with_judging_reward",
+]
