@@ -43,7 +43,7 @@ def _checkpoint(folder: RunFolder, step: int | None, say: Callable[[str], None])
 
 
 def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Evaluation:
-    parts = load_parts(config, checkpoint.state().choices if checkpoint else None, say)
+    parts = load_parts(config, checkpoint.state().choices if checkpoint else None, say, learns=False)
     try:
         if checkpoint:
             parts.backend.load(checkpoint.folder)

@@ -99,8 +99,14 @@ class Memory:
         }
 
 
-def predict_memory(config: "TrainConfig", *, memory_gib: float | None = None, choices: MachineChoices | None = None) -> Memory:
-    """Of one run on the local backend, at its longest completions.
+def predict_memory(
+    config: "TrainConfig",
+    *,
+    prompt_tokens: int = PROMPT_ALLOWANCE,
+    memory_gib: float | None = None,
+    choices: MachineChoices | None = None,
+) -> Memory:
+    """Of one run on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
 
     `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a run that goes on.
     Raises EnvironmentFailure where the device or the model's configuration is not there, or where one completion does not fit.
@@ -110,18 +116,19 @@ def predict_memory(config: "TrainConfig", *, memory_gib: float | None = None, ch
     size = footprint(base, config)
     model_config: Any = base.model.config
     choices = choices or plan(config, model_config, size, machine)
+    estimate = _Estimate(config, model_config, size, choices, machine.device_type, prompt_tokens)
     return Memory(
         device=str(device),
         sampler_device=str(sampler or device),
         machine=machine,
         size=size,
         choices=choices,
-        weights=_weights(config, size, choices),
-        adapter=_adapter(config, size),
-        optimizer=_optimizer(size),
-        kv_cache=_kv_cache(config, model_config, size, choices),
-        activations=_activations(config, model_config, size, choices),
-        logits=_logits(config, model_config, size, choices, machine.device_type),
+        weights=estimate.weights(),
+        adapter=estimate.adapter(),
+        optimizer=estimate.optimizer(),
+        kv_cache=estimate.kv_cache(),
+        activations=estimate.activations(),
+        logits=estimate.logits(),
     )
 
 
@@ -138,69 +145,77 @@ def _machine(config: "TrainConfig", memory_gib: float | None) -> tuple[torch.dev
 # -- the parts -----------------------------------------------------------------------------------------------------------
 
 
-def _weights(config: "TrainConfig", size: Footprint, choices: MachineChoices) -> Part:
-    """With the second copy where the sampler computes in another dtype, and the one that holds the adapter on a CPU."""
-    total, dtype = size.weights, "4 bits" if config.model.load_in_4bit else _dtype_name(size.dtype)
-    note = f"{size.num_frozen:,} parameters in {dtype}"
-    if config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
-        total += 2 * size.num_frozen
-        note += ", and in bf16 for the sampler"
-    if choices.merge_adapter and size.layer_weights:
-        total += size.layer_weights
-        note += ", the layers twice: once with the adapter merged in"
-    return Part("weights", total, note)
+@dataclass(frozen=True)
+class _Estimate:
+    config: "TrainConfig"
+    model_config: Any
+    """Of transformers."""
+    size: Footprint
+    choices: MachineChoices
+    device_type: str
+    prompt_tokens: int
 
+    @property
+    def longest(self) -> int:
+        return longest_row(self.config, self.model_config, self.prompt_tokens)
 
-def _adapter(config: "TrainConfig", size: Footprint) -> Part:
-    parameters = size.num_trainable * _FLOAT
-    return Part("adapter", parameters + size.adapter_copies, f"{size.num_trainable:,} parameters of rank {config.model.lora_rank} in fp32")
+    @property
+    def completions(self) -> int:
+        """Of a step."""
+        return self.config.training.batch_size * self.config.training.group_size
 
+    @property
+    def rows(self) -> int:
+        """Completions that decode together, in a training step or in an evaluation."""
+        evaluation, limits = self.config.evaluation, DecodeLimits(self.choices.decode_rows, self.choices.decode_tokens)
+        asked = evaluation.max_examples * evaluation.samples or limits.rows
+        return limits.rows_together(self.longest, max(self.completions, asked) if evaluation.asked_for else self.completions)
 
-def _optimizer(size: Footprint) -> Part:
-    return Part("optimizer", size.num_trainable * _FLOAT * (1 + _MOMENTS), "gradient and two moments in fp32")
+    def weights(self) -> Part:
+        """With the second copy where the sampler computes in another dtype, and the one that holds the adapter on a CPU."""
+        size, total = self.size, self.size.weights
+        note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else _dtype_name(size.dtype)}"
+        if self.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
+            total += 2 * size.num_frozen
+            note += ", and in bf16 for the sampler"
+        if self.choices.merge_adapter and size.layer_weights:
+            total += size.layer_weights
+            note += ", the layers twice: once with the adapter merged in"
+        return Part("weights", total, note)
 
+    def adapter(self) -> Part:
+        count, rank = self.size.num_trainable, self.config.model.lora_rank
+        return Part("adapter", count * _FLOAT + self.size.adapter_copies, f"{count:,} parameters of rank {rank} in fp32")
 
-def _kv_cache(config: "TrainConfig", model_config: Any, size: Footprint, choices: MachineChoices) -> Part:
-    """The rows that decode together, each at its longest, and the prompts of the step."""
-    longest, training = longest_row(config, model_config), config.training
-    rows, per_token = (
-        _rows(config, longest, choices),
-        kv_bytes_per_token(model_config, size.dtype.itemsize, config.inference.kv_cache_dtype),
-    )
-    prompts = min(training.batch_size * min(PROMPT_ALLOWANCE, longest), choices.decode_tokens // STORE_SHARE)
-    kept = prompts * kv_bytes_per_token(model_config, size.dtype.itemsize) if config.inference.prefix_caching else 0
-    step = training.batch_size * training.group_size
-    turns = f"; {step:,} completions take turns" if rows < step else ""
-    return Part("KV cache", rows * longest * per_token + kept, f"{rows:,} x {longest:,} tokens at {size_words(per_token)}{turns}")
+    def optimizer(self) -> Part:
+        return Part("optimizer", self.size.num_trainable * _FLOAT * (1 + _MOMENTS), "gradient and two moments in fp32")
 
+    def kv_cache(self) -> Part:
+        """The rows that decode together, each at its longest, and the prompts of the step."""
+        plain, inference = self.size.dtype.itemsize, self.config.inference
+        per_token = kv_bytes_per_token(self.model_config, plain, inference.kv_cache_dtype)
+        prompts = min(self.config.training.batch_size * min(self.prompt_tokens, self.longest), self.choices.decode_tokens // STORE_SHARE)
+        kept = prompts * kv_bytes_per_token(self.model_config, plain) if inference.prefix_caching else 0
+        turns = f"; {self.completions:,} completions take turns" if self.rows < self.completions else ""
+        note = f"{self.rows:,} x {self.longest:,} tokens at {size_words(per_token)}{turns}"
+        return Part("KV cache", self.rows * self.longest * per_token + kept, note)
 
-def _rows(config: "TrainConfig", longest: int, choices: MachineChoices) -> int:
-    """Completions that decode together, in a training step or in an evaluation."""
-    training, evaluation = config.training, config.evaluation
-    limits = DecodeLimits(choices.decode_rows, choices.decode_tokens)
-    most = training.batch_size * training.group_size
-    if evaluation.asked_for:
-        most = max(most, evaluation.max_examples * evaluation.samples or limits.rows)
-    return limits.rows_together(longest, most)
+    def activations(self) -> Part:
+        """Of one micro-batch, or of the longest row where that alone is more, with the gradients of a layer."""
+        size, checkpointing = self.size, self.choices.gradient_checkpointing
+        tokens = min(max(self.choices.micro_batch_tokens, self.longest), self.longest * self.completions)
+        per_token = size.gradients_per_token + (size.checkpointed_per_token if checkpointing else size.kept_per_token)
+        note = f"{tokens:,} tokens a pass at {size_words(per_token)}{', checkpointed' if checkpointing else ''}"
+        return Part("activations", tokens * per_token, note)
 
-
-def _activations(config: "TrainConfig", model_config: Any, size: Footprint, choices: MachineChoices) -> Part:
-    """Of one micro-batch, or of the longest row where that alone is more."""
-    longest, training = longest_row(config, model_config), config.training
-    tokens = min(max(choices.micro_batch_tokens, longest), longest * training.batch_size * training.group_size)
-    per_token = size.checkpointed_per_token if choices.gradient_checkpointing else size.kept_per_token
-    checkpointed = ", checkpointed" if choices.gradient_checkpointing else ""
-    return Part("activations", tokens * per_token, f"{tokens:,} tokens a pass at {size_words(per_token)}{checkpointed}")
-
-
-def _logits(config: "TrainConfig", model_config: Any, size: Footprint, choices: MachineChoices, device_type: str) -> Part:
-    """Chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
-    vocabulary, rows = model_config.get_text_config().vocab_size, _rows(config, longest_row(config, model_config), choices)
-    chunk = min(SAMPLING_CHUNK_BYTES.get(device_type, CHUNK_BYTES), rows * vocabulary * _FLOAT)
-    sampling = rows * vocabulary * size.dtype.itemsize + _CHUNK_TENSORS * chunk
-    actions = config.training.batch_size * config.training.group_size * config.training.max_tokens
-    learning = _CHUNK_TENSORS * min(CHUNK_BYTES, actions * vocabulary * _FLOAT)
-    return Part("logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary")
+    def logits(self) -> Part:
+        """Chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
+        vocabulary = self.model_config.get_text_config().vocab_size
+        chunk = min(SAMPLING_CHUNK_BYTES.get(self.device_type, CHUNK_BYTES), self.rows * vocabulary * _FLOAT)
+        sampling = self.rows * vocabulary * self.size.dtype.itemsize + _CHUNK_TENSORS * chunk
+        actions = self.completions * self.config.training.max_tokens
+        learning = _CHUNK_TENSORS * min(CHUNK_BYTES, actions * vocabulary * _FLOAT)
+        return Part("logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary")
 
 
 # -- words ---------------------------------------------------------------------------------------------------------------

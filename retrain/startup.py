@@ -1,6 +1,6 @@
 """The parts of a run, loaded in the order that the screen shows, and the gate that they must pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic
@@ -48,8 +48,11 @@ class Parts:
         self.backend.close()
 
 
-def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, world: World = ALONE) -> Parts:
-    """Tokenizer, data, model, rewards, credit; cheap parts first, so that a mistake shows before a model is loaded."""
+def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, world: World = ALONE, *, learns: bool = True) -> Parts:
+    """Tokenizer, data, model, rewards, credit; cheap parts first, so that a mistake shows before a model is loaded.
+
+    `learns`: steps will be made, so what they take is said.
+    """
     text = load_text(config, say)
     credit = CreditPipeline(config, text.vocabulary.pieces)
     for note in credit.notes:
@@ -61,7 +64,8 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         undo.callback(scorer.close)
         judge = load_judge(config, scorer, say) if held_out else scorer
         undo.callback(judge.close)
-        say_memory(config, choices, say)
+        if learns:
+            say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
         if problems := per_token_refusals(config, backend.capabilities.per_token_advantages):
@@ -82,14 +86,15 @@ def load_text(config: TrainConfig, say: Say) -> TextModel:
     return text
 
 
-def say_memory(config: TrainConfig, choices: MachineChoices | None, say: Say) -> None:
+def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Sequence[Prompt], say: Say) -> None:
     """What the run will take, before the weights are loaded. Raises EnvironmentFailure where not even one completion would fit."""
     if config.backend.backend != "local":
         return
     from retrain.memory import NotPredictable, predict_memory  # torch, which other backends do without
 
+    longest = max(len(prompt.token_ids) for prompt in prompts)
     try:
-        say(predict_memory(config, choices=choices).line())
+        say(predict_memory(config, prompt_tokens=longest, choices=choices).line())
     except NotPredictable as error:
         say(str(error))
 

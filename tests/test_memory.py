@@ -1,6 +1,7 @@
 """What is predicted of a run's memory without its weights, against the tensors of the run itself."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from runs import small
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
@@ -102,6 +105,54 @@ def test_activations_are_what_a_forward_pass_of_the_learner_keeps(tmp_path: Path
     assert sum(kept.values()) == pytest.approx(tokens * footprint(backend._base, config).kept_per_token, rel=0.05)
 
 
+class Allocations(TorchDispatchMode):
+    """Bytes of the storages that operations make: alive now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(storage) for storage in storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in storages(result):
+            if id(storage) not in given | self._known:
+                self._known.add(id(storage))
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self._free, id(storage), storage.nbytes())
+        return result
+
+    def _free(self, number: int, size: int) -> None:
+        self._known.discard(number)
+        self.alive -= size
+
+
+def storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_learning_pass_takes_what_is_predicted_for_its_tokens(tmp_path: Path, checkpointing: bool, dtype: str) -> None:
+    config = small(tmp_path, model={"dtype": dtype}, training={"gradient_checkpointing": checkpointing})
+    backend, size = LocalBackend(config), predict_memory(config).size
+    backend.train(rows(1, 5, 7), 0)
+    peaks = [_peak_of_pass(backend, count) for count in (4, 8)]
+    per_token = (size.checkpointed_per_token if checkpointing else size.kept_per_token) + size.gradients_per_token
+    assert (peaks[1] - peaks[0]) / 400 == pytest.approx(per_token, rel=0.15)
+
+
+def _peak_of_pass(backend: LocalBackend, count: int) -> int:
+    """Bytes at most while a gradient is computed of so many rows of 100 tokens, their head aside."""
+    learner = backend._learner
+    (micro,) = learner._micro_batches([_learner_row(row, number) for number, row in enumerate(rows(count, 40, 60))], share=False)
+    with learner._training(micro, 0), Allocations() as allocations:
+        learner._hidden_states(micro).sum().backward()  # type: ignore[no-untyped-call]
+    return allocations.peak
+
+
 def _learner_row(row: Row, number: int) -> Any:
     from retrain.backends.local.micro_batches import LearnerRow
 
@@ -159,6 +210,6 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(tmp_path: Path, capsy
     config = small(tmp_path / "run", training={"max_steps": 1})
     train(config)
     printed = capsys.readouterr().out.splitlines()
-    line = predict_memory(config).line()
+    (line,) = [text for text in printed if text.startswith("Memory, at most")]
     assert printed.index(line) < next(index for index, text in enumerate(printed) if text.startswith("Loading train model"))
     assert all(word in line for word in ("weights", "adapter", "optimizer", "KV cache", "activations", "logits", "peak", "cpu"))

@@ -85,7 +85,7 @@ def _fill_up(source: LoraAdapter, compressed: LoraAdapter, folder: Path) -> None
 
 
 def _evaluate(config: TrainConfig, adapter: Path, say: Say) -> Evaluation:
-    parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, say)
+    parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, say, learns=False)
     with closing(parts), Interrupts() as interrupts:
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         return parts.evaluator.run(0, Watcher(interrupts.check, _ignore))

