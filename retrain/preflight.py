@@ -19,7 +19,7 @@ def preflight_lines(config: TrainConfig) -> list[str]:
 
 def notes(config: TrainConfig) -> list[str]:
     """What is allowed in a single run and may surprise, one sentence each."""
-    found = (maximal_lambda_note(config), _loss_note(config), _dropout_note(config), _split_note(config))
+    found = (maximal_lambda_note(config), _loss_note(config), _dropout_note(config), _split_note(config), _back_pressure_note(config))
     return [note for note in found if note]
 
 
@@ -65,4 +65,14 @@ def _dropout_note(config: TrainConfig) -> str:
     return (
         f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_max and mismatch hold its effect and are not 1 and 0 "
         'before the first update; set [loss] old_logprobs = "recomputed" to take the ratio under the same masks.'
+    )
+
+
+def _back_pressure_note(config: TrainConfig) -> str:
+    pressure = config.backpressure
+    if not pressure.enabled:
+        return ""
+    return (
+        f"[backpressure] changes the batch size, from {config.training.batch_size} to between {pressure.min_batch_size} and "
+        f"{pressure.max_batch_size} prompts a step: steps differ in size and time, and runs of one seed see a prompt in different steps."
     )

@@ -19,14 +19,20 @@ def share_devices(plan: Plan) -> list[Devices]:
     """
     settings = plan.settings
     pool = _pool(plan)
-    if not pool:
+    room = room_on_gpus(plan)
+    if room is None:
         return [()] * (settings.max_workers or len(plan.runs))
     groups = _groups(pool, settings)
-    room = len(groups) * settings.workers_per_device
     workers = settings.max_workers or min(room, len(plan.runs))
     if workers > room:
         raise ConfigurationError(_too_many(workers, room, pool, len(groups), settings))
     return [groups[number % len(groups)] for number in range(workers)]
+
+
+def room_on_gpus(plan: Plan) -> int | None:
+    """Runs that the GPUs hold at once; None without a GPU. Raises ConfigurationError where they do not hold one."""
+    pool = _pool(plan)
+    return len(_groups(pool, plan.settings)) * plan.settings.workers_per_device if pool else None
 
 
 def on_devices(run: CampaignRun, devices: Devices) -> CampaignRun:

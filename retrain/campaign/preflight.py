@@ -22,10 +22,10 @@ def check(plan: Plan) -> Checked:
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     lacking, evaluation_lines = _without_held_out(plan)
-    return Checked((*lines, *_condition_notes(plan), *evaluation_lines), lacking)
+    return Checked((*lines, *condition_notes(plan), *evaluation_lines), lacking)
 
 
-def _condition_notes(plan: Plan) -> list[str]:
+def condition_notes(plan: Plan) -> list[str]:
     """What may surprise in the runs of some condition, once for those that share the sentence."""
     found: dict[str, list[str]] = {}
     for run in plan.runs[: len(plan.conditions)]:  # the first seed's

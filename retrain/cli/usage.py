@@ -3,6 +3,7 @@
 COMMANDS = {
     "init": "write a configuration to start from",
     "migrate-config": "rewrite removed keys of an older configuration",
+    "explain": "what a configuration would do, and the memory, time and cost that it takes",
     "status": "how runs and campaigns are getting on",
     "eval": "held-out pass@1 and pass@k of a run's checkpoint or of a base model",
     "compare": "conditions across seeds: differences, intervals, p values, verdicts",

@@ -1,0 +1,50 @@
+"""`retrain explain [FILE]`: what a configuration would do, and what it would take."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from retrain.cli.dotenv import load_dotenv
+from retrain.errors import ConfigurationError
+
+SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+"""The file and the configuration's flags are for its own parser."""
+
+
+def command(
+    context: typer.Context,
+    pilot: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take the step time from these runs, and their spread.")] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Load everything and measure one step.")] = False,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Price of one device hour; wins over [campaign] price_per_hour.")
+    ] = None,
+    memory_gib: Annotated[float | None, typer.Option(min=0, help="Predict for a device of this size, here or not.")] = None,
+    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Usage: retrain explain [FILE] [flags]; without a file, ./retrain.toml.
+
+    What would run, settings and where they come from, memory, time and cost. Any flag of the configuration may follow, such as --lr 1e-4.
+    """
+    from retrain.config import load_config
+    from retrain.config.overrides import parse_overrides
+
+    overrides = parse_overrides(context.args)
+    if len(overrides.rest) > 1:
+        raise ConfigurationError(f"retrain explain takes one file; {overrides.rest[1]!r} is one too many.")
+    if pilot and probe:
+        raise ConfigurationError("--pilot and --probe both give the step time; leave one of them out.")
+    load_dotenv()
+    config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
+    from retrain.explain import explain
+    from retrain.explain.text import to_text
+    from retrain.tracking.jsonl import finite
+    from retrain.tracking.redact import Redactor
+
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=say)
+    text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
+    sys.stdout.write(Redactor().text(text))

@@ -1,0 +1,231 @@
+"""Everything that `retrain explain` tells, as data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from retrain.analysis.runs import StoredRun
+from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
+from retrain.campaign.preflight import condition_notes
+from retrain.config import TrainConfig
+from retrain.config.keys import all_keys
+from retrain.config.outcomes import not_built, unused_keys
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.explain.caveats import Power, campaign_caveats, power_of
+from retrain.explain.schedule import Schedule, schedule_campaign, schedule_run
+from retrain.explain.timing import StepTime, from_pilot, from_probe, pilot_differences
+from retrain.preflight import notes
+from retrain.sepa import follows_schedule, maximal_lambda
+
+if TYPE_CHECKING:
+    from retrain.memory import Memory
+    from retrain.squeeze.adapter import LoraAdapter
+
+CAMPAIGN_FOLDER = Path("logs/campaign_<time>")
+"""Stands for the folder that is named by the time of the start."""
+_SIZING = ("model", "lora", "training", "inference", "evaluation", "backend")
+"""Sections whose keys change a run's memory."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that differs from its default."""
+
+    key: str
+    """ "section.key"."""
+    value: Any
+    origin: str
+    """file, environment NAME or flag --name."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A condition of a campaign, or the algorithm of a single run."""
+
+    label: str
+    sets: dict[str, Any]
+    """Keys that the condition sets over the base, beside its modes."""
+    maximal_lambda: float | None
+    """The largest lambda of SEPA's ramp; None where the condition does not follow it."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    kind: Literal["run", "campaign", "squeeze"]
+    config: TrainConfig
+    settings: tuple[Setting, ...]
+    unused: tuple[str, ...]
+    """One sentence for each key that was set and has no effect."""
+    refused: tuple[str, ...]
+    """Why it would not start, one sentence each."""
+    arms: tuple[Arm, ...] = ()
+    runs: tuple[CampaignRun, ...] = ()
+    """In the order in which they start."""
+    schedule: Schedule | None = None
+    memory: "Memory | None" = None
+    memory_unknown: str = ""
+    """Why there is no prediction, as a sentence."""
+    power: Power | None = None
+    adapter: "LoraAdapter | None" = None
+    """What a squeeze job would look at."""
+    warnings: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        training = self.runs[0].config.training if self.runs else None
+        shape = ("max_steps", "batch_size", "group_size", "max_tokens")
+        return {
+            "kind": self.kind,
+            "file": str(self.config.source_path) if self.config.source_path else None,
+            "conditions": [asdict(arm) for arm in self.arms],
+            "seeds": list(dict.fromkeys(run.seed for run in self.runs)),
+            "runs": [{"name": run.name, "condition": run.condition, "seed": run.seed, "dir": str(run.folder)} for run in self.runs],
+            "training": {name: getattr(training, name) for name in shape} if training else None,
+            "settings": [asdict(setting) for setting in self.settings],
+            "unused": list(self.unused),
+            "refused": list(self.refused),
+            "warnings": list(self.warnings),
+            "schedule": self.schedule.to_json() if self.schedule else None,
+            "memory": self.memory.to_json() if self.memory else None,
+            "memory_unknown": self.memory_unknown or None,
+            "power": self.power.to_json() if self.power else None,
+            "squeeze": self._squeeze_json(),
+        }
+
+    def _squeeze_json(self) -> dict[str, Any] | None:
+        if self.adapter is None:
+            return None
+        return {"adapter": str(self.adapter.folder), "rank": self.adapter.rank, "layers": len(self.adapter.layers)}
+
+
+def explain(
+    config: TrainConfig,
+    *,
+    pilot: Path | None = None,
+    probe: bool = False,
+    price_per_hour: float | None = None,
+    memory_gib: float | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Explanation:
+    """What `config` would do. Nothing is started but the step of `probe`, and nothing is written.
+
+    `pilot` is a folder of runs whose steps were timed; `memory_gib` stands for a device that is not here.
+    Raises ConfigurationError for a pilot without steps, and what a run raises before its first step where one is measured.
+    """
+    settings, unused, refused = tuple(_settings(config)), tuple(unused_keys(config)), not_built(config)
+    if config.kind == "squeeze":
+        adapter, problems = _adapter_of(config)
+        return Explanation("squeeze", config, settings, unused, (*refused, *problems), adapter=adapter)
+    runs, plan = _runs(config)
+    of_each = runs[: len(config.conditions)]  # a campaign starts with all conditions of its first seed
+    memory, unknown = _memory([run.config for run in of_each], memory_gib)
+    step_time = from_probe(runs[0].config, say) if probe else from_pilot(pilot) if pilot else None
+    schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
+    surprises = notes(config) if plan is None else condition_notes(plan)
+    power = power_of(config, pilot)
+    differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
+    return Explanation(
+        kind=config.kind,
+        config=config,
+        settings=settings,
+        unused=unused,
+        refused=(*refused, *problems),
+        arms=tuple(_arms(config, of_each)),
+        runs=runs,
+        schedule=schedule,
+        memory=memory,
+        memory_unknown=unknown,
+        power=power,
+        warnings=(*surprises, *campaign_caveats(config, schedule, memory, power), *differences),
+    )
+
+
+def _settings(config: TrainConfig) -> list[Setting]:
+    origins = config.provenance
+    return [
+        Setting(key.path, value, origins[key.path])
+        for key in all_keys()
+        if key.path != "campaign.conditions" and (value := config.value(key.path)) is not None and value != key.default
+    ]
+
+
+def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], Plan | None]:
+    """The runs, and the plan of a campaign."""
+    if config.kind == "campaign":
+        new = Path(config.logging.log_dir) if config.is_set("logging.log_dir") else CAMPAIGN_FOLDER
+        plan = plan_campaign(config, Path(config.resume.from_) if config.resume.from_ else new)
+        return plan.runs, plan
+    folder = Path(config.resume.from_ or config.logging.log_dir)
+    return (CampaignRun(folder.name, config.condition_label, config.training.seed, config),), None
+
+
+def _schedule(
+    config: TrainConfig, plan: Plan | None, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
+) -> tuple[Schedule | None, list[str]]:
+    """None, and why, where a campaign asks for more workers than its devices hold."""
+    if plan is None:
+        return schedule_run(config, _steps_done(config, None), step_time, price_per_hour), []
+    try:
+        return schedule_campaign(plan, _steps_done(config, plan), memory, step_time, price_per_hour), []
+    except ConfigurationError as error:
+        return None, list(error.problems)
+
+
+def _steps_done(config: TrainConfig, plan: Plan | None) -> int:
+    """Over all runs, where `[resume] from` names what goes on."""
+    if not config.resume.from_:
+        return 0
+    folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
+    return sum(StoredRun(folder).steps for folder in folders)
+
+
+def _arms(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[Arm]:
+    sets = {condition.label: condition.sets for condition in config.conditions}
+    return [
+        Arm(run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config) else None)
+        for run in runs
+    ]
+
+
+def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[Memory | None, str]":
+    """Of the run that takes most, or a sentence that says why it is not known."""
+    backend = configs[0].backend.backend
+    if backend != "local":
+        return None, f'The "{backend}" backend holds the model elsewhere.'
+    from retrain.backends.local.devices import choose_device
+    from retrain.memory import predict_memory
+
+    if memory_gib is None:
+        try:
+            choose_device(configs[0])
+        except EnvironmentFailure as error:
+            return None, f"{error} Or predict for a device of another machine by its size: --memory-gib 24."
+    distinct = {_sizing(config): config for config in configs}
+    try:
+        return max((predict_memory(config, memory_gib=memory_gib) for config in distinct.values()), key=lambda memory: memory.peak), ""
+    except (EnvironmentFailure, ConfigurationError) as error:
+        return None, str(error)
+
+
+def _sizing(config: TrainConfig) -> str:
+    """Equal for runs of equal memory."""
+    return str([getattr(config, section).model_dump(exclude={"seed"}) for section in _SIZING])
+
+
+def _adapter_of(config: TrainConfig) -> "tuple[LoraAdapter | None, list[str]]":
+    from retrain.squeeze.adapter import read_adapter
+    from retrain.squeeze.analysis import checked_ranks, svd_device
+    from retrain.squeeze.job import check_settings
+
+    settings = config.squeeze
+    try:
+        adapter = read_adapter(Path(settings.adapter_path).expanduser())
+        svd_device(settings.device)
+        check_settings(settings, adapter)
+        if settings.target_ranks:
+            checked_ranks(settings.target_ranks, adapter.rank)
+    except ConfigurationError as error:
+        return None, list(error.problems)
+    except EnvironmentFailure as error:
+        return None, [str(error)]
+    return adapter, []
