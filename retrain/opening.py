@@ -13,11 +13,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from retrain.checkpoint import MANIFEST, Checkpoint, CheckpointStore, TrainerState, replace_file
+from retrain.checkpoint import Checkpoint, CheckpointStore, TrainerState, replace_file
 from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
 from retrain.errors import ConfigurationError
 from retrain.tracking.redact import Redactor
-from retrain.tracking.run_folder import MARKER, RunFolder, mark
+from retrain.tracking.run_folder import MARKER, RunFolder, kind_of, mark
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
@@ -49,7 +49,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
         )
     resuming = bool(config.resume.from_)
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
-    if (folder.path / MANIFEST).is_file():
+    if kind_of(folder.path) == "campaign":
         raise ConfigurationError(
             f"{folder.path} holds a campaign and no single run; go on with it by its own file, or name another folder."
         )

@@ -50,6 +50,12 @@ class Case:
 
 ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
 MODULE = "plugins_for_test.py"
+CAMPAIGN_MARK = '{"kind": "campaign", "format": 1}'
+CONDITION = """[campaign]
+[[campaign.conditions]]
+advantage_mode = "grpo"
+transform_mode = "none"
+"""
 
 CASES = [
     # -- configuration ---------------------------------------------------------------------------------------------------
@@ -187,6 +193,13 @@ CASES = [
         {"old/adapter_config.json": '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}', "old/adapter_model.bin": ""},
     ),
     Case("the status of a folder that does not exist", 2, "is no folder", "", ("status", "absent")),
+    # -- campaigns -------------------------------------------------------------------------------------------------------
+    Case("a condition's key that does not exist", 2, "did you mean loss.mode?", CONDITION + 'loss.mod = "ppo"'),
+    Case("a condition's value that is wrong", 2, "number 1: [loss] mode", CONDITION + 'loss.mode = "pp"'),
+    Case("two conditions of one name", 2, "a label of its own", CONDITION + CONDITION.removeprefix("[campaign]\n")),
+    Case("a campaign over another", 2, "--overwrite", "[campaign]", ("run.toml", "--overwrite")),
+    Case("going on with a campaign that is not there", 2, "holds no campaign", "[campaign]", ("run.toml", "--resume", "absent")),
+    Case("a run in a campaign's folder", 2, "holds a campaign", "", ("run.toml", "--log-dir", "old"), {"old/.retrain.json": CAMPAIGN_MARK}),
     # -- comparing -------------------------------------------------------------------------------------------------------
     Case("comparing a folder that is no campaign", 2, "--baseline", "", ("compare", "old"), {"old/notes.txt": ""}),
     Case("comparing with a folder without a run", 2, "holds no run", "", ("compare", "old", "--baseline", "old"), {"old/notes.txt": ""}),

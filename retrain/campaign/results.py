@@ -9,12 +9,13 @@ from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.opening import stored_checkpoints
 from retrain.tracking import RunFolder
+from retrain.tracking.tracker import SQUEEZE_RUN, track_squeeze
 
 Say = Callable[[str], None]
 
 
 class AutoSqueeze:
-    """Analyses the first run's adapter, once, where the campaign has `[squeeze]`: printed, and into the manifest.
+    """Analyses the first run's adapter, once, where the campaign has `[squeeze]`: printed, into the manifest, and to the trackers.
 
     A failure is said and stops nothing.
     """
@@ -41,9 +42,11 @@ class AutoSqueeze:
 
         self._due = False
         self._say(f"LoRA-Squeeze of {run.name}:")
+        config = _with_squeeze(run, self._plan.config)
         adapter = stored_checkpoints(RunFolder(run.folder)) / FINAL
         try:
-            squeezed = squeeze_adapter(_with_squeeze(run, self._plan.config), adapter, progress=self._say)
+            squeezed = squeeze_adapter(config, adapter, progress=self._say)
+            track_squeeze(config, RunFolder(self._plan.folder / SQUEEZE_RUN), squeezed.analysis, self._say)
         except RetrainError as error:
             self._say(f"LoRA-Squeeze failed, and the campaign goes on: {error}")
             return

@@ -1,0 +1,46 @@
+"""The same campaign through a local Ray cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from retrain.campaign.ray_cluster import gpu_share
+from retrain.config import config_from_mapping
+from retrain.config.schema import Campaign
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from tests.test_campaign_runs import sections
+
+
+def test_a_run_takes_whole_gpus_or_a_part_of_one() -> None:
+    assert gpu_share(Campaign(devices_per_run=2)) == 2
+    assert gpu_share(Campaign(workers_per_device=4)) == 0.25
+    with pytest.raises(ConfigurationError, match="leave one of them at 1"):
+        gpu_share(Campaign(devices_per_run=2, workers_per_device=2))
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from retrain.campaign import run_campaign
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(EnvironmentFailure, match=r'pip install "retrain\[ray\]"'):
+        run_campaign(config_from_mapping(sections(tmp_path / "c", {"launcher": "ray"})), quiet=True)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_local_cluster_runs_the_campaign_and_brings_failures_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from retrain.campaign import Manifest, Status, run_campaign
+    from retrain.errors import RunFailed
+
+    good = {"advantage_mode": "grpo", "transform_mode": "none"}
+    broken = good | {"label": "broken", "lora.init_from": "nowhere"}
+    campaign = {"launcher": "ray", "seeds": [1], "max_steps": 1, "conditions": [good, broken]}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFailed, match=r"broken_s1 \(failed"):
+        run_campaign(config_from_mapping(sections(Path("logs/c"), campaign)), quiet=True)
+    done, failed = Manifest.read(Path("logs/c")).runs
+    assert (done.status, failed.status) == (Status.DONE, Status.FAILED)
+    assert failed.reason and 'init_from = "nowhere"' in failed.reason
+    assert (tmp_path / "logs/c/runs/grpo+none_s1/summary.json").is_file()

@@ -1,0 +1,408 @@
+"""Campaigns that are run: sequential ones in this process, parallel ones as subprocesses, stopped, killed and gone on with."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retrain import load_runs, train
+from retrain.analysis.runs import find_runs
+from retrain.analysis.writer import Liveness, Writer
+from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
+from retrain.campaign.devices import share_devices
+from retrain.config import config_from_mapping, load_config, replaced
+from retrain.config.merging import deep_merge
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.tracking import RunFolder
+from tests.runs import SMALL, lines, timeless
+
+BASE: dict[str, Any] = deep_merge(
+    SMALL, {"reward": {"type": "match"}, "evaluation": {"max_examples": 4}, "training": {"save_every": 1, "max_tokens": 96}}
+)
+BASE["training"].pop("seed")
+BASE["training"].pop("max_steps")
+CAMPAIGN: dict[str, Any] = {
+    "seeds": [1, 2],
+    "max_steps": 2,
+    "conditions": [
+        {"advantage_mode": "grpo", "transform_mode": "none"},
+        {"advantage_mode": "maxrl", "transform_mode": "gtpo", "label": "weighted", "gtpo.beta": 0.3},
+    ],
+}
+NAMES = ["grpo+none_s1", "weighted_s1", "grpo+none_s2", "weighted_s2"]
+
+
+def sections(folder: Path, campaign: dict[str, Any] | None = None, **others: dict[str, Any]) -> dict[str, Any]:
+    there = {"campaign": CAMPAIGN | (campaign or {}), "logging": {"log_dir": str(folder)}}
+    return deep_merge(deep_merge(BASE, there), others)
+
+
+def write_toml(path: Path, content: dict[str, Any]) -> Path:
+    from tomlkit import dumps
+
+    path.write_text(dumps(content), encoding="utf-8")
+    return path
+
+
+@dataclass
+class Finished:
+    folder: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def sequential(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    """2 conditions x 2 seeds x 2 steps, one after the other in this process, with auto-squeeze."""
+    folder = tmp_path_factory.mktemp("sequential") / "campaign"
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("retrain.campaign.board.Board.say", lambda board, line: said.append(line))
+        run_campaign(config_from_mapping(sections(folder, squeeze={"min_variance_retention": 0.9})))
+    yield Finished(folder, "\n".join(said))
+
+
+# -- what a campaign leaves ----------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_tells_the_whole_campaign(sequential: Finished) -> None:
+    manifest = json.loads((sequential.folder / "manifest.json").read_text())
+    assert manifest.keys() == {
+        "timestamp",
+        "retrain_version",
+        "config",
+        "conditions",
+        "seeds",
+        "max_steps",
+        "runs",
+        "squeeze",
+    }
+    assert re.fullmatch(r"\d{8}_\d{6}", manifest["timestamp"])
+    assert (manifest["conditions"], manifest["seeds"], manifest["max_steps"]) == (["grpo+none", "weighted"], [1, 2], 2)
+    assert [run["name"] for run in manifest["runs"]] == NAMES
+    for run in manifest["runs"]:
+        assert run.keys() == {"name", "condition", "seed", "status", "dir", "started", "ended", "reason"}
+        assert run["status"] == "done" and run["reason"] is None and run["started"] <= run["ended"]
+        assert (sequential.folder / run["dir"] / "summary.json").is_file()
+    assert config_from_mapping(manifest["config"]).conditions[1].sets == {"gtpo.beta": 0.3}
+
+
+def test_every_run_has_its_own_log_and_adapter(sequential: Finished) -> None:
+    adapters = [sequential.folder / "runs" / name / "checkpoints/final/adapter_model.safetensors" for name in NAMES]
+    assert len({adapter.read_bytes() for adapter in adapters}) == 4
+    for name in NAMES:
+        metrics = lines(sequential.folder / "runs" / name / "metrics.jsonl")
+        assert [(record["step"], record["condition"]) for record in metrics] == [(0, name[:-3]), (1, name[:-3])]
+        assert "Parity gate passed" in (sequential.folder / "runs" / name / "output.log").read_text()
+
+
+def test_one_seed_gives_every_condition_the_same_prompts_and_noise(sequential: Finished) -> None:
+    def drawn(name: str) -> list[tuple[Any, ...]]:
+        records = lines(sequential.folder / "runs" / name / "emergence/generations.jsonl")
+        return [(record["prompt_id"], record["sample"], record["completion"]) for record in records if record["step"] == 0]
+
+    assert drawn("grpo+none_s1") == drawn("weighted_s1") != drawn("grpo+none_s2")
+
+
+def test_a_run_that_shared_the_loaded_model_is_the_run_alone(sequential: Finished, tmp_path: Path) -> None:
+    """The last run's model had three adapters before."""
+    (planned,) = [run for run in plan_campaign(config_from_mapping(sections(tmp_path / "c")), tmp_path).runs if run.name == NAMES[3]]
+    train(planned.config, quiet=True)
+    alone, shared = tmp_path / "runs" / NAMES[3], sequential.folder / "runs" / NAMES[3]
+    assert timeless(alone / "metrics.jsonl") == timeless(shared / "metrics.jsonl")
+    for file in ("evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
+        assert (alone / file).read_bytes() == (shared / file).read_bytes()
+
+
+def test_runs_are_evaluated_at_the_end_without_being_told(sequential: Finished) -> None:
+    for name in NAMES:
+        assert {record["step"] for record in lines(sequential.folder / "runs" / name / "evaluation.jsonl")} == {2}
+
+
+def test_the_first_adapter_is_squeezed_printed_and_kept_in_the_manifest(sequential: Finished) -> None:
+    from retrain.squeeze import analyze_adapter
+
+    squeeze = json.loads((sequential.folder / "manifest.json").read_text())["squeeze"]
+    analysis = analyze_adapter(sequential.folder / "runs" / NAMES[0] / "checkpoints/final", min_variance_retention=0.9)
+    assert squeeze == json.loads(json.dumps(analysis.to_json()))
+    assert f"Recommended rank: {analysis.recommended_rank}" in sequential.printed
+
+
+def test_the_comparison_is_printed_at_the_end(sequential: Finished) -> None:
+    assert "# Conditions against grpo+none" in sequential.printed
+    assert "weighted" in sequential.printed.partition("# Conditions")[2]
+
+
+def test_reading_runs_finds_the_campaigns_and_no_checkpoint(sequential: Finished) -> None:
+    assert [run.name for run in find_runs(sequential.folder)] == NAMES
+    assert [run.name for run in find_runs(sequential.folder.parent)] == NAMES
+    frame = load_runs(sequential.folder)
+    assert len(frame) == 8 and set(frame["condition"]) == {"grpo+none", "weighted"}
+
+
+def test_a_finished_campaign_taken_up_again_runs_nothing(sequential: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {name: (sequential.folder / "runs" / name / "metrics.jsonl").stat().st_mtime_ns for name in NAMES}
+    run_campaign(config_from_mapping(sections(sequential.folder, resume={"from": str(sequential.folder)})))
+    assert {name: (sequential.folder / "runs" / name / "metrics.jsonl").stat().st_mtime_ns for name in NAMES} == before
+    printed = capsys.readouterr().out
+    assert "4 of them finished before" in printed and "started" not in printed
+
+
+# -- runs that fail ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_run_does_not_stop_the_others_and_is_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = {"advantage_mode": "grpo", "transform_mode": "none", "label": "broken", "lora.init_from": "nowhere"}
+    conditions = [broken, CAMPAIGN["conditions"][0]]
+    with pytest.raises(RunFailed, match=r"1 of 2 runs are not done.*broken_s1") as caught:
+        run_campaign(config_from_mapping(sections(tmp_path / "c", {"seeds": [1], "conditions": conditions, "max_steps": 1})))
+    assert caught.value.exit_code == 1
+    failed, done = Manifest.read(tmp_path / "c").runs
+    assert (failed.status, done.status) == (Status.FAILED, Status.DONE)
+    assert failed.reason and 'init_from = "nowhere"' in failed.reason
+    printed = capsys.readouterr().out
+    assert "[1/2] broken_s1 failed" in printed and 'init_from = "nowhere"' in printed
+    assert "[2/2] grpo+none_s1 done: step 1/1" in printed
+
+
+def test_a_bug_in_one_run_is_that_runs_failure(tmp_path: Path) -> None:
+    (tmp_path / "badreward.py").write_text("raise TypeError('not a reward')")
+    conditions = [{"advantage_mode": "grpo", "transform_mode": "badplugin.make", "label": "bug"}, CAMPAIGN["conditions"][0]]
+    (tmp_path / "badplugin.py").write_text("def make():\n    raise TypeError('a bug')\n")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunFailed, match="bug_s1"):
+        patch.syspath_prepend(str(tmp_path))
+        run_campaign(config_from_mapping(sections(tmp_path / "c", {"seeds": [1], "conditions": conditions, "max_steps": 1})), quiet=True)
+    assert [entry.status for entry in Manifest.read(tmp_path / "c").runs] == [Status.FAILED, Status.DONE]
+
+
+# -- refusals before anything is made ------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, campaign: dict[str, Any] | None = None, **others: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        run_campaign(config_from_mapping(sections(folder, campaign, **others)), quiet=True)
+    return str(caught.value)
+
+
+def test_a_campaign_never_starts_in_anothers_folder(sequential: Finished) -> None:
+    assert f"go on with it by --resume {sequential.folder}" in refused(sequential.folder)
+    assert "holds a run" in refused(sequential.folder / "runs" / NAMES[0])
+
+
+def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finished) -> None:
+    resume = {"from": str(sequential.folder)}
+    assert re.search(r"lr = 0\.5 differs from 0\.001", refused(sequential.folder, training={"lr": 0.5}, resume=resume))
+    assert "which the file does not have" in refused(sequential.folder, {"seeds": [1]}, resume=resume)
+    conditions = [CAMPAIGN["conditions"][0], CAMPAIGN["conditions"][1] | {"gtpo.beta": 0.1}]
+    assert "beta = 0.1 differs from 0.3" in refused(sequential.folder, {"conditions": conditions}, resume=resume)
+
+
+def test_a_folder_without_a_campaign_cannot_be_resumed(tmp_path: Path) -> None:
+    assert "holds no campaign" in refused(tmp_path / "c", resume={"from": str(tmp_path)})
+
+
+def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    assert "not built yet" in refused(tmp_path / "c", planning={"detector": "semantic"})
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    data = {"source": str(problems)}
+    assert "has no held-out split" in refused(tmp_path / "c", data=data, evaluation={"at_end": True})
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_campaign_is_no_single_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is a campaign and no single run"):
+        train(config_from_mapping(sections(tmp_path / "c")), quiet=True)
+
+
+def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
+    run = plan_campaign(config_from_mapping(sections(sequential.folder)), sequential.folder).runs[0].config
+    for change in ({"resume.from": str(sequential.folder)}, {"logging.log_dir": str(sequential.folder)}):
+        with pytest.raises(ConfigurationError, match="holds a campaign and no single run"):
+            train(replaced(run, change), quiet=True)
+
+
+def test_a_campaign_with_an_algorithm_can_be_gone_on_with(tmp_path: Path) -> None:
+    """Its base and its condition differ in the loss's aggregation, which neither was given."""
+    config = config_from_mapping(sections(tmp_path, {"conditions": [{"algorithm_mode": "dr_grpo"}]}))
+    plan = plan_campaign(config, tmp_path)
+    manifest = Manifest.of_plan(plan, datetime.now())
+    manifest.write()
+    Manifest.read(tmp_path).resumed_with(plan)
+    assert config_from_mapping(manifest.config) == config
+
+
+def test_seeds_conditions_and_steps_may_be_added(tmp_path: Path) -> None:
+    before = plan_campaign(config_from_mapping(sections(tmp_path)), tmp_path)
+    manifest = Manifest.of_plan(before, datetime.now())
+    manifest.ended(NAMES[0], Status.DONE)
+    more = CAMPAIGN["conditions"] + [{"advantage_mode": "rloo", "transform_mode": "none"}]
+    after = plan_campaign(config_from_mapping(sections(tmp_path, {"seeds": [1, 2, 3], "conditions": more, "max_steps": 3})), tmp_path)
+    manifest.resumed_with(after)
+    assert [entry.name for entry in manifest.runs] == [run.name for run in after.runs]
+    assert (len(manifest.runs), manifest.max_steps, manifest[NAMES[0]].status) == (9, 3, Status.DONE)
+
+
+def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: Path) -> None:
+    from retrain.campaign.preflight import check, evaluated_where_possible
+
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    plan = plan_campaign(config_from_mapping(sections(tmp_path / "c", data={"source": str(problems)})), tmp_path)
+    checked = check(plan)
+    assert any("No held-out evaluation at the end" in line for line in checked.lines)
+    assert not any(run.config.evaluation.asked_for for run in evaluated_where_possible(plan, checked).runs)
+
+
+def test_folders_made_in_one_second_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrain.campaign.folder import open_campaign
+
+    monkeypatch.chdir(tmp_path)
+    values = sections(tmp_path)
+    values.pop("logging")
+    now = datetime(2026, 11, 21, 12, 0, 0)
+    for name in ("campaign_20261121_120000", "campaign_20261121_120000-2", "campaign_20261121_120000-3"):
+        with open_campaign(config_from_mapping(values), now) as (plan, manifest):
+            assert plan.folder == Path("logs") / name
+            assert [entry.status for entry in Manifest.read(plan.folder).runs] == [Status.PENDING] * 4 and manifest.timestamp
+
+
+# -- devices -------------------------------------------------------------------------------------------------------------
+
+
+def slots(monkeypatch: pytest.MonkeyPatch, gpus: int, **campaign: Any) -> list[tuple[str, ...]]:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    values = sections(Path("c"), {"parallel": True, **campaign})
+    values["backend"] = {}
+    return share_devices(plan_campaign(config_from_mapping(values), Path("c")))
+
+
+def test_parallel_runs_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slots(monkeypatch, 2) == [("cuda:0",), ("cuda:1",)]
+    assert slots(monkeypatch, 4, devices_per_run=2) == [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")]
+    assert slots(monkeypatch, 2, workers_per_device=2) == [("cuda:0",), ("cuda:1",), ("cuda:0",), ("cuda:1",)]
+    assert slots(monkeypatch, 2, max_workers=1) == [("cuda:0",)]
+
+
+def test_more_workers_than_gpus_are_refused_unless_the_file_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"max_workers = 4 is more than the 2 runs.*set workers_per_device = 2"):
+        slots(monkeypatch, 2, max_workers=4)
+    with pytest.raises(ConfigurationError, match="devices_per_run = 2 is more than"):
+        slots(monkeypatch, 1, devices_per_run=2)
+
+
+def test_without_gpus_every_run_may_have_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slots(monkeypatch, 0) == [()] * 4
+    assert slots(monkeypatch, 0, max_workers=3) == [()] * 3
+
+
+# -- processes: parallel, stopped, killed --------------------------------------------------------------------------------
+
+
+@dataclass
+class Started:
+    folder: Path
+    process: "subprocess.Popen[str]"
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest.read(self.folder)
+
+    def wait_for(self, event: Any, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not event():
+            assert time.monotonic() < deadline, "nothing happened"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def steps(self, name: str) -> int:
+        metrics = self.folder / "runs" / name / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    def worker(self, name: str) -> int:
+        """The process that writes a run; 0 while there is none."""
+        owner = self.folder / "runs" / name / ".lock.owner"
+        return int(owner.read_text().split()[1]) if owner.exists() and owner.read_text() else 0
+
+
+def command(file: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "retrain", str(file), *flags]
+
+
+def environment() -> dict[str, str]:
+    """The last bits of a sum depend on the number of threads, so the processes have as many as this one."""
+    return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+
+def start(folder: Path, *flags: str, **campaign: Any) -> Started:
+    file = write_toml(folder.with_suffix(".toml"), sections(folder, campaign))
+    process = subprocess.Popen(command(file, *flags), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Started(folder, process)
+
+
+def assert_same_runs(folder: Path, undisturbed: Path, names: list[str]) -> None:
+    for name in names:
+        assert timeless(folder / "runs" / name / "metrics.jsonl") == timeless(undisturbed / "runs" / name / "metrics.jsonl"), name
+        for file in ("evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
+            assert (folder / "runs" / name / file).read_bytes() == (undisturbed / "runs" / name / file).read_bytes(), (name, file)
+
+
+def resume(folder: Path, *flags: str) -> str:
+    result = subprocess.run(
+        command(folder.with_suffix(".toml"), "--resume", str(folder), *flags), env=environment(), capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(sequential: Finished, tmp_path: Path) -> None:
+    names = NAMES[:2]
+    campaign = start(tmp_path / "c", "--seed", "1", parallel=True)
+    campaign.wait_for(lambda: all(campaign.worker(name) and campaign.steps(name) for name in names))
+    lost = campaign.worker(names[1])
+    os.kill(lost, signal.SIGKILL)
+    campaign.wait_for(lambda: campaign.worker(names[1]) not in (0, lost))
+    workers = [Writer.of(RunFolder(campaign.folder / "runs" / name)) for name in names]
+    campaign.process.kill()
+    printed, _ = campaign.process.communicate()
+    assert f"{names[1]}: its process was killed by SIGKILL; it is started again" in printed
+    deadline = time.monotonic() + 10
+    while any(worker and worker.liveness() is Liveness.ALIVE for worker in workers):
+        assert time.monotonic() < deadline, "workers outlive their campaign"
+        time.sleep(0.05)
+    assert [entry.name for entry in campaign.manifest.runs] == names
+    assert "# Conditions against grpo+none" in resume(tmp_path / "c", "--seed", "1")
+    assert_same_runs(tmp_path / "c", sequential.folder, names)
+    assert {entry.status for entry in campaign.manifest.runs} == {Status.DONE}
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
+def test_ctrl_c_saves_and_ends_with_130(parallel: bool, sequential: Finished, tmp_path: Path) -> None:
+    campaign = start(tmp_path / "c", "--seed", "1", "--max-steps", "20", parallel=parallel)
+    name = NAMES[0]
+    campaign.wait_for(lambda: campaign.steps(name) >= 2)
+    campaign.process.send_signal(signal.SIGINT)
+    printed, _ = campaign.process.communicate()
+    assert campaign.process.returncode == 130, printed
+    assert f"--resume {campaign.folder}" in printed
+    assert campaign.manifest[name].status is Status.INTERRUPTED
+    saved = sorted((campaign.folder / "runs" / name / "checkpoints").glob("step_*"))[-1]
+    assert int(saved.name.removeprefix("step_")) == campaign.steps(name)
+
+
+def test_overwrite_is_not_for_campaigns(tmp_path: Path) -> None:
+    from retrain.cli.main import main
+
+    file = write_toml(tmp_path / "c.toml", sections(tmp_path / "c"))
+    assert main([str(file), "--overwrite"]) == 2
+    assert load_config(file).kind == "campaign"
