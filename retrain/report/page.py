@@ -18,7 +18,7 @@ from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus, duration
 from retrain.report.curves import Arm
 from retrain.report.data import ReportData
-from retrain.report.figures import Drawn
+from retrain.report.panels import Drawn
 from retrain.report.theme import to_svg
 from retrain.report.token_view import token_view
 from retrain.tracking.redact import Redactor

@@ -1,0 +1,133 @@
+"""What the figures of a report have in common: lines with bands over the steps, rates as percentages, legends that cover nothing."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from retrain.analysis.statistics import Floats
+from retrain.report.curves import window_for
+from retrain.report.data import ReportData
+from retrain.report.theme import PAPER, series
+
+_WIDTH = 5.1
+_HEIGHT = 3.1
+_LEGEND_ROW = 0.23
+ROW_HEIGHT = 0.56
+"""Inches. The width is chosen so that a column of a desktop page enlarges it and a phone hardly shrinks it."""
+_EDGE = 0.02
+"""Of a rate's axis beyond 0 and 1, so that a line there can be seen."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    name: str
+    """Of its file and its place in the page."""
+    title: str
+    caption: str
+    figure: Figure
+
+
+def line_figure(
+    data: ReportData,
+    name: str,
+    title: str,
+    fields: dict[str, str],
+    *,
+    ylabel: str = "",
+    percent: bool = False,
+    smooth: bool = True,
+    limits: tuple[float, float] | None = None,
+    from_zero: bool = False,
+    note: str = "",
+) -> Drawn | None:
+    """One line an arm over the steps; a second field is dashed. None where no run has the first of the fields."""
+    first = next(iter(fields))
+    arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
+    if not arms:
+        return None
+    window = window_for(max(arm.longest for _, arm in arms)) if smooth else 1
+    figure, axes = empty_figure()
+    for index, arm in arms:
+        for field, kind in fields.items():
+            band = arm.band(field, window)
+            if band is None:
+                continue
+            if data.single and window > 1 and (raw := arm.band(field)):
+                axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
+            label = arm.label if not kind else None
+            style: dict[str, Any] = {"linestyle": (0, (4, 2))} if kind else {}
+            draw_band(axes, band.steps + 1, band.mean, band.spread, series(index), label=label, **style)
+    axes.set(xlabel="step", ylabel=ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if percent:
+        as_percentages(axes)
+    elif limits:
+        axes.set_ylim(*limits)
+    elif from_zero:
+        axes.set_ylim(0, 1.06 * axes.dataLim.y1)
+    dashed = note if len(fields) == 1 or any(arm.has(list(fields)[1]) for _, arm in arms) else ""
+    return Drawn(name, title, " ".join(filter(None, (_line_words(data, window), dashed))), figure)
+
+
+def draw_band(axes: Axes, steps: Floats, mean: Floats, spread: Floats | None, colour: str, **style: Any) -> None:
+    if spread is not None:
+        axes.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.14, linewidth=0)
+    if len(steps) == 1:
+        style.setdefault("marker", "o")
+    axes.plot(steps, mean, color=colour, **style)
+
+
+def _line_words(data: ReportData, window: int) -> str:
+    smoothed = f"mean of {window} steps" if window > 1 else "each step"
+    if data.single:
+        return f"Bold: {smoothed}; thin: each step." if window > 1 else ""
+    return f"Line: mean over the runs{f', {smoothed}' if window > 1 else ''}{spread_words(data)}."
+
+
+def spread_words(data: ReportData) -> str:
+    several = any(len(arm.runs) > 1 for arm in data.arms)
+    return "; band: one standard deviation between runs" if several else ""
+
+
+def empty_figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def without_scale(axes: Axes) -> None:
+    """A figure of rows has no numbers on its left."""
+    axes.tick_params(left=False, labelleft=False)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+
+
+def row_label(axes: Axes, height: float, words: str, weight: str = "normal") -> None:
+    """Above what it names, from the left edge; lines behind it do not run through it."""
+    behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
+    axes.annotate(words, (0, height), xycoords=("axes fraction", "data"), va="bottom", fontsize=11, weight=weight, bbox=behind)
+
+
+def as_percentages(axes: Axes) -> None:
+    """Rates as percentages, around what there is to see and not beyond 0 and 1."""
+    axes.autoscale(axis="y")
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(-_EDGE, low), min(1 + _EDGE, high))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
+
+
+def add_legend(figure: Figure, least: int) -> None:
+    """Above the axes, where it covers no line; the figure grows by its rows. None for fewer labels than `least`."""
+    (axes,) = figure.axes
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) < least:
+        return
+    columns = 2 if max(map(len, labels)) > 14 else 3
+    if max(map(len, labels)) > 26:
+        columns = 1
+    rows = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * rows)
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.4, borderaxespad=0.1)
