@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,10 @@ for descriptor, pipe in zip((3, 4), aside):
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """A browser reads from descriptor 3 and writes to 4, which a child of pytest may not have free."""
+
+
+class BrowserError(Exception):
+    pass
 
 
 class Browser:
@@ -68,8 +73,21 @@ class Browser:
 
     def evaluate(self, script: str) -> Any:
         result = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        if "exceptionDetails" in result:
+            raise BrowserError(str(result["exceptionDetails"]))
         return result["result"].get("value")
+
+    def wait_for(self, script: str, seconds: float = 30.0) -> None:
+        """Until `script` is true; a page that reloads meanwhile has no answer yet."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            try:
+                if self.evaluate(script):
+                    return
+            except BrowserError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(f"{script} did not become true in {seconds:g} seconds")
 
     def picture(self, path: Path) -> None:
         """Of the whole page."""
@@ -98,7 +116,8 @@ class Browser:
         while True:
             answer = self._receive()
             if answer.get("id") == self._number:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    raise BrowserError(f"{method}: {answer['error']}")
                 result: dict[str, Any] = answer["result"]
                 return result
 

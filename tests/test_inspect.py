@@ -56,6 +56,19 @@ def test_the_runs_own_transform_computed_again_gives_what_was_trained_on(run: St
             np.testing.assert_array_equal(stored[stage], computed[stage])
 
 
+def test_completions_that_the_loss_leaves_out_are_left_out_again(tmp_path: Path) -> None:
+    config = small(
+        tmp_path / "run",
+        algorithm={"transform_mode": "gtpo", "surprisal_mask_rho": 0.3},
+        loss={"mask_truncated": True},
+        training={"max_steps": 1, "batch_size": 3, "max_tokens": 56},
+        logging={"tokens_every": 1},
+    )
+    credit = read_step(StoredRun(train(config, quiet=True).folder), 0, ["gtpo"])
+    assert credit.table.truncated is not None and 0 < credit.table.truncated.sum() < 12
+    np.testing.assert_array_equal(*credit.finals().values())
+
+
 def test_another_transform_changes_what_it_is_about_and_nothing_else(run: StoredRun) -> None:
     credit = read_step(run, 0, ["hicra", "none"])
     finals = credit.finals()

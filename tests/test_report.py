@@ -392,16 +392,12 @@ def test_a_token_that_is_touched_shows_its_numbers(browser: Browser, run_page: s
 
 
 def test_a_served_page_comes_back_by_itself(browser: Browser, server: ReportServer) -> None:
+    browser.said.clear()
     browser.open(server.url, 800)
     browser.evaluate("document.querySelector('#completions details').open = true")
     opened = browser.evaluate("document.querySelector('#completions details').id")
-    browser.evaluate("new Promise(done => setTimeout(done, 700))")
     with (server.request.folder / "runs" / "maxrl+gtpo_s1" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 24, "condition": "maxrl+gtpo", "correct_rate": 0.125}) + "\n")
-    for _ in range(60):
-        if "25/24" in browser.evaluate("document.body.textContent"):
-            break
-        browser.evaluate("new Promise(done => setTimeout(done, 250))")
-    assert "25/24" in browser.evaluate("document.body.textContent")
+    browser.wait_for("document.readyState == 'complete' && document.body.textContent.includes('25/24')")
     assert browser.evaluate(f"document.getElementById({json.dumps(opened)}).open")
     assert browser.said == []
