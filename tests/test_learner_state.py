@@ -342,7 +342,7 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
     with pytest.raises(ConfigurationError, match="torchrun"):
         choose_device(config_for(backend={"devices": "gpu:0,gpu:1"}), World(rank=0, size=2))
     if not torch.cuda.is_available():
-        device, note = choose_device(TrainConfig())
+        device, note, _ = choose_device(TrainConfig())
         assert device.type == "cpu" and "cpu" in note
 
 

@@ -67,7 +67,7 @@ def test_real_runs_compare(trained: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["compare", str(tmp_path / "gtpo"), "--baseline", *map(str, sorted(trained.iterdir())), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     (found,) = result["contrasts"]
-    assert result["metric"] == "correct_rate" and list(found["differences"]) == ["1"]  # chance scored the held-out answers
+    assert result["metric"] == "pass@1" and list(found["differences"]) == ["1"]
     assert (found["same_prompts"], found["shared_noise"], found["verdict"]) == (1, 1, "inconclusive")
     assert found["differing_keys"] == ["algorithm.transform_mode"]
 

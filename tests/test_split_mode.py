@@ -8,6 +8,7 @@ import torch
 
 import retrain.backends.local.backend
 import retrain.backends.local.devices
+import retrain.memory
 from retrain import train
 from retrain.backends.local.devices import DeviceChoice
 from tests.runs import lines, small, timeless
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("two_devices")
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    for module in (retrain.backends.local.devices, retrain.backends.local.backend):
+    for module in (retrain.backends.local.devices, retrain.backends.local.backend, retrain.memory):
         monkeypatch.setattr(module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu))
 
 
