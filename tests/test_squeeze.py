@@ -378,6 +378,7 @@ def test_a_trained_adapter_is_squeezed_by_a_file_of_squeeze_alone(tmp_path: Path
     printed = capsys.readouterr().out
     analysis = analyze_adapter(run.adapter)
     assert f"Recommended rank: {analysis.recommended_rank} (" in printed and "to rank 2:" in printed
+    assert (out / "squeeze.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((out / "squeeze.json").read_text())
     assert report["recommended_rank"] == analysis.recommended_rank
     assert [row["rank"] for row in report["table"]] == [1, 2, 4]

@@ -1,5 +1,6 @@
 """`retrain [FILE.toml] [--overwrite] [--quiet] [flags]`: do what a configuration says, a training, a campaign or a squeeze job."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from retrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.overrides import Overrides
+    from retrain.squeeze.job import Squeezed
 
 _SWITCHES = {"--overwrite": False, "--quiet": False}
 """Our own flags beside those of the schema; neither takes a value."""
@@ -33,16 +35,35 @@ def run_file(arguments: Sequence[str]) -> int:
 
     config = load_config(parsed.path, parsed.overrides)  # before the trainer's seconds of imports: a typo is answered at once
     if config.kind == "squeeze":
-        from retrain.squeeze import run_squeeze
-
-        run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
-        return 0
+        return _run_squeeze(config, parsed)
     if config.kind == "campaign":
         return _run_campaign(config, parsed)
     from retrain.trainer import train
 
     train(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
     return 0
+
+
+def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
+    from retrain.squeeze import run_squeeze
+
+    squeezed = run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
+    if config.squeeze.output_path:
+        _draw_squeeze(squeezed, Path(config.squeeze.output_path).expanduser() / "squeeze.png", quiet=parsed.quiet)
+    return 0
+
+
+def _draw_squeeze(squeezed: "Squeezed", picture: Path, *, quiet: bool) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        line = 'No picture of the variance curve: matplotlib is not installed; pip install "retrain[report]".'
+    else:
+        from retrain.report.data import SqueezeCurve
+        from retrain.report.squeeze_curve import write_squeeze_picture
+
+        write_squeeze_picture(SqueezeCurve.from_json("", squeezed.to_json()), picture)
+        line = f"Picture: {picture}"
+    if not quiet:
+        print(line)
 
 
 def _run_campaign(config: "TrainConfig", parsed: RunArguments) -> int:

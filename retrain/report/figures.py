@@ -8,7 +8,7 @@ import numpy as np
 from retrain.analysis.compare import Comparison
 from retrain.analysis.verdict import Verdict
 from retrain.report.curves import PHASES, Arm
-from retrain.report.data import ReportData, SqueezeCurve
+from retrain.report.data import ReportData
 from retrain.report.panels import (
     ROW_HEIGHT,
     Drawn,
@@ -21,6 +21,7 @@ from retrain.report.panels import (
     spread_words,
     without_scale,
 )
+from retrain.report.squeeze_curve import squeeze_figure
 from retrain.report.theme import GRID, INK, MUTED, drawing, series
 
 
@@ -181,24 +182,4 @@ def _median(arm: Arm, field: str) -> float:
 
 
 def _squeeze(data: ReportData) -> Drawn | None:
-    curve = data.squeeze
-    if curve is None:
-        return None
-    figure, axes = empty_figure()
-    ranks = np.array(curve.ranks, float)
-    axes.fill_between(ranks, np.array(curve.lowest), np.array(curve.highest), color=series(0), alpha=0.18, linewidth=0, label="all layers")
-    axes.plot(ranks, np.array(curve.mean), "o-", color=series(0), markersize=4.5, label="mean over the layers")
-    axes.axhline(curve.threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {curve.threshold:.0%}")
-    axes.axvline(curve.recommended, color=series(1), linewidth=1.4, label=f"recommended rank {curve.recommended}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
-    axes.minorticks_off()
-    as_percentages(axes)
-    axes.set(xlabel="rank", ylabel="variance kept")
-    return Drawn("squeeze", "What the adapter needs of its rank", _squeeze_caption(curve), figure)
-
-
-def _squeeze_caption(curve: SqueezeCurve) -> str:
-    judged = "the mean over the layers" if curve.rule == "mean" else "the worst layer"
-    of = f" of {curve.adapter}" if curve.adapter else ""
-    return f"Squared singular values kept by each rank of the adapter{of}; the recommendation goes by {judged}."
+    return squeeze_figure(data.squeeze) if data.squeeze else None
