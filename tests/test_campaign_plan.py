@@ -145,6 +145,8 @@ def test_trackers_get_name_group_and_tags_and_the_users_stay() -> None:
     assert logging.tags == ["mine", "maxrl+gtpo_sepa", "seed42"]
     assert section(plan(text + 'wandb_group = "g"').runs[0], "logging").wandb_group == "g"
     assert section(plan("[campaign]").runs[0], "logging").wandb_run_name == ""
+    local = section(plan('[campaign]\n[logging]\ntrackers = ["trackio"]\n').runs[4], "logging")  # which has names and groups, and no tags
+    assert (local.wandb_run_name, local.wandb_group, local.tags) == ("maxrl+gtpo_sepa_s42", "maxrl+gtpo_sepa", [])
 
 
 def test_no_two_runs_share_a_folder_of_checkpoints() -> None:

@@ -4,7 +4,6 @@ Nothing is started and nothing is written here, so `explain` shows the same plan
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,11 +125,10 @@ def _put(data: dict[str, Any], section: str, **values: Any) -> None:
 
 def _tracking(view: TrainConfig, label: str, name: str, seed: int) -> dict[str, str]:
     """Run name, group and tags; a group that the user gave wins, and the user's tags stay."""
-    if "wandb" not in tracker_names(view):
+    trackers = set(tracker_names(view))
+    if not trackers & {"wandb", "trackio"}:
         return {}
-    tags: Sequence[str] = (*view.logging.tags, label, f"seed{seed}")
-    return {
-        "wandb_run_name": name,
-        "wandb_group": view.logging.wandb_group or label,
-        "wandb_tags": ",".join(dict.fromkeys(tags)),
-    }
+    names = {"wandb_run_name": name, "wandb_group": view.logging.wandb_group or label}
+    if "wandb" in trackers:  # trackio has no tags
+        names["wandb_tags"] = ",".join(dict.fromkeys((*view.logging.tags, label, f"seed{seed}")))
+    return names
