@@ -174,17 +174,20 @@ def test_tensorboard_shows_the_metrics_the_evaluations_and_the_completions(tmp_p
 
 @needs_tensorboard
 def test_tensorboard_shows_a_step_that_was_made_again_once_and_keeps_the_evaluation_of_its_checkpoint(tmp_path: Path) -> None:
-    settings = config("tensorboard")
-    tracker = build_tracker(settings, RunFolder(tmp_path), condition="grpo+none", quiet=True)
-    tracker.start("cpu")
-    for step in range(4):
-        tracker.evaluation(Evaluation(step, [EvaluationRecord(step, "a", "sums", 1, 1, 0, 1.0)]))
-        tracker.step(StepRecord(step=step, condition="grpo+none", loss=step / 2))
-    tracker.close()
-    time.sleep(1.1)  # the library reads the files of a folder in the order of the seconds in their names
-    session(tmp_path, settings, [2, 3], {"": ""})
-    assert points(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
-    assert [step for step, _ in points(tmp_path / "tensorboard" / "eval", "eval/pass@1")] == [0, 1, 2, 3]
+    for steps, resumed in (([0, 1, 2, 3], {}), ([2, 3, 4], {"first": "session"})):
+        first = steps[0]
+        tracker = build_tracker(
+            config("tensorboard"), RunFolder(tmp_path), condition="grpo+none", quiet=True, resumed=resumed, first_step=first
+        )
+        tracker.start("cpu")
+        for step in steps:
+            if step > first or first == 0:  # a checkpoint's evaluation is not made again
+                tracker.evaluation(Evaluation(step, [EvaluationRecord(step, "a", "sums", 1, 1, 0, 1.0)]))
+            tracker.step(StepRecord(step=step, condition="grpo+none", loss=step / 2))
+        tracker.close()
+        time.sleep(1.1)  # the library reads the files of a folder in the order of the seconds in their names
+    assert points(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
+    assert [step for step, _ in points(tmp_path / "tensorboard" / "eval", "eval/pass@1")] == [0, 1, 2, 3, 4]
 
 
 # -- trackio -------------------------------------------------------------------------------------------------------------
