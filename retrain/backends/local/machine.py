@@ -29,7 +29,7 @@ _MERGED_SHARE = 0.2
 """Of the same, for a second copy of the weights with the adapter merged in: on a CPU the small products of an adapter cost most."""
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
-_MOST_TOKENS = {"cpu": 4096, "cuda": 32768}
+_MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Caps for the automatic choice, where memory would allow more; estimates, not tuned."""
 
 
@@ -93,4 +93,4 @@ def _learning_choices(config: "TrainConfig", size: Footprint, longest: int, devi
     wanted, tokens = config.training.gradient_checkpointing, config.training.micro_batch_tokens
     checkpointing = size.kept_per_token * max(longest, tokens) > memory if wanted == "auto" else wanted
     kept = size.checkpointed_per_token if checkpointing else size.kept_per_token
-    return tokens or max(1, min(_MOST_TOKENS.get(device_type, 4096), memory // kept)), checkpointing
+    return tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)), checkpointing
