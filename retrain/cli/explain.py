@@ -44,7 +44,10 @@ def command(
     from retrain.tracking.jsonl import finite
     from retrain.tracking.redact import Redactor
 
-    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=say)
+    seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=_progress)
     text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
     sys.stdout.write(Redactor().text(text))
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -91,10 +91,9 @@ def _squeeze(seen: "Explanation") -> Iterator[str]:
     settings, adapter = seen.config.squeeze, seen.adapter
     yield f"Squeeze job: {settings.adapter_path}"
     judged = "the mean over the layers keeps" if settings.rule == "mean" else "the worst layer keeps"
-    rows = [
-        ("ranks", ", ".join(map(str, _ranks(seen)))),
-        ("rule", f"the smallest rank at which {judged} {settings.min_variance_retention:.0%} of the variance"),
-    ]
+    rows = [("rule", f"the smallest rank at which {judged} {settings.min_variance_retention:.0%} of the variance")]
+    if ranks := _ranks(seen):
+        rows.insert(0, ("ranks", ", ".join(map(str, ranks))))
     if adapter:
         rows.insert(0, ("adapter", f"rank {adapter.rank}, {len(adapter.layers)} layers, {adapter.num_parameters:,} parameters"))
     if settings.output_path:
