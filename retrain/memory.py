@@ -82,7 +82,7 @@ class Memory:
         """One line for the start of a run."""
         parts = ", ".join(f"{part.name} {size_words(part.bytes)}" for part in self.parts)
         peaks = " and ".join(f"{size_words(peak)} of {size_words(self.machine.memory)} on {device}" for device, peak in self.peaks.items())
-        return f"Memory, at most: {parts}; peak {peaks}."
+        return f"Memory of tensors, predicted: {parts}; peak {peaks}, to which Python and the allocator add."
 
     def to_json(self) -> dict[str, Any]:
         """Sizes in GiB."""
