@@ -148,6 +148,8 @@ def test_light_parts_import_heavy_packages_only_where_they_are_used(part: str) -
         "retrain.rewards:",
         "retrain.sepa:SEPAController",
         "retrain.backpressure:",
+        "retrain.campaign:run_campaign",
+        "retrain.campaign:plan_campaign",
         "retrain.squeeze:analyze_adapter",
         "retrain.squeeze:compress_adapter",
         "retrain.inference_engine:",

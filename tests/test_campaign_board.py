@@ -71,8 +71,11 @@ def test_a_large_campaign_fits_the_terminal_and_shows_what_runs(tmp_path: Path) 
 def test_a_terminal_gets_a_table_that_is_drawn_again(campaign: tuple[Plan, Manifest]) -> None:
     out = Terminal()
     with Board(*campaign, workers=1, out=out) as board:
-        board.say("a line above it")
-    assert "a line above it" in out.getvalue() and "maxrl+none_s1" in out.getvalue()
+        board.say("a line above it " + "that is longer than a terminal is wide " * 9)
+    board.say("a line below it")
+    assert "that is longer than a terminal is wide " * 9 in out.getvalue(), "a line is not broken"
+    assert "maxrl+none_s1" in out.getvalue()
+    assert out.getvalue().endswith("a line below it\n")
 
 
 def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(campaign: tuple[Plan, Manifest]) -> None:

@@ -21,6 +21,7 @@ from retrain.analysis.runs import find_runs
 from retrain.analysis.writer import Liveness, Writer
 from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.devices import share_devices
+from retrain.campaign.subprocesses import start_worker
 from retrain.config import config_from_mapping, load_config, replaced
 from retrain.config.merging import deep_merge
 from retrain.errors import ConfigurationError, RunFailed
@@ -384,6 +385,21 @@ def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(sequenti
     assert "# Conditions against grpo+none" in resume(tmp_path / "c", "--seed", "1")
     assert_same_runs(tmp_path / "c", sequential.folder, names)
     assert {entry.status for entry in campaign.manifest.runs} == {Status.DONE}
+
+
+def test_a_worker_whose_campaign_is_gone_ends_at_once(tmp_path: Path) -> None:
+    run = plan_campaign(config_from_mapping(sections(tmp_path, {"max_steps": 500})), tmp_path).runs[0]
+    worker = start_worker(run, threads=1)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run.folder / "metrics.jsonl").exists():
+            assert worker.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert worker._process.stdin is not None
+        worker._process.stdin.close()  # as the kernel does for a campaign that was killed
+        assert worker._process.wait(5) == -signal.SIGKILL
+    finally:
+        worker.kill()
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])

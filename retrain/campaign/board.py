@@ -109,6 +109,7 @@ class Board:
         if self._live is not None:
             self._live.update(self.table(), refresh=True)
             self._live.stop()
+            self._live = None  # what is said from now on stands below the table
 
     # -- lines -------------------------------------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class Board:
             return
         text = encodable(self._mask(line), self._out.encoding or "utf-8")
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             self._out.write(text + "\n")
             self._out.flush()

@@ -67,11 +67,13 @@ def _launcher(plan: Plan) -> Launcher:
 
 def _opening_line(plan: Plan, manifest: Manifest) -> str:
     done = sum(is_finished(run) for run in plan.runs)
+    size = f"{_counted(len(plan.conditions), 'condition')} x {_counted(len(plan.seeds), 'seed')} = {_counted(len(plan.runs), 'run')}"
     resumed = f", {done} of them finished before" if done else ""
-    return (
-        f"Campaign {manifest.folder}: {len(plan.conditions)} conditions x {len(plan.seeds)} seeds = {len(plan.runs)} runs of "
-        f"{plan.max_steps} steps{resumed}."
-    )
+    return f"Campaign {manifest.folder}: {size} of {_counted(plan.max_steps, 'step')}{resumed}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def is_finished(run: CampaignRun) -> bool:
