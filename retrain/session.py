@@ -116,8 +116,9 @@ class Session:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def next_prompts(self) -> list[Prompt]:
-        return self.parts.prompts.batch(self.state.cursor, self.state.batch_size, self.state.seed)
+    def next_prompts(self, after: int = 0) -> list[Prompt]:
+        """Those of the next batch, once `after` more have been used up."""
+        return self.parts.prompts.batch(self.state.cursor + after, self.state.batch_size, self.state.seed)
 
     def watch(self, label: str, completions: int) -> Watcher:
         """Shows progress, and stops between two completions when a signal asks for it; of several processes none stops alone."""
@@ -159,7 +160,7 @@ class Session:
         if self.ahead is None or self._save_due(step) or self._evaluation_due(step):
             return
         self.parts.backend.publish()
-        prompts = self.parts.prompts.batch(self.state.cursor + drawn, self.state.batch_size, self.state.seed)
+        prompts = self.next_prompts(after=drawn)
         self.ahead.start(lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher))
 
     def log_ratios(self, rows: Sequence[Row]) -> list[Float32Array] | None:

@@ -118,6 +118,13 @@ def test_keys_without_effect_and_features_that_are_refused_are_said(tmp_path: Pa
     assert any('engine = "vllm"' in sentence for sentence in seen.refused)
 
 
+@pytest.mark.parametrize(("engine", "code"), [("pytorch", 0), ("vllm", 2)])
+def test_the_exit_code_says_whether_it_would_be_refused(tmp_path: Path, engine: str, code: int) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(small(tmp_path / "run", inference={"engine": engine})))
+    assert main(["explain", str(file)]) == code
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

@@ -8,17 +8,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from retrain import train
 from retrain.config import dump_toml
 from retrain.tracking import RunFolder
+from retrain.tracking.tokens import read_tokens
 from tests.runs import lines, small
 
 SHARED: dict[str, Any] = {
     "training": {"batch_size": 3, "updates_per_batch": 2, "minibatches": 2},
     "loss": {"mode": "ppo", "kl_coef": 0.01, "max_grad_norm": 1.0},
     "evaluation": {"at_end": True, "max_examples": 5},
+    "logging": {"tokens_every": 2},
 }
 """Three prompts for two processes, so that the shares differ in size; every pass of the learner takes part."""
 
@@ -53,6 +56,9 @@ def assert_same_learning(shared: Path, alone: Path) -> None:
         assert left["num_datums"] == right["num_datums"] > 0
         for name in ("loss", "grad_norm", "ratio_mean", "ratio_max", "ess", "mean_reward", "running_correct_rate", "exec_entropy_mean"):
             assert left[name] == pytest.approx(right[name], rel=1e-3, abs=1e-6), name
+    ours, theirs = (read_tokens(RunFolder(folder).step_tokens(2)) for folder in (shared, alone))
+    assert np.array_equal(ours.token_ids, theirs.token_ids)
+    np.testing.assert_allclose(ours.log_ratios, theirs.log_ratios, atol=1e-3)
 
 
 def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:

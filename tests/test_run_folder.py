@@ -72,7 +72,11 @@ def test_overwrite_starts_anew_and_leaves_foreign_files_alone(tmp_path: Path) ->
     folder = tmp_path / "run"
     train(small(folder, training={"max_steps": 1}), quiet=True)
     (folder / "notes.txt").write_text("mine")
+    of_the_run = [folder / name for name in ("report.html", "report-training.png")]
+    for path in of_the_run:
+        path.write_text("of the run that is gone")
     train(small(folder, training={"max_steps": 2}), overwrite=True, quiet=True)
+    assert not any(path.exists() for path in of_the_run)
     assert len(lines(folder / "metrics.jsonl")) == 2
     assert (folder / "notes.txt").read_text() == "mine"
 

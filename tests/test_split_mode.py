@@ -23,17 +23,36 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu))
 
 
-def run(folder: Path, **training: Any) -> list[dict[str, Any]]:
+def run(folder: Path, sections: dict[str, Any] | None = None, **training: Any) -> list[dict[str, Any]]:
     resume = {"resume": {"from": str(folder)}} if folder.exists() else {}
-    train(small(folder, backend={"devices": "gpu:0,gpu:1"}, training={"max_steps": 8, **training}, **resume), quiet=True)
+    split = small(folder, backend={"devices": "gpu:0,gpu:1"}, training={"max_steps": 8, **training}, **resume, **(sections or {}))
+    train(split, quiet=True)
     return timeless(folder / "metrics.jsonl")
 
 
+def on_policy(records: list[dict[str, Any]]) -> list[bool]:
+    """Of each step whether the weights that sampled it learned from it: the ratio is 1 then, and is not otherwise."""
+    return [abs(record["ratio_max"] - 1) < 1e-4 for record in records]
+
+
+def prompts(folder: Path) -> list[tuple[int, str]]:
+    return [(line["step"], line["prompt_id"]) for line in lines(folder / "emergence" / "generations.jsonl")]
+
+
 def test_a_step_is_sampled_by_the_weights_before_the_last_update(tmp_path: Path) -> None:
-    """The ratio tells: it is 1 where nothing was drawn ahead, after a checkpoint, and is not elsewhere."""
-    records = run(tmp_path / "run", save_every=4)
-    on_policy = [abs(record["ratio_max"] - 1) < 1e-4 for record in records]
-    assert on_policy == [True, False, False, False, True, False, False, False]
+    """But nothing is drawn ahead of a checkpoint."""
+    assert on_policy(run(tmp_path / "run", save_every=4)) == [True, False, False, False, True, False, False, False]
+
+
+def test_an_evaluation_has_the_engine_to_itself(tmp_path: Path) -> None:
+    records = run(tmp_path / "run", {"evaluation": {"every": 3, "max_examples": 2}}, save_every=8)
+    assert on_policy(records) == [True, False, False, True, False, False, True, False]
+
+
+def test_every_step_has_the_prompts_of_a_run_on_one_device(tmp_path: Path) -> None:
+    run(tmp_path / "split", save_every=8)
+    train(small(tmp_path / "single", training={"max_steps": 8, "save_every": 8}), quiet=True)
+    assert prompts(tmp_path / "split") == prompts(tmp_path / "single")
 
 
 def test_with_a_checkpoint_at_every_step_split_mode_is_the_run_on_one_device(tmp_path: Path) -> None:

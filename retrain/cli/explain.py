@@ -28,6 +28,7 @@ def command(
     """Usage: retrain explain [FILE] [flags]; without a file, ./retrain.toml.
 
     What would run, settings and where they come from, memory, time and cost. Any flag of the configuration may follow, such as --lr 1e-4.
+    Exit 2 where it would be refused.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
@@ -47,6 +48,8 @@ def command(
     seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=_progress)
     text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
     sys.stdout.write(Redactor().text(text))
+    if seen.refused:
+        raise typer.Exit(ConfigurationError.exit_code)
 
 
 def _progress(line: str) -> None:

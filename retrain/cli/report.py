@@ -34,6 +34,7 @@ def command(
     from retrain.analysis.verdict import Rules
     from retrain.report.build import write_report
     from retrain.report.data import Request
+    from retrain.tracking import RunFolder
 
     rules = Rules(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
     request = Request(folder, baseline, metric, rules, against or (), steps)
@@ -42,7 +43,7 @@ def command(
             raise ConfigurationError(f"--output {output} and --serve are two ways to see a report; give one of them.")
         _serve(request, port, refresh)
         return
-    written = write_report(request, output or folder / "report.html")
+    written = write_report(request, output or RunFolder(folder).report)
     print(f"Report: {written.page}")
     for picture in written.pictures:
         print(f"Picture: {picture}")

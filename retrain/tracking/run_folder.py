@@ -93,11 +93,16 @@ class RunFolder:
         """The learning curve, a picture."""
         return self.path / "curve.svg"
 
+    @property
+    def report(self) -> Path:
+        """The page of `retrain report`; its pictures are named after it."""
+        return self.path / "report.html"
+
     def written(self) -> tuple[Path, ...]:
-        """Every file and folder that a run writes here, its marker and lock aside."""
+        """Every file and folder that a run, or a look at it, writes here; its marker and lock aside."""
         folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.tensorboard, self.wandb)
         files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
-        return (*folders, *files, self.checkpoint_pointer)
+        return (*folders, *files, self.checkpoint_pointer, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
 
     def holds_run(self) -> bool:
         return self.marker.is_file() and self.metrics.exists()
