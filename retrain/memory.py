@@ -50,13 +50,15 @@ class Memory:
     weights: Part
     adapter: Part
     optimizer: Part
+    merged_copy: Part
     kv_cache: Part
     activations: Part
     logits: Part
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return self.weights, self.adapter, self.optimizer, self.kv_cache, self.activations, self.logits
+        all_parts = (self.weights, self.adapter, self.optimizer, self.merged_copy, self.kv_cache, self.activations, self.logits)
+        return tuple(part for part in all_parts if part.bytes)
 
     @property
     def fixed(self) -> int:
@@ -64,15 +66,19 @@ class Memory:
         return self.weights.bytes + self.adapter.bytes + self.optimizer.bytes
 
     @property
+    def sampling(self) -> int:
+        """Bytes that are held while completions are drawn, beside the model."""
+        return self.merged_copy.bytes + self.kv_cache.bytes
+
+    @property
     def peaks(self) -> dict[str, int]:
         """Bytes by device. On one device sampling and learning take turns, so the larger of the two counts."""
         if self.sampler_device != self.device:
-            sampling = self.weights.bytes + self.adapter.bytes + self.kv_cache.bytes
             return {
-                self.sampler_device: sampling + self.logits.bytes,
+                self.sampler_device: self.weights.bytes + self.adapter.bytes + self.sampling + self.logits.bytes,
                 self.device: self.fixed + self.activations.bytes + self.logits.bytes,
             }
-        return {self.device: self.fixed + max(self.kv_cache.bytes, self.activations.bytes) + self.logits.bytes}
+        return {self.device: self.fixed + max(self.sampling, self.activations.bytes) + self.logits.bytes}
 
     @property
     def peak(self) -> int:
@@ -126,6 +132,7 @@ def predict_memory(
         weights=estimate.weights(),
         adapter=estimate.adapter(),
         optimizer=estimate.optimizer(),
+        merged_copy=estimate.merged_copy(),
         kv_cache=estimate.kv_cache(),
         activations=estimate.activations(),
         logits=estimate.logits(),
@@ -172,15 +179,12 @@ class _Estimate:
         return limits.rows_together(self.longest, max(self.completions, asked) if evaluation.asked_for else self.completions)
 
     def weights(self) -> Part:
-        """With the second copy where the sampler computes in another dtype, and the one that holds the adapter on a CPU."""
+        """With the second copy where the sampler computes in another dtype."""
         size, total = self.size, self.size.weights
         note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else _dtype_name(size.dtype)}"
         if self.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
             total += 2 * size.num_frozen
             note += ", and in bf16 for the sampler"
-        if self.choices.merge_adapter and size.layer_weights:
-            total += size.layer_weights
-            note += ", the layers twice: once with the adapter merged in"
         return Part("weights", total, note)
 
     def adapter(self) -> Part:
@@ -189,6 +193,13 @@ class _Estimate:
 
     def optimizer(self) -> Part:
         return Part("optimizer", self.size.num_trainable * _FLOAT * (1 + _MOMENTS), "gradient and two moments in fp32")
+
+    def merged_copy(self) -> Part:
+        """What the sampler reads on a CPU, made anew for every step."""
+        size = self.size
+        makes = self.choices.merge_adapter and self.config.inference.dtype != "bf16"
+        total = (size.layer_weights + size.head_weights) if makes and size.layer_weights else 0
+        return Part("merged copy", total, "the layers with the adapter in them, and the head, laid out for few rows")
 
     def kv_cache(self) -> Part:
         """The rows that decode together, each at its longest, and the prompts of the step."""

@@ -8,7 +8,9 @@ from learner_models import config_for, distance, gradients, make_learner, make_r
 
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow
+from retrain.backends.local.packing import PackedAttention, Segment
 from retrain.fused.decoder import FusedDecoder
+from retrain.inference_engine.attention import FusedAttention
 
 FUSED, OTHERS = ("qwen3", "llama"), ("gemma2", "cohere", "granite")
 
@@ -18,10 +20,18 @@ def scores(learner: Learner, *, reference: bool = False) -> torch.Tensor:
     return torch.cat([torch.from_numpy(row) for row in learner.score(rows, reference=reference)])
 
 
-@pytest.mark.parametrize("merge", [False, True])
+def logits(fused: FusedDecoder, *, sampling: bool) -> torch.Tensor:
+    """[1, T, V] as the sampler or the learner reads the weights."""
+    ids = torch.arange(8).unsqueeze(0)
+    fused.refresh(sampling=sampling)
+    batch = PackedAttention([Segment(0, 8)], 8, FusedAttention(), ids.device)
+    with torch.no_grad():
+        return fused.logits(fused.hidden_states(ids, torch.arange(8).unsqueeze(0), batch))
+
+
 @pytest.mark.parametrize("family", FUSED)
-def test_fused_and_own_forward_give_the_same_log_probs_and_gradients(family: str, merge: bool) -> None:
-    own, fused = make_learner(config_for(family), fused=False), make_learner(config_for(family), merge=merge)
+def test_fused_and_own_forward_give_the_same_log_probs_and_gradients(family: str) -> None:
+    own, fused = make_learner(config_for(family), fused=False), make_learner(config_for(family))
     torch.testing.assert_close(scores(own), scores(fused), atol=2e-5, rtol=0)
     torch.testing.assert_close(scores(own, reference=True), scores(fused, reference=True), atol=2e-5, rtol=0)
     rows = with_logprobs(make_rows(), own.logprobs(make_rows()), 0.3)
@@ -30,9 +40,25 @@ def test_fused_and_own_forward_give_the_same_log_probs_and_gradients(family: str
     assert distance(gradients(fused), gradients(own)) < 1e-5
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_the_adapter_is_never_merged_into_the_weights(merge: bool) -> None:
-    learner = make_learner(config_for(), merge=merge)
+@pytest.mark.parametrize("family", FUSED)
+def test_the_samplers_copy_computes_the_same_and_is_gone_when_the_learner_has_its_turn(family: str) -> None:
+    model = make_learner(config_for(family), fused=False).base.model
+    fused = FusedDecoder.of(model, merge=True)
+    assert fused is not None
+    before = logits(fused, sampling=False)
+    torch.testing.assert_close(logits(fused, sampling=True), before, atol=2e-5, rtol=0)
+    assert fused._packed_head is not None and all(projection.merged for projection in fused._projections)
+    with torch.no_grad():
+        for parameter in fused._parameters:
+            parameter.mul_(2.0)
+    after = logits(fused, sampling=True)
+    assert (after - before).abs().max() > 1e-2  # the copy has followed the adapter
+    torch.testing.assert_close(logits(fused, sampling=False), after, atol=5e-5, rtol=0)
+    assert fused._packed_head is None and not any(projection.merged for projection in fused._projections)
+
+
+def test_the_adapter_is_never_merged_into_the_weights() -> None:
+    learner = make_learner(config_for(), merge=True)
     frozen = {name: p.clone() for name, p in learner.base.model.named_parameters() if not p.requires_grad}
     before = scores(learner)
     learner.train(make_rows(), 0)
@@ -40,12 +66,13 @@ def test_the_adapter_is_never_merged_into_the_weights(merge: bool) -> None:
         for parameter in learner.adapter.parameters.values():
             parameter.mul_(3.0)
     assert (scores(learner) - before).abs().max() > 1e-2  # the change is followed
+    assert learner._fused is not None
+    learner._fused.refresh(sampling=True)
     assert all(torch.equal(frozen[name], p) for name, p in learner.base.model.named_parameters() if name in frozen)
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_an_optimizer_step_reaches_the_fused_forward(merge: bool) -> None:
-    learner = make_learner(config_for(training={"lr": 0.05}), merge=merge)
+def test_an_optimizer_step_reaches_the_fused_forward() -> None:
+    learner = make_learner(config_for(training={"lr": 0.05}))
     before = scores(learner)
     assert learner.train(with_logprobs(make_rows(), learner.logprobs(make_rows())), 0).updates == 1
     after = scores(learner)

@@ -76,12 +76,17 @@ def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> Non
     frozen = [p for p in backend._base.model.parameters() if not p.requires_grad]
     trained = list(backend._learner.optimizer.parameters.values())
     moments = [state[key] for state in backend._learner.optimizer._adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    projections = backend._fused._projections  # type: ignore[union-attr]
-    merged = sum(p.merged.nbytes for p in projections if p.merged is not None)
+    fused = backend._fused
+    assert fused is not None
+    projections = fused._projections
+    assert not any(p.merged for p in projections)
     copies = sum(tensor.nbytes for p in projections for tensor in (p.down, p.up) if tensor is not None)
-    assert merged and predicted.weights.bytes == sum(p.nbytes for p in frozen) + merged
+    assert predicted.weights.bytes == sum(p.nbytes for p in frozen)
     assert predicted.adapter.bytes == sum(p.nbytes for p in trained) + copies
     assert predicted.optimizer.bytes == sum(p.grad.nbytes for p in trained if p.grad is not None) + sum(m.nbytes for m in moments)
+    fused.refresh(sampling=True)
+    copies = [weight for weight in (fused._packed_head, *(p.merged for p in projections)) if weight is not None]
+    assert predicted.merged_copy.bytes == 4 * sum(copy._weight.numel() for copy in copies) > 0
 
 
 @pytest.mark.parametrize("sections", [{}, {"lora": {"dropout": 0.1}}], ids=["fused", "the model's own"])

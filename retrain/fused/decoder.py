@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retrain.fused.functions import Norm, gated_mlp, norm_project, normed, project, rotate
+from retrain.fused.packed import PackedWeight
 from retrain.fused.projection import Projection, fusable
 from retrain.inference_engine.attention import AttentionBatch, FusedAttention
 
@@ -29,7 +30,7 @@ class Cache(Protocol):
 
 
 class _Layer:
-    def __init__(self, layer: Any, merge: bool) -> None:
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
@@ -37,10 +38,10 @@ class _Layer:
         self.attention_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
         self.query_norm: nn.Module | None = getattr(attention, "q_norm", None)
         self.key_norm: nn.Module | None = getattr(attention, "k_norm", None)
-        self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj], merge)
-        self.output = Projection([attention.o_proj], merge)
-        self.gate_up = Projection([mlp.gate_proj, mlp.up_proj], merge)
-        self.down = Projection([mlp.down_proj], merge)
+        self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = Projection([attention.o_proj])
+        self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
+        self.down = Projection([mlp.down_proj])
         self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
 
     @property
@@ -79,13 +80,19 @@ class FusedDecoder:
     """Token ids to last hidden states, with the parameters of the model it was made of."""
 
     def __init__(self, model: Any, merge: bool) -> None:
-        """`model` is a causal language model of transformers; raises AttributeError where it is built in another way."""
+        """`model` is a causal language model of transformers; raises AttributeError where it is built in another way.
+
+        `merge`: a sampler may hold a second copy of the weights, with the adapter in them.
+        """
         decoder = model.base_model if model.base_model is not model else model.model
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, Norm(decoder.norm)
-        self._layers = [_Layer(layer, merge) for layer in decoder.layers]
+        self._layers = [_Layer(layer) for layer in decoder.layers]
         self._head: nn.Module = model.get_output_embeddings()
         self._parameters = [parameter for projection in self._projections for parameter in projection.parameters]
-        self._version: tuple[tuple[int, int], ...] | None = None
+        self._merge = merge
+        self._packed_head: PackedWeight | None = None
+        """While a sampler reads the copy."""
+        self._version: tuple[Any, ...] | None = None
 
     @classmethod
     def of(cls, model: Any, *, merge: bool) -> "FusedDecoder | None":
@@ -120,13 +127,16 @@ class FusedDecoder:
         """Of the frozen layers: what a copy with the adapter merged in takes."""
         return sum(projection.weight.nbytes for projection in self._projections)
 
-    def refresh(self) -> None:
-        """Follow the adapter; costs nothing while it has not changed."""
-        version = tuple((parameter.data_ptr(), parameter._version) for parameter in self._parameters)
-        if version != self._version:
-            for projection in self._projections:
-                projection.refresh()
-            self._version = version
+    def refresh(self, *, sampling: bool = False) -> None:
+        """Follow the adapter, for products without gradient or for the learner; costs nothing while neither has changed."""
+        merge = sampling and self._merge
+        version = (merge, *((parameter.data_ptr(), parameter._version) for parameter in self._parameters))
+        if version == self._version:
+            return
+        for projection in self._projections:
+            projection.refresh(merge=merge)
+        self._packed_head = self._packed_head or PackedWeight(self._head.weight) if merge and type(self._head) is nn.Linear else None
+        self._version = version
 
     def hidden_states(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, *, cache: Cache | None = None, checkpointed: bool = False
@@ -149,6 +159,8 @@ class FusedDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of hidden states [..., H]."""
+        if self._packed_head is not None:
+            return self._packed_head.product(hidden, self._head.bias)  # type: ignore[arg-type]
         return self._head(hidden)  # type: ignore[no-any-return]
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
 """Linear layers that read the same input as one matrix product, with their LoRA adapters.
 
 The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and the model's own parameters become
-views of it: one copy, shared with whoever else uses the model. The adapter is never added to them. In float32 on a CPU it is merged
-into a scratch tensor from the pristine weights after every change (`refresh`); elsewhere it stays apart, where merging would round it
-away. Shape letters: N tokens, I inputs, O outputs of all layers together, R ranks of all adapters together.
+views of it: one copy, shared with whoever else uses the model. The adapter is never added to them. A sampler in float32 on a CPU may
+read a scratch copy with the adapter merged in (`refresh`), made from the pristine weights; elsewhere merging would round it away.
+Shape letters: N tokens, I inputs, O outputs of all layers together, R ranks of all adapters together.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from retrain.fused.packed import PackedWeight
 
 
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
@@ -30,7 +32,7 @@ def fusable(module: nn.Module) -> bool:
 class Projection:
     """Some `fusable` layers with one input."""
 
-    def __init__(self, modules: Sequence[nn.Module], merge: bool) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         bases, self._loras = zip(*map(lora_parts, modules), strict=True)
         self.outputs: list[int] = [base.out_features for base in bases]
         self.weight = _share_storage([base.weight for base in bases])
@@ -48,8 +50,8 @@ class Projection:
             slice(end - outputs, end) for end, outputs, lora in zip(ends, self.outputs, self._loras, strict=True) if lora is not None
         ]
         """Where the outputs of each adapter lie in O."""
-        self._merge = merge and bool(adapters)
-        self.merged: Tensor | None = None
+        self.merged: PackedWeight | None = None
+        """[O, I] with the adapter, for products without gradient, while a sampler reads it."""
         self.down: Tensor | None = None
         """[R, I] in the dtype of the weights."""
         self.up: Tensor | None = None
@@ -61,8 +63,8 @@ class Projection:
         return bool(self.downs) and not any(lora.disable_adapters for lora in self._loras if lora is not None)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Follow the adapter's parameters after they changed."""
+    def refresh(self, *, merge: bool) -> None:
+        """Follow the adapter's parameters after they changed. `merge`: hold the weights with the adapter too."""
         if not self.downs:
             return
         ranks = [down.shape[0] for down in self.downs]
@@ -74,15 +76,14 @@ class Projection:
             self.down[start : start + rank] = down
             self.up[start : start + rank, outputs] = up.T * scale
             start += rank
-        if self._merge:
-            self.merged = torch.addmm(self.weight, self.up.T, self.down, out=self.merged)
+        self.merged = PackedWeight(torch.addmm(self.weight, self.up.T, self.down)) if merge else None
 
     def product(self, x: Tensor) -> Tensor:
         """[N, O] from [N, I], with the adapter as it was refreshed, or without it while it is switched off."""
         if not self.adapted:
             return F.linear(x, self.weight, self.bias)
         if self.merged is not None:
-            return F.linear(x, self.merged, self.bias)
+            return self.merged.product(x, self.bias)
         assert self.down is not None and self.up is not None
         return torch.addmm(F.linear(x, self.weight, self.bias), F.linear(x, self.down), self.up)
 
@@ -90,8 +91,6 @@ class Projection:
         """[N, I] from the gradient [N, O] of the output."""
         if not self.adapted:
             return gradient @ self.weight
-        if self.merged is not None:
-            return gradient @ self.merged
         assert self.down is not None and self.up is not None
         return torch.addmm(gradient @ self.weight, F.linear(gradient, self.up), self.down)
 

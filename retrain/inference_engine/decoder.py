@@ -69,7 +69,7 @@ class Decoder:
                 for module in training:
                     module.training = False
                 if self._fused is not None:
-                    self._fused.refresh()
+                    self._fused.refresh(sampling=True)
                 yield
             finally:
                 for module in training:

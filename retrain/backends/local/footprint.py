@@ -43,7 +43,8 @@ class Footprint:
     """Bytes of the frozen weights."""
     num_frozen: int
     layer_weights: int
-    """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them; else 0."""
+    """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them and of the head; else 0."""
+    head_weights: int
     num_trainable: int
     """Parameters of the adapter."""
     adapter_copies: int
@@ -71,6 +72,7 @@ def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
         weights=sum(parameter.nbytes for parameter in frozen) - (_saved_by_four_bits(base) if four_bits else 0),
         num_frozen=sum(parameter.numel() for parameter in frozen),
         layer_weights=fused.layer_weight_bytes if fused else 0,
+        head_weights=base.head.weight.nbytes,
         num_trainable=sum(parameter.numel() for parameter in base.model.parameters() if parameter.requires_grad),
         adapter_copies=fused.adapter_copy_bytes if fused else 0,
         kept_per_token=kept,

@@ -26,7 +26,7 @@ _DECODE_SHARE = 0.35
 _CPU_SHARE = 0.8
 """Of a computer's memory, for all of this: it has other work."""
 _MERGED_SHARE = 0.2
-"""Of the same, for a second copy of the weights with the adapter merged in: on a CPU the small products of an adapter cost most."""
+"""Of the same, for a second copy of the weights that samples, with the adapter merged in, in the layout of products with few rows."""
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
 _MOST_TOKENS = {"cpu": 2048, "cuda": 32768}

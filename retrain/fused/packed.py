@@ -1,0 +1,35 @@
+"""A weight in the layout that oneDNN's kernels read, for products with few rows on a CPU.
+
+A plain product lays the whole weight out anew at every call, which with 32 rows takes as long as the multiplication itself; packed once,
+it is read as it lies. The operators are those that torch's own compiler emits for a frozen linear layer.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PackedWeight:
+    """The product of a weight [O, I] that does not change, without gradient. A weight that cannot be packed is kept as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = _packable(weight)
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., O] from [..., I]."""
+        if not self._packed:
+            return F.linear(x, self._weight, bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        return product
+
+
+def _packable(weight: Tensor) -> bool:
+    """float32 on a CPU, in a torch that has oneDNN and these operators."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
