@@ -26,8 +26,10 @@ __all__ = ["GIB", "Memory", "NotPredictable", "Part", "predict_memory", "size_wo
 GIB = 2**30
 _FLOAT = 4
 _MOMENTS = 2
-_CHUNK_TENSORS = 4
-"""Float32 tensors of [chunk, vocabulary] that live together: logits, log-probs, probabilities and their gradient or product."""
+_SAMPLING_TENSORS = 4
+"""Float32 tensors of [chunk, vocabulary] that live together in the sampler: logits, shifted ones, their exponentials, products."""
+_LEARNING_TENSORS, _LEARNING_ENTROPY_TENSORS = 2, 5
+"""The same in the learner: its chunk is overwritten step by step, but for an entropy's gradient."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +225,10 @@ class _Estimate:
         """Chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
         vocabulary = self.model_config.get_text_config().vocab_size
         chunk = min(SAMPLING_CHUNK_BYTES.get(self.device_type, CHUNK_BYTES), self.rows * vocabulary * _FLOAT)
-        sampling = self.rows * vocabulary * self.size.dtype.itemsize + _CHUNK_TENSORS * chunk
+        sampling = self.rows * vocabulary * self.size.dtype.itemsize + _SAMPLING_TENSORS * chunk
         actions = self.completions * self.config.training.max_tokens
-        learning = _CHUNK_TENSORS * min(CHUNK_BYTES, actions * vocabulary * _FLOAT)
+        tensors = _LEARNING_ENTROPY_TENSORS if self.config.loss.entropy_coef else _LEARNING_TENSORS
+        learning = tensors * min(CHUNK_BYTES, actions * vocabulary * _FLOAT)
         return Part("logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary")
 
 

@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_FEWEST_ELEMENTS = 150_000
+"""Of a smaller weight the operator's own overhead is more than what it saves (two cores, 8 to 128 rows)."""
+
 
 class PackedWeight:
-    """The product of a weight [O, I] that does not change, without gradient. A weight that cannot be packed is kept as it is."""
+    """The product of a weight [O, I] that does not change, without gradient. A weight that is not packed is kept as it is."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = _packable(weight)
@@ -25,9 +28,10 @@ class PackedWeight:
 
 
 def _packable(weight: Tensor) -> bool:
-    """float32 on a CPU, in a torch that has oneDNN and these operators."""
+    """Large enough, float32 on a CPU, in a torch that has oneDNN and these operators."""
     return (
-        weight.device.type == "cpu"
+        weight.numel() >= _FEWEST_ELEMENTS
+        and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -77,7 +77,7 @@ class _ChunkedHead(torch.autograd.Function):
         entropy_gradient = torch.empty_like(hidden) if wants_gradient and entropy else None
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
-            chunk = _Chunk(head, hidden[part], targets[part], temperature)
+            chunk = _Chunk(head, hidden[part], targets[part], temperature, entropy=entropy)
             logprobs[part] = chunk.logprobs
             if entropy:
                 entropies[part] = chunk.entropies()
@@ -99,35 +99,41 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 class _Chunk:
-    """Some rows of the head: log p = log softmax(z / T), and gradients with respect to the hidden states.
+    """Some rows of the head, in as few tensors of [rows, V] as can be: one, and one more each for entropies and for a soft cap.
 
-    d log p_target / d z = (onehot - p) / T, and dH / d z = -p * (log p + H) / T.
+    With u = z / T - max(z / T) and s = sum(exp u): p = exp(u) / s, log p = u - log s, H = log s - sum(p u), which adds terms that are
+    never negative. d log p_target / d z = (onehot - p) / T, and dH / d z = -p * (log p + H) / T.
     """
 
-    def __init__(self, head: Head, hidden: Tensor, targets: Tensor, temperature: float) -> None:
+    def __init__(self, head: Head, hidden: Tensor, targets: Tensor, temperature: float, *, entropy: bool) -> None:
         self.head, self.targets, self.temperature = head, targets, temperature
         logits = head.logits(hidden)
-        self.capped = logits if head.softcap is not None else None
-        self.log_p = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
-        self.logprobs = self.log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        self._p: Tensor | None = None
-
-    def p(self) -> Tensor:
-        if self._p is None:
-            self._p = self.log_p.exp()
-        return self._p
+        self.capped = logits.clone() if head.softcap is not None else None
+        u = logits.div_(temperature) if temperature != 1.0 else logits
+        u.sub_(u.amax(-1, keepdim=True))
+        self._u = u.clone() if entropy else None
+        of_target = u.gather(-1, targets.unsqueeze(-1))
+        self._weights = u.exp_()
+        """[rows, V] exp u, until a gradient overwrites it."""
+        self._total = self._weights.sum(-1, keepdim=True)
+        self.logprobs = (of_target - self._total.log()).squeeze(-1)
 
     def entropies(self) -> Tensor:
-        """A sum of terms that are never negative, so that a near-certain token loses no digits; p = 0 adds nothing."""
-        return -torch.where(self.p() > 0, self.p() * self.log_p, 0.0).sum(-1)
+        """[rows] nats; p = 0 adds nothing."""
+        assert self._u is not None
+        terms = torch.where(self._weights > 0, self._weights * self._u, 0.0).sum(-1, keepdim=True)
+        return (self._total.log() - terms / self._total).squeeze(-1)
 
     def entropy_gradient(self) -> Tensor:
-        gradient = -self.p() * (self.log_p + self.entropies().unsqueeze(-1))
-        return self._to_hidden(torch.where(self.p() > 0, gradient, 0.0))
+        """[rows, H]"""
+        assert self._u is not None
+        shift = self.entropies().unsqueeze(-1) - self._total.log()
+        gradient = -self._weights / self._total * (self._u + shift)
+        return self._to_hidden(torch.where(self._weights > 0, gradient, 0.0))
 
     def logprob_gradient(self) -> Tensor:
-        """The last use of the chunk: its probabilities are overwritten."""
-        gradient = self.p().neg_()
+        """[rows, H]. The last use of the chunk: its weights are overwritten."""
+        gradient = self._weights.div_(-self._total)
         gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1.0
         return self._to_hidden(gradient)
 
