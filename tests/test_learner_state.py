@@ -346,6 +346,16 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
         assert device.type == "cpu" and "cpu" in note
 
 
+@pytest.mark.parametrize("has_units", [False, True])
+def test_bf16_on_a_processor_without_units_for_it_is_said(monkeypatch: pytest.MonkeyPatch, has_units: bool) -> None:
+    from retrain.backends.local import devices
+
+    monkeypatch.setattr(devices, "_computes_bf16", lambda: has_units)
+    asked, cpu = config_for(inference={"dtype": "bf16"}), torch.device("cpu")
+    assert bool(devices.half_precision_note(asked, cpu)) is not has_units
+    assert not devices.half_precision_note(asked, torch.device("cuda")) and not devices.half_precision_note(config_for(), cpu)
+
+
 def test_engine_and_learner_are_one_policy_before_and_after_an_update() -> None:
     from retrain.inference_engine.base import NoiseKey, SampleRequest
 

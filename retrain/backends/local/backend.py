@@ -11,7 +11,7 @@ import torch
 from retrain.advantages.algorithms import effective_aggregation
 from retrain.backends.base import Backend, BackendCapabilities
 from retrain.backends.local.adapter import Adapter
-from retrain.backends.local.devices import choose_device
+from retrain.backends.local.devices import choose_device, half_precision_note
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.machine import choose
 from retrain.backends.local.model import BaseModel, load_base_model
@@ -46,7 +46,7 @@ class LocalBackend(Backend):
         """`eos_ids`: the tokens that end a completion, where the caller has them already; else the tokenizer is loaded for them."""
         self.config = config
         device, note, sampler_device = choose_device(config, world)
-        self.notes: tuple[str, ...] = (note,) if note else ()
+        self.notes: tuple[str, ...] = tuple(filter(None, (note, half_precision_note(config, device))))
         """Lines that the user should see at the start."""
         if choices is not None:
             torch.set_num_threads(choices.threads)
