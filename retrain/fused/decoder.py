@@ -5,16 +5,21 @@ it is the same is tried on a few tokens; a model that it does not fit keeps its 
 Shape letters: B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 """
 
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from retrain.errors import ConfigurationError
 from retrain.fused.functions import Norm, gated_mlp, norm_project, normed, project, rotate
 from retrain.fused.packed import PackedWeight
-from retrain.fused.projection import Projection, fusable
+from retrain.fused.projection import AdapterLayer, Projection, fusable
 from retrain.inference_engine.attention import AttentionBatch, FusedAttention
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
@@ -72,6 +77,17 @@ class _Layer:
         return turned[:, :queries], turned[:, queries:], values
 
 
+def _places(model: nn.Module, layers: Sequence[_Layer]) -> dict[str, tuple[int, int]]:
+    """Of each linear layer's name in the model: the number of its projection, and its place in that."""
+    names = {id(module): name for name, module in model.named_modules()}
+    projections = [projection for layer in layers for projection in layer.projections]
+    return {
+        names[id(module)]: (number, place)
+        for number, projection in enumerate(projections)
+        for place, module in enumerate(projection.modules)
+    }
+
+
 def _head_norm(x: Tensor, module: Any) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
@@ -89,6 +105,7 @@ class FusedDecoder:
         self._layers = [_Layer(layer) for layer in decoder.layers]
         self._head: nn.Module = model.get_output_embeddings()
         self._parameters = [parameter for projection in self._projections for parameter in projection.parameters]
+        self._places = _places(model, self._layers)
         self._merge = merge
         self._packed_head: PackedWeight | None = None
         """While a sampler reads the copy."""
@@ -119,24 +136,55 @@ class FusedDecoder:
     @property
     def adapter_copy_bytes(self) -> int:
         """Of the adapter in the dtype and the layout of the products, after `refresh`."""
-        copies = [copy for projection in self._projections for copy in (projection.down, projection.up)]
-        return sum(copy.nbytes for copy in copies if copy is not None)
+        return sum(factor.nbytes for projection in self._projections for factor in projection.factors or ())
 
     @property
     def layer_weight_bytes(self) -> int:
         """Of the frozen layers: what a copy with the adapter merged in takes."""
         return sum(projection.weight.nbytes for projection in self._projections)
 
-    def refresh(self, *, sampling: bool = False) -> None:
-        """Follow the adapter, for products without gradient or for the learner; costs nothing while neither has changed."""
-        merge = sampling and self._merge
-        version = (merge, *((parameter.data_ptr(), parameter._version) for parameter in self._parameters))
+    def refresh(self, *, sampling: bool = False, mixed: bool = False) -> None:
+        """Follow the adapter, for the learner or for products without gradient; costs nothing while neither has changed.
+
+        `mixed`: the rows of a batch may be under different adapters.
+        """
+        copy: Literal["none", "merged", "plain"] = "none" if not (sampling and self._merge) else "plain" if mixed else "merged"
+        version = (copy, *((parameter.data_ptr(), parameter._version) for parameter in self._parameters))
         if version == self._version:
             return
         for projection in self._projections:
-            projection.refresh(merge=merge)
-        self._packed_head = self._packed_head or PackedWeight(self._head.weight) if merge and type(self._head) is nn.Linear else None
+            projection.refresh(copy)
+        packs = copy != "none" and type(self._head) is nn.Linear
+        self._packed_head = self._packed_head or PackedWeight(self._head.weight) if packs else None  # type: ignore[arg-type]
         self._version = version
+
+    def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
+        """Hold one more adapter under the number `slot` > 0. Raises ConfigurationError where it adapts what is not fused here."""
+        parts: dict[int, dict[int, AdapterLayer]] = {}
+        for layer in layers:
+            if layer.name not in self._places:
+                raise ConfigurationError(
+                    f"The adapter for slot {slot} changes {layer.name}, and the pytorch engine holds several adapters for the layers of "
+                    "attention and MLP only; give one whose target_modules are among these."
+                )
+            number, place = self._places[layer.name]
+            parts.setdefault(number, {})[place] = layer
+        for number, projection in enumerate(self._projections):
+            projection.load(slot, parts.get(number, {}))
+
+    @contextmanager
+    def under_adapters(self, slots: npt.NDArray[np.int64]) -> Iterator[None]:
+        """Inside, token n of a pass without gradient is under adapter `slots` [N]: 0 the model's own, below 0 none."""
+        device = self._embed.weight.device
+        rows = {int(slot): torch.from_numpy(np.flatnonzero(slots == slot)).to(device) for slot in np.unique(slots) if slot >= 0}
+        projections = self._projections
+        for projection in projections:
+            projection.rows = rows
+        try:
+            yield
+        finally:
+            for projection in projections:
+                projection.rows = None
 
     def hidden_states(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, *, cache: Cache | None = None, checkpointed: bool = False

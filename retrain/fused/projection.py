@@ -3,17 +3,44 @@
 The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and the model's own parameters become
 views of it: one copy, shared with whoever else uses the model. The adapter is never added to them. A sampler in float32 on a CPU may
 read a scratch copy with the adapter merged in (`refresh`), made from the pristine weights; elsewhere merging would round it away.
-Shape letters: N tokens, I inputs, O outputs of all layers together, R ranks of all adapters together.
+Further adapters can be held beside the model's own (`load`), for batches whose rows are under different ones.
+Shape letters: N tokens, I inputs, O outputs of all layers together, R ranks of an adapter's parts together.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.fused.packed import PackedWeight
+
+
+class AdapterLayer(Protocol):
+    """What a LoRA adapter adds to one linear layer: scale * b @ a."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def a(self) -> Tensor:
+        """[r, I]"""
+        ...
+
+    @property
+    def b(self) -> Tensor:
+        """[o, r]"""
+        ...
+
+    @property
+    def scale(self) -> float: ...
+
+
+class _Factors(NamedTuple):
+    down: Tensor
+    """[R, I] in the dtype of the weights."""
+    up: Tensor
+    """[R, O], scaled: block k holds adapter k's rows at its outputs, zeros elsewhere."""
 
 
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
@@ -33,6 +60,7 @@ class Projection:
     """Some `fusable` layers with one input."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = tuple(modules)
         bases, self._loras = zip(*map(lora_parts, modules), strict=True)
         self.outputs: list[int] = [base.out_features for base in bases]
         self.weight = _share_storage([base.weight for base in bases])
@@ -46,16 +74,17 @@ class Projection:
         """[o, r] each."""
         self.scales: list[float] = [lora.scaling[name] for lora, name in adapters]
         ends = [sum(self.outputs[: index + 1]) for index in range(len(modules))]
-        self.slices = [
-            slice(end - outputs, end) for end, outputs, lora in zip(ends, self.outputs, self._loras, strict=True) if lora is not None
-        ]
+        self._places = [slice(end - outputs, end) for end, outputs in zip(ends, self.outputs, strict=True)]
+        self.slices = [place for place, lora in zip(self._places, self._loras, strict=True) if lora is not None]
         """Where the outputs of each adapter lie in O."""
-        self.merged: PackedWeight | None = None
-        """[O, I] with the adapter, for products without gradient, while a sampler reads it."""
-        self.down: Tensor | None = None
-        """[R, I] in the dtype of the weights."""
-        self.up: Tensor | None = None
-        """[R, O], scaled: block k holds adapter k's rows at its outputs, zeros elsewhere."""
+        self.copy: PackedWeight | None = None
+        """[O, I] for products without gradient, while a sampler reads it: with the adapter, or without it for a mixed batch."""
+        self.factors: _Factors | None = None
+        """Of the model's own adapter, as it was refreshed."""
+        self._slots: dict[int, _Factors] = {}
+        """Of the adapters beside it, by their number."""
+        self.rows: Mapping[int, Tensor] | None = None
+        """While a mixed batch is computed: the numbers of the rows under each adapter, 0 for the model's own."""
 
     @property
     def adapted(self) -> bool:
@@ -63,42 +92,70 @@ class Projection:
         return bool(self.downs) and not any(lora.disable_adapters for lora in self._loras if lora is not None)
 
     @torch.no_grad()
-    def refresh(self, *, merge: bool) -> None:
-        """Follow the adapter's parameters after they changed. `merge`: hold the weights with the adapter too."""
-        if not self.downs:
-            return
-        ranks = [down.shape[0] for down in self.downs]
-        if self.down is None or self.up is None:
-            self.down = self.weight.new_empty(sum(ranks), self.weight.shape[1])
-            self.up = self.weight.new_zeros(sum(ranks), self.weight.shape[0])
+    def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
+        """Follow the adapter's parameters after they changed, and hold such a copy of the weights."""
+        if self.downs:
+            updates = zip(self.downs, self.ups, self.scales, self.slices, strict=True)
+            self.factors = self._stacked(list(updates), self.factors)
+        self.copy = None
+        if copy == "plain":
+            self.copy = PackedWeight(self.weight)
+        elif copy == "merged" and self.factors is not None:
+            self.copy = PackedWeight(torch.addmm(self.weight, self.factors.up.T, self.factors.down))
+
+    @torch.no_grad()
+    def load(self, slot: int, layers: Mapping[int, AdapterLayer]) -> None:
+        """Hold one more adapter under a number, in place of one that had it: for each of the layers that it adapts, by their place here."""
+        updates = [(layer.a, layer.b, layer.scale, self._places[place]) for place, layer in layers.items()]
+        self._slots.pop(slot, None)
+        if updates:
+            self._slots[slot] = self._stacked(updates)
+
+    def _stacked(self, updates: Sequence[tuple[Tensor, Tensor, float, slice]], out: _Factors | None = None) -> _Factors:
+        """One pair of factors of all updates (a, b, scale, outputs), written over `out` if given."""
+        ranks = [a.shape[0] for a, *_ in updates]
+        if out is None:
+            outputs_of_all, inputs = self.weight.shape
+            out = _Factors(self.weight.new_empty(sum(ranks), inputs), self.weight.new_zeros(sum(ranks), outputs_of_all))
         start = 0
-        for down, up, scale, outputs, rank in zip(self.downs, self.ups, self.scales, self.slices, ranks, strict=True):
-            self.down[start : start + rank] = down
-            self.up[start : start + rank, outputs] = up.T * scale
+        for (a, b, scale, outputs), rank in zip(updates, ranks, strict=True):
+            out.down[start : start + rank] = a
+            out.up[start : start + rank, outputs] = (b.T * scale).to(out.up)
             start += rank
-        self.merged = PackedWeight(torch.addmm(self.weight, self.up.T, self.down)) if merge else None
+        return out
 
     def product(self, x: Tensor) -> Tensor:
         """[N, O] from [N, I], with the adapter as it was refreshed, or without it while it is switched off."""
+        if self.rows is not None:
+            return self._mixed_product(x, self.rows)
         if not self.adapted:
             return F.linear(x, self.weight, self.bias)
-        if self.merged is not None:
-            return self.merged.product(x, self.bias)
-        assert self.down is not None and self.up is not None
-        return torch.addmm(F.linear(x, self.weight, self.bias), F.linear(x, self.down), self.up)
+        if self.copy is not None:
+            return self.copy.product(x, self.bias)
+        assert self.factors is not None
+        return torch.addmm(F.linear(x, self.weight, self.bias), F.linear(x, self.factors.down), self.factors.up)
+
+    def _mixed_product(self, x: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
+        """One product with the weights for all rows, and a small one for those of each adapter (arXiv 2310.18547)."""
+        y = self.copy.product(x, self.bias) if self.copy is not None else F.linear(x, self.weight, self.bias)
+        for slot, members in rows.items():
+            factors = self._slots.get(slot) if slot else self.factors
+            if factors is not None:
+                y.index_add_(0, members, F.linear(x[members], factors.down) @ factors.up)
+        return y
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """[N, I] from the gradient [N, O] of the output."""
         if not self.adapted:
             return gradient @ self.weight
-        assert self.down is not None and self.up is not None
-        return torch.addmm(gradient @ self.weight, F.linear(gradient, self.up), self.down)
+        assert self.factors is not None
+        return torch.addmm(gradient @ self.weight, F.linear(gradient, self.factors.up), self.factors.down)
 
     def parameter_gradients(self, x: Tensor, gradient: Tensor) -> list[Tensor]:
         """Of `parameters`, from the input [N, I] and the gradient [N, O] of the output."""
-        assert self.down is not None and self.up is not None
-        hidden = F.linear(x, self.down)  # [N, R]
-        downs = F.linear(gradient, self.up).T @ x  # [R, I]
+        assert self.factors is not None
+        hidden = F.linear(x, self.factors.down)  # [N, R]
+        downs = F.linear(gradient, self.factors.up).T @ x  # [R, I]
         gradients, start = [], 0
         for down, scale, outputs in zip(self.downs, self.scales, self.slices, strict=True):
             part = slice(start, start + down.shape[0])

@@ -3,8 +3,8 @@
 Only the base model's forward is called, never `generate`, so nothing of a generation_config can leak in.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,19 @@ from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError
 from retrain.fused.decoder import FusedDecoder
+from retrain.fused.projection import AdapterLayer
 from retrain.inference_engine import attention
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
 from retrain.types import Int32Array
+
+Slots = npt.NDArray[np.int64]
+"""Adapter slots of rows or tokens: 0 the model's own adapter, BASE_MODEL none."""
+
+
+def is_mixed(slots: Collection[int]) -> bool:
+    """Whether rows under these adapters need more than the model's own adapter, on or off."""
+    return len(set(slots)) > 1 or max(slots) > 0
 
 
 class Decoder:
@@ -33,6 +42,8 @@ class Decoder:
         self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
         self._fused = fused or FusedDecoder.of(self._base, merge=False)
+        self.slots = {0, BASE_MODEL}
+        """Adapters that a request may name."""
 
     @property
     def device(self) -> torch.device:
@@ -52,9 +63,23 @@ class Decoder:
         original = rope.get("original_max_position_embeddings") or getattr(self._text_config, "original_max_position_embeddings", None)
         return int(original or self.context)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether rows under different adapters can share a batch."""
+        return self._fused is not None
+
+    def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
+        """Hold one more adapter beside the model's own, from now on as slot `slot` > 0."""
+        if self._fused is None:
+            raise ConfigurationError(
+                f"The pytorch engine holds one adapter of a {type(self._base).__name__}; several need a Llama, Qwen or Mistral model."
+            )
+        self._fused.load_adapter(slot, layers)
+        self.slots.add(slot)
+
     @contextmanager
-    def sampling(self, adapter_slot: int) -> Iterator[None]:
-        """Evaluation mode, no gradient, our attention, the slot's adapter; everything is put back on leaving.
+    def sampling(self, slots: Collection[int]) -> Iterator[None]:
+        """Evaluation mode, no gradient, our attention, the adapter of these slots; everything is put back on leaving.
 
         no_grad and not inference_mode: some rotary embeddings store buffers on the module during a forward, and an inference
         tensor there would break the learner's backward.
@@ -63,38 +88,46 @@ class Decoder:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(attention.plugged_in(self._base))
-            if adapter_slot == BASE_MODEL and hasattr(self._model, "disable_adapter"):
+            if set(slots) == {BASE_MODEL} and hasattr(self._model, "disable_adapter"):
                 stack.enter_context(self._model.disable_adapter())  # type: ignore[operator]
             try:
                 for module in training:
                     module.training = False
                 if self._fused is not None:
-                    self._fused.refresh(sampling=True)
+                    self._fused.refresh(sampling=True, mixed=is_mixed(slots))
                 yield
             finally:
                 for module in training:
                     module.training = True
 
-    def prefill(self, prompts: Sequence[Int32Array]) -> list[PromptState]:
-        """Run the prompts packed into one row; the head sees only their last tokens."""
+    def prefill(self, prompts: Sequence[Int32Array], slots: Slots | None = None) -> list[PromptState]:
+        """Run the prompts packed into one row; the head sees only their last tokens. `slots` [prompts] of a mixed batch."""
         lengths = [len(prompt) for prompt in prompts]
         batch = PromptPass(lengths, self._kernel)
         positions = np.concatenate([np.arange(length) for length in lengths])
         last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
-        logits = self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last)[0]
+        of_tokens = None if slots is None else np.repeat(slots, lengths)
+        logits = self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last, of_tokens)[0]
         return batch.states(prompts, logits)
 
-    def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
-        """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones."""
+    def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], slots: Slots | None = None) -> Tensor:
+        """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones. `slots` [R] of a mixed batch."""
         batch = DecodePass(arena, lengths, self._kernel)
-        return self._forward(tokens[:, None], batch.positions[:, None], batch, 1)[:, 0]
+        return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
 
     def _forward(
-        self, token_ids: npt.NDArray[Any], positions: Tensor, batch: PromptPass | DecodePass, logits_to_keep: Tensor | int
+        self,
+        token_ids: npt.NDArray[Any],
+        positions: Tensor,
+        batch: PromptPass | DecodePass,
+        logits_to_keep: Tensor | int,
+        slots: Slots | None,
     ) -> Tensor:
+        """`slots` [N] of all tokens, row by row, or None where all are under the adapter that `sampling` set."""
         ids, positions = torch.from_numpy(token_ids.astype(np.int64)).to(self.device), positions.to(self.device)
         if self._fused is not None:
-            hidden = self._fused.hidden_states(ids, positions, batch, cache=batch)
+            with nullcontext() if slots is None else self._fused.under_adapters(slots):
+                hidden = self._fused.hidden_states(ids, positions, batch, cache=batch)
             return self._fused.logits(hidden[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
         outputs = self._base(
             input_ids=ids,

@@ -48,6 +48,8 @@ class Rows:
         self.limits = np.zeros(rows, dtype=np.int64)
         self.temperatures = np.zeros(rows, dtype=np.float32)
         self.last_tokens = np.zeros(rows, dtype=np.int64)
+        self.slots = np.zeros(rows, dtype=np.int64)
+        """Of their adapters."""
         self._noise_keys = np.zeros((rows, 5), dtype=np.int64)
         self._noise = np.zeros((rows, _NOISE_AHEAD))
         self._noise_start = np.zeros(rows, dtype=np.int64)
@@ -55,8 +57,8 @@ class Rows:
         self._logprobs = np.zeros((rows, longest), dtype=np.float32)
         self._entropies = np.zeros((rows, longest), dtype=np.float32)
         self._all: list[npt.NDArray[Any]] = [
-            self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens, self._noise_keys,
-            self._noise, self._noise_start, self._tokens, self._logprobs, self._entropies,
+            self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens, self.slots,
+            self._noise_keys, self._noise, self._noise_start, self._tokens, self._logprobs, self._entropies,
         ]  # fmt: skip
 
     def start(self, waiting: list[Waiting]) -> range:
@@ -66,7 +68,7 @@ class Rows:
             request = one.request
             key = request.noise
             self.cached[row], self.sampled[row], self.limits[row] = len(request.prompt_ids), 0, one.limit
-            self.temperatures[row] = request.temperature
+            self.temperatures[row], self.slots[row] = request.temperature, request.adapter_slot
             self._noise_keys[row] = key.seed, key.stream, key.step, key.prompt, one.sample
         self.waiting += waiting
         self.count = added.stop

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retrain.errors import RunFailed
-from retrain.inference_engine.decoder import Decoder
+from retrain.inference_engine.decoder import Decoder, Slots, is_mixed
 from retrain.inference_engine.kv_cache import KVArena, PromptState
 from retrain.inference_engine.prefix_store import PrefixStore, PromptKey, prompt_key
 from retrain.inference_engine.rows import Rows, Waiting
@@ -36,7 +36,7 @@ class DecodeLimits:
 
 
 class DecodeRun:
-    """One batch of completions under one adapter, from the first prompt to the last token."""
+    """One batch of completions, from the first prompt to the last token."""
 
     def __init__(
         self,
@@ -50,6 +50,9 @@ class DecodeRun:
         """`prefixes` is None where every completion computes its own prompt."""
         self._decoder, self._eos_ids, self._prefixes, self._kv_storage = decoder, eos_ids, prefixes, kv_storage
         self._queue = deque(waiting)
+        self.slots = frozenset(one.request.adapter_slot for one in waiting)
+        """Adapters of its rows."""
+        self._mixed = is_mixed(self.slots)
         self._most_tokens = max(one.tokens for one in waiting)
         self._max_rows = limits.rows_together(self._most_tokens, len(waiting))
         self._rows = Rows(self._max_rows, max(one.limit for one in waiting))
@@ -90,9 +93,12 @@ class DecodeRun:
         assert self._arena is not None
         cached = self._rows.cached[rows]
         self._arena.reserve(int(cached.max()) + 1, self._most_tokens, self._rows.count, int(cached.max()))
-        logits = self._decoder.decode(self._arena, self._rows.last_tokens[rows].copy(), cached.copy())
+        logits = self._decoder.decode(self._arena, self._rows.last_tokens[rows].copy(), cached.copy(), self._slots_of(rows))
         self._rows.cached[rows] += 1
         return self._draw(logits, rows)
+
+    def _slots_of(self, rows: slice) -> Slots | None:
+        return self._rows.slots[rows] if self._mixed else None
 
     def _draw(self, logits: Tensor, rows: slice) -> list[Completion]:
         draws = draw(logits, self._rows.temperatures[rows], self._rows.uniforms(rows))
@@ -144,7 +150,8 @@ class DecodeRun:
         for one in [*completions, None]:
             size = 0 if one is None else len(one.request.prompt_ids)
             if packed and (one is None or tokens + size > _PREFILL_TOKENS):
-                states += self._decoder.prefill([each.request.prompt_ids for each in packed])
+                slots = np.array([each.request.adapter_slot for each in packed]) if self._mixed else None
+                states += self._decoder.prefill([each.request.prompt_ids for each in packed], slots)
                 packed, tokens = [], 0
             if one is not None:
                 packed.append(one)

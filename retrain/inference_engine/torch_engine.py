@@ -1,9 +1,9 @@
-"""The PyTorch engine: samples from the very model that is being trained, with the adapter applied unmerged.
+"""The PyTorch engine: samples from the very model that is being trained.
 
-One copy of the base weights serves both. All completions of a call decode together under a budget of rows and KV tokens.
+The base weights serve both, and are never changed. All completions of a call decode together under a budget of rows and KV tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 
 from retrain.errors import ConfigurationError
 from retrain.fused.decoder import FusedDecoder
-from retrain.inference_engine.base import BASE_MODEL, EngineCapabilities, InferenceEngine, SampleRequest
+from retrain.fused.projection import AdapterLayer
+from retrain.inference_engine.base import EngineCapabilities, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.options import resolve
 from retrain.inference_engine.prefix_store import PrefixStore
@@ -70,18 +71,27 @@ class TorchEngine(InferenceEngine):
         self._weights_version = weights_version(model)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        """Completions of different adapter slots decode one slot after the other, each in its own batch."""
-        waiting = [self._waiting(index, request) for index, request in enumerate(requests)]
+        """Completions under different adapters share the batch where the model's family can; else slot follows slot."""
+        waiting = [one for index, request in enumerate(requests) for one in self._waiting(index, request)]
         self._follow_weights()
-        for slot in sorted({request.adapter_slot for request in requests}, reverse=True):
-            of_slot = [one for group in waiting for one in group if one.request.adapter_slot == slot]
-            if not of_slot:
-                continue
-            run = DecodeRun(self._decoder, of_slot, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
+        slots = sorted({one.request.adapter_slot for one in waiting}, reverse=True)
+        for together in [slots] if self._decoder.mixes and slots else [[slot] for slot in slots]:
+            of_slots = [one for one in waiting if one.request.adapter_slot in together]
+            run = DecodeRun(self._decoder, of_slots, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
             while run.unfinished:
-                with self._decoder.sampling(slot):  # not held over a yield: the consumer may train or score meanwhile
+                with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
                     finished = run.advance()
                 yield from finished
+
+    def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
+        """Serve one more LoRA adapter to the requests that name `slot` > 0, in the same batch as the others.
+
+        `layers` are those of a `LoraAdapter` (retrain.squeeze.adapter), of any ranks; one that had this slot is replaced.
+        """
+        if slot < 1:
+            raise ConfigurationError(f"Slot {slot} is taken: 0 is the adapter that is trained, -1 the base model; use 1 or more.")
+        self._decoder.load_adapter(slot, layers)
+        self.release()
 
     def sync(self, adapter_dir: str, step: int) -> None:
         """The weights are shared; only what was computed from the old ones is dropped."""
@@ -98,9 +108,10 @@ class TorchEngine(InferenceEngine):
     def _waiting(self, index: int, request: SampleRequest) -> list[Waiting]:
         prompt_tokens = len(request.prompt_ids)
         limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
-        if request.adapter_slot not in (0, BASE_MODEL):
+        if request.adapter_slot not in self._decoder.slots:
+            known = ", ".join(map(str, sorted(self._decoder.slots)))
             raise ConfigurationError(
-                f"The pytorch engine holds one adapter (slot 0) and the base model (slot -1); slot {request.adapter_slot} is unknown."
+                f"The pytorch engine has no adapter in slot {request.adapter_slot}; it has {known} (-1 is the base model)."
             )
         if prompt_tokens < 1 or limit < 1 or request.temperature < 0:
             raise ConfigurationError(
