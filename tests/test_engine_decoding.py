@@ -216,7 +216,7 @@ def test_a_redraw_uses_the_kept_prompt_until_the_weights_change():
     redraw = [SampleRequest(r.prompt_ids, 4, r.max_tokens, r.temperature, r.noise, first_sample=4) for r in first]
     run(engine, first)
     prefill, calls = engine._decoder.prefill, []
-    engine._decoder.prefill = lambda prompts: (calls.append(len(prompts)), prefill(prompts))[1]  # type: ignore[method-assign]
+    engine._decoder.prefill = lambda prompts, slots: (calls.append(len(prompts)), prefill(prompts, slots))[1]  # type: ignore[method-assign]
     assert_agrees(model, redraw, run(engine, redraw), atol=1e-4)
     assert calls == []
     with torch.no_grad():
