@@ -257,7 +257,7 @@ def test_a_prompt_that_fills_the_context_and_an_unknown_slot_are_refused():
     engine = TorchEngine(tiny(max_position_embeddings=8), EOS, "cpu")
     with pytest.raises(ConfigurationError, match="context is 8 tokens"):
         list(engine.sample(requests()))
-    with pytest.raises(ConfigurationError, match="slot 3 is unknown"):
+    with pytest.raises(ConfigurationError, match="no adapter in slot 3"):
         list(engine.sample(requests(many=1, slot=3)))
 
 
