@@ -47,14 +47,14 @@ def test_the_samplers_copy_computes_the_same_and_is_gone_when_the_learner_has_it
     assert fused is not None
     before = logits(fused, sampling=False)
     torch.testing.assert_close(logits(fused, sampling=True), before, atol=2e-5, rtol=0)
-    assert fused._packed_head is not None and all(projection.merged for projection in fused._projections)
+    assert fused._packed_head is not None and all(projection.copy for projection in fused._projections)
     with torch.no_grad():
         for parameter in fused._parameters:
             parameter.mul_(2.0)
     after = logits(fused, sampling=True)
     assert (after - before).abs().max() > 1e-2  # the copy has followed the adapter
     torch.testing.assert_close(logits(fused, sampling=False), after, atol=5e-5, rtol=0)
-    assert fused._packed_head is None and not any(projection.merged for projection in fused._projections)
+    assert fused._packed_head is None and not any(projection.copy for projection in fused._projections)
 
 
 def test_the_adapter_is_never_merged_into_the_weights() -> None:

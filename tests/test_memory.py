@@ -79,13 +79,13 @@ def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> Non
     fused = backend._fused
     assert fused is not None
     projections = fused._projections
-    assert not any(p.merged for p in projections)
+    assert not any(p.copy for p in projections)
     copies = sum(tensor.nbytes for p in projections for tensor in (p.down, p.up) if tensor is not None)
     assert predicted.weights.bytes == sum(p.nbytes for p in frozen)
     assert predicted.adapter.bytes == sum(p.nbytes for p in trained) + copies
     assert predicted.optimizer.bytes == sum(p.grad.nbytes for p in trained if p.grad is not None) + sum(m.nbytes for m in moments)
     fused.refresh(sampling=True)
-    copies = [weight for weight in (fused._packed_head, *(p.merged for p in projections)) if weight is not None]
+    copies = [weight for weight in (fused._packed_head, *(p.copy for p in projections)) if weight is not None]
     assert predicted.merged_copy.bytes == 4 * sum(copy._weight.numel() for copy in copies) > 0
 
 
