@@ -80,7 +80,7 @@ def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> Non
     assert fused is not None
     projections = fused._projections
     assert not any(p.copy for p in projections)
-    copies = sum(tensor.nbytes for p in projections for tensor in (p.down, p.up) if tensor is not None)
+    copies = sum(factor.nbytes for p in projections for factor in p.factors or ())
     assert predicted.weights.bytes == sum(p.nbytes for p in frozen)
     assert predicted.adapter.bytes == sum(p.nbytes for p in trained) + copies
     assert predicted.optimizer.bytes == sum(p.grad.nbytes for p in trained if p.grad is not None) + sum(m.nbytes for m in moments)
