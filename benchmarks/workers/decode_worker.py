@@ -15,6 +15,7 @@ import torch  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
+from retrain.fused.decoder import FusedDecoder  # noqa: E402
 from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
 from retrain.inference_engine.torch_engine import TorchEngine  # noqa: E402
 
@@ -23,8 +24,10 @@ Run = Callable[[Job, int], int]
 
 
 def engine(settings: dict[str, Any]) -> Run:
-    """As a run has it: the fp32 model that learns, and `[inference] dtype` for decoding."""
-    decoder = TorchEngine(load(settings, torch.float32), [], "cpu", decode_rows=settings["rows"], dtype=settings["engine_dtype"])
+    """As a run has it: the fp32 model that learns, a copy with the adapter merged in for the sampler, and `[inference] dtype`."""
+    model = load(settings, torch.float32)
+    fused = FusedDecoder.of(model.get_base_model(), merge=True)
+    decoder = TorchEngine(model, [], "cpu", decode_rows=settings["rows"], dtype=settings["engine_dtype"], fused=fused)
 
     def run(job: Job, seed: int) -> int:
         if job.uniform:  # one request a group, as a trainer asks
