@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -39,6 +39,8 @@ class World:
         """Everyone's item, in the order of ranks."""
         if self.size == 1:
             return [item]
+        import torch
+
         items: list[T | None] = [None] * self.size
         torch.distributed.all_gather_object(items, item)
         return items  # type: ignore[return-value]  # filled by the call
@@ -47,14 +49,18 @@ class World:
         """The leader's item, which need not exist elsewhere."""
         if self.size == 1:
             return item
+        import torch
+
         items = [item if self.leader else None]
         torch.distributed.broadcast_object_list(items, src=0)
         return items[0]  # type: ignore[return-value]  # the leader's is a T
 
-    def sum(self, tensors: Sequence[Tensor]) -> None:
+    def sum(self, tensors: "Sequence[Tensor]") -> None:
         """Replace each tensor by its sum over the processes, all in one message; the results are the same bytes everywhere."""
         if self.size == 1:
             return
+        import torch
+
         flat = torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors])
         torch.distributed.all_reduce(flat)
         for tensor, summed in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
@@ -72,6 +78,8 @@ def joined() -> Iterator[World]:
         yield ALONE
         return
     world = World(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+    import torch
+
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(world.local_rank)

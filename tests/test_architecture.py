@@ -124,6 +124,15 @@ def test_what_help_touches_imports_nothing_heavy() -> None:
         assert not loaded & (HEAVY | {"numpy", "pydantic", "rich", "typer", "tomlkit"}), name
 
 
+@pytest.mark.parametrize("module", sorted(name_of(path) for path in modules() if part_of(name_of(path)) == "analysis"))
+def test_reading_runs_loads_no_model_library(module: str) -> None:
+    """0.2 GiB and two seconds of every `retrain status`."""
+    paths = {name_of(path): path for path in modules()}
+    for name in reached_from(module):
+        loaded = {imported.split(".")[0] for imported in imports(paths[name], module_level=True)}
+        assert not loaded & {"torch", "transformers", "peft", "datasets"}, name
+
+
 @pytest.mark.parametrize("part", ["cli", "config", "errors", "types", "noise", "tracking", "checkpoint", "advantages", "sepa", "plugins"])
 def test_light_parts_import_heavy_packages_only_where_they_are_used(part: str) -> None:
     for path in modules():
