@@ -1,7 +1,9 @@
 """Tiny random models, rows and learners that the learner's tests share."""
 
+import atexit
+import shutil
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -53,9 +55,10 @@ def model_folder(family: str) -> str:
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.data.normal_(0, 0.3)  # logits far from uniform, so that a wrong formula shows
-    folder = Path(mkdtemp(prefix="retrain-test-")) / family
-    model.save_pretrained(folder)
-    return str(folder)
+    folder = Path(mkdtemp(prefix="retrain-test-"))
+    atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
+    model.save_pretrained(folder / family)
+    return str(folder / family)
 
 
 def config_for(family: str = "qwen3", **sections: dict[str, Any]) -> TrainConfig:
