@@ -231,7 +231,8 @@ class Session:
         if state.nonfinite_streak >= _NONFINITE_LIMIT:
             raise RunFailed(
                 f"{result.nonfinite_tensor} was not finite in {_NONFINITE_LIMIT} steps in a row; the weights are those of the last finite "
-                f'update: lower [training] lr, set [loss] max_grad_norm = 1.0, or resume with [model] dtype = "fp32".'
+                "update: start a new run from them ([lora] init_from) with a lower [training] lr, [loss] max_grad_norm = 1.0 or "
+                '[model] dtype = "fp32".'
             )
         self.parts.guard.observe([score for group in rollout.groups for score in group.scores])
 

@@ -138,7 +138,7 @@ def failed(reason: str) -> Score:
 
 
 def test_the_guard_stops_when_nothing_can_be_judged() -> None:
-    with pytest.raises(RunFailed, match=r"8 of 8 .* \(8 times\): it is down\.$"):
+    with pytest.raises(RunFailed, match=r"8 of 8 .* of the last step .* \(8 times: it is down\), .* --resume\.$"):
         FailureGuard(0.05).observe([failed("it is down.")] * 8)
 
 
@@ -150,7 +150,7 @@ def test_the_guard_stops_above_the_rate_of_a_whole_window_and_names_the_most_fre
     guard = FailureGuard(0.05, window=20)
     for _ in range(30):
         guard.observe([failed("slow")] + [WRONG] * 19)  # exactly 5%
-    with pytest.raises(RunFailed, match=r"more than \[reward\] max_failure_rate = 0.05 .*: slow\.$"):
+    with pytest.raises(RunFailed, match=r" times: slow\), more than \[reward\] max_failure_rate = 0.05 "):
         guard.observe([failed("died"), failed("slow")] + [WRONG] * 18)
 
 
@@ -166,6 +166,18 @@ def test_a_rate_of_one_switches_the_guard_off() -> None:
     guard = FailureGuard(1.0)
     for _ in range(30):
         guard.observe([failed("down")] * 8)
+
+
+def test_a_guard_that_has_stopped_a_run_does_not_hold_it_against_the_mended_reward() -> None:
+    stopped, resumed = FailureGuard(0.02), FailureGuard(0.02)
+    with pytest.raises(RunFailed):
+        stopped.observe([failed("down")] * 16)
+    resumed.load_state_dict(stopped.state_dict())
+    for _ in range(30):
+        resumed.observe([RIGHT] * 16)
+    with pytest.raises(RunFailed):
+        for _ in range(30):
+            resumed.observe([failed("slow")] + [RIGHT] * 7)
 
 
 def test_an_empty_step_is_no_failure() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from retrain import train
 from retrain.config import dump_toml
-from retrain.errors import ConfigurationError, Interrupted
+from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.session import Session
 from tests.runs import lines, small, timeless
 
@@ -134,3 +134,25 @@ def test_a_credential_in_a_url_is_stored_masked_and_is_no_difference_at_resume(t
     train(small(folder, **url, training={"max_steps": 1}), quiet=True)
     assert "hunter2secret" not in (folder / "config.toml").read_text()
     assert train(small(folder, **url, training={"max_steps": 2}, resume={"from": str(folder)}), quiet=True).summary.steps == 2
+
+
+def test_a_run_that_failing_rewards_stopped_fails_again_while_they_do_and_goes_on_once_they_are_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    (tmp_path / "judge_of_test.py").write_text(
+        f"from pathlib import Path\n\ndef score(response, reference):\n    assert not Path({str(broken)!r}).exists(), 'judge is down'\n"
+        "    return float(len(response) % 2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    sections = {"reward": {"type": "custom", "custom_module": "judge_of_test"}, "training": {"max_steps": 6}}
+    resumed = small(folder, **sections, resume={"from": str(folder)})
+    broken.touch()
+    for config, steps in ((small(folder, **sections), 1), (resumed, 2)):
+        with pytest.raises(RunFailed, match=r"8 of 8 completions of the last step .*judge is down.* go on with --resume"):
+            train(config, quiet=True)
+        assert len(lines(folder / "metrics.jsonl")) == steps
+    broken.unlink()
+    train(resumed, quiet=True)
+    assert [line["reward_could_not_judge"] for line in lines(folder / "metrics.jsonl")] == [8, 8, 0, 0, 0, 0]

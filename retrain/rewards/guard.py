@@ -37,12 +37,17 @@ class FailureGuard:
         self._steps: deque[_Step] = deque(maxlen=window)
 
     def observe(self, scores: Iterable[Score]) -> None:
-        """Count one step's scores. Raises RunFailed in one sentence with the most frequent reason."""
+        """Count one step's scores. Raises RunFailed in one sentence with the most frequent reason.
+
+        The window then begins anew: who resumes the run has mended the reward, and old failures would stop it again at once.
+        """
         outcomes = list(scores)
         reasons = Counter(score.reason or "no reason given" for score in outcomes if score.outcome is Outcome.COULD_NOT_JUDGE)
         self._steps.append(_Step(len(outcomes), dict(reasons)))
         if self._max_failure_rate < 1 and self._is_over():
-            raise RunFailed(self._sentence())
+            sentence = self._sentence()
+            self._steps.clear()
+            raise RunFailed(sentence)
 
     def _is_over(self) -> bool:
         total, failed = self._total, self._failed
@@ -62,10 +67,10 @@ class FailureGuard:
         for step in self._steps:
             reasons.update(step.reasons)
         reason, count = reasons.most_common(1)[0]
+        steps = f"{len(self._steps)} steps" if len(self._steps) > 1 else "step"
         return (
-            f"{self._failed} of {self._total} completions of the last {len(self._steps)} steps could not be judged, more than "
-            f"[reward] max_failure_rate = {self._max_failure_rate:g} allows; "
-            f"the most frequent reason ({count} times): {reason.rstrip('.')}."
+            f"{self._failed} of {self._total} completions of the last {steps} could not be judged ({count} times: {reason.rstrip('.')}), "
+            f"more than [reward] max_failure_rate = {self._max_failure_rate:g} allows; mend the reward, then go on with --resume."
         )
 
     def state_dict(self) -> dict[str, Any]:
