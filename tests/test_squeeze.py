@@ -388,3 +388,22 @@ def test_a_trained_adapter_is_squeezed_by_a_file_of_squeeze_alone(tmp_path: Path
     assert main([str(file), "--overwrite", "--quiet", "--squeeze-compress-to", "1"]) == 0
     assert capsys.readouterr().out == ""
     assert json.loads((out / SETTINGS).read_text())["r"] == 1
+
+
+def test_an_analysis_alone_draws_its_curve_beside_the_runs_and_touches_no_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = peft_adapter(tmp_path / "logs" / "lab" / "final")
+    before = sorted(source.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "squeeze.toml").write_text('[squeeze]\nadapter_path = "logs/lab/final"\n')
+    assert main(["squeeze.toml"]) == 0
+    picture = Path("logs/squeeze-analysis/logs-lab-final.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"Picture: {picture}\n" in capsys.readouterr().out
+    assert sorted(source.rglob("*")) == before
+    picture.unlink()
+    picture.parent.rmdir()
+    picture.parent.touch()
+    assert main(["squeeze.toml"]) == 0
+    assert f"No picture of the variance curve: {picture} cannot be written" in capsys.readouterr().out

@@ -48,22 +48,35 @@ def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
     from retrain.squeeze import run_squeeze
 
     squeezed = run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
-    if config.squeeze.output_path:
-        _draw_squeeze(squeezed, Path(config.squeeze.output_path).expanduser() / "squeeze.png", quiet=parsed.quiet)
+    line = _draw_squeeze(squeezed, _squeeze_picture(config))
+    if not parsed.quiet:
+        print(line)
     return 0
 
 
-def _draw_squeeze(squeezed: "Squeezed", picture: Path, *, quiet: bool) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        line = 'No picture of the variance curve: matplotlib is not installed; pip install "retrain[report]".'
-    else:
-        from retrain.report.data import SqueezeCurve
-        from retrain.report.squeeze_curve import write_squeeze_picture
+def _squeeze_picture(config: "TrainConfig") -> Path:
+    """In the squeezed adapter's folder; an analysis alone has none, so it goes beside the runs, under the adapter's name."""
+    from retrain.tracking.tracker import SQUEEZE_RUN
 
+    if config.squeeze.output_path:
+        return Path(config.squeeze.output_path).expanduser() / "squeeze.png"
+    adapter = Path(config.squeeze.adapter_path).expanduser().resolve()
+    return Path(config.logging.log_dir).parent / SQUEEZE_RUN / f"{'-'.join(adapter.parts[1:][-3:])}.png"
+
+
+def _draw_squeeze(squeezed: "Squeezed", picture: Path) -> str:
+    """The line that tells where the picture is, or why there is none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return 'No picture of the variance curve: matplotlib is not installed; pip install "retrain[report]".'
+    from retrain.report.data import SqueezeCurve
+    from retrain.report.squeeze_curve import write_squeeze_picture
+
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
         write_squeeze_picture(SqueezeCurve.from_json("", squeezed.to_json()), picture)
-        line = f"Picture: {picture}"
-    if not quiet:
-        print(line)
+    except OSError as error:
+        return f"No picture of the variance curve: {picture} cannot be written ({error.strerror or error})."
+    return f"Picture: {picture}"
 
 
 def _run_campaign(config: "TrainConfig", parsed: RunArguments) -> int:
