@@ -71,6 +71,8 @@ class Background(Tracker):
         self._tell_news()
         if self._thread.is_alive():
             self._complain(f"{self._name} has not ended after {self.patience_s:g} s and is left behind")
+        if self._thread.is_alive() or self._failure is not None:
+            self._sink.abandon()
 
     def state(self) -> dict[str, str]:
         return self._sink.state()

@@ -69,6 +69,9 @@ class ExternalTracker(Tracker):
     def kept_generations(self, step: int, records: Sequence[GenerationRecord]) -> list[GenerationRecord]:
         return kept_generations(self.settings.config.logging, step, records)
 
+    def abandon(self) -> None:
+        """It failed, or nobody waits for it any longer: what its library would still do at the end of the process must not delay that."""
+
 
 # -- metric names --------------------------------------------------------------------------------------------------------
 

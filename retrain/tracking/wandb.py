@@ -1,8 +1,13 @@
 """Weights & Biases. WANDB_MODE=offline keeps everything on disk until `wandb sync`."""
 
+import atexit
+import contextlib
+import os
 import secrets
 import sys
+import threading
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from retrain.tracking.external import (
@@ -22,8 +27,12 @@ from retrain.tracking.record import EvaluationResult, GenerationRecord, RunSumma
 _RUN_ID = "wandb_run_id"
 _INCREMENTS = 100
 """Increments of one table that wandb shows."""
-_PATIENCE_S = 25.0
-"""For a server that does not answer: shorter than the background's own, so that the sentence about it is wandb's."""
+_INIT_S = 10.0
+"""For a server that does not answer; then the run is kept on disk."""
+_FINISH_S = 25.0
+"""For the last steps on their way to the server: shorter than the background's patience, so that the sentence about it is wandb's."""
+_EXIT_S = 2.0
+"""For wandb's service process at the end of ours, once the tracker has failed or hangs."""
 _TAG_LENGTH = 64
 """wandb refuses a longer tag."""
 
@@ -31,6 +40,7 @@ _TAG_LENGTH = 64
 class WandbTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
         super().__init__(settings)
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb tells its makers of every exception
         self._wandb = import_extra("wandb", "wandb")
         self._run: Any = None
         # Chosen here and not by wandb: the first checkpoint may be sealed before wandb has answered.
@@ -77,9 +87,8 @@ class WandbTracker(ExternalTracker):
                 disable_code=True,
                 disable_git=True,
                 x_disable_meta=True,
-                # wandb waits at the end of the process, which no thread of ours can prevent.
-                init_timeout=_PATIENCE_S,
-                finish_timeout=_PATIENCE_S,
+                init_timeout=_INIT_S,
+                finish_timeout=_FINISH_S,
                 finish_timeout_raises=True,
             ),
         )
@@ -134,10 +143,40 @@ class WandbTracker(ExternalTracker):
         try:
             run.finish(exit_code=exit_code)
         except TimeoutError:
-            self.outbox.put(f"wandb has not taken everything in {_PATIENCE_S:g} s; {self._how_to_send(f'run-*-{self._run_id}')}.")
+            self.outbox.put(f"wandb has not taken everything in {_FINISH_S:g} s; {self._how_to_send(f'run-*-{self._run_id}')}.")
 
     def _how_to_send(self, folder: str) -> str:
         return f"send it later with `wandb sync --id {self._run_id} {self.settings.folder.wandb}/{folder}`"
 
     def state(self) -> dict[str, str]:
         return {_RUN_ID: self._run_id}
+
+    def abandon(self) -> None:
+        _end_in_time(self._wandb)
+
+
+def _end_in_time(wandb: ModuleType) -> None:
+    """wandb waits for its service process when Python exits: without a limit, and with a traceback where that process has died.
+
+    So it is done before wandb's own hook comes to it (the last one registered is the first one called), in a thread that may be left
+    behind. A thread cannot be started as late as that, so it is started here.
+    """
+    exiting, ended = threading.Event(), threading.Event()
+    services: list[Any] = []
+
+    def end() -> None:
+        with contextlib.suppress(Exception):
+            services.append(wandb.setup()._connection._proc._process)  # it has no public name
+        exiting.wait()
+        with contextlib.suppress(Exception):
+            wandb.teardown()
+        ended.set()
+
+    def at_exit() -> None:
+        exiting.set()
+        if not ended.wait(_EXIT_S):
+            for service in services:
+                service.kill()  # else it ends by itself, but seconds later, and holds our output open until then
+
+    threading.Thread(target=end, name="wandb-exit", daemon=True).start()
+    atexit.register(at_exit)
