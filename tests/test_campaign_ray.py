@@ -1,6 +1,9 @@
 """The same campaign through a local Ray cluster."""
 
+import contextlib
+import time
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
@@ -29,11 +32,26 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "c").exists()
 
 
-def test_a_local_cluster_runs_the_campaign_and_brings_failures_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def processes_that_name(text: str) -> list[str]:
+    """Command lines, where the kernel tells them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if text in line]
+
+
+def test_a_local_cluster_runs_the_campaign_brings_failures_back_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
-    from retrain.campaign import Manifest, Status, run_campaign
+    from retrain.campaign import Manifest, Status, ray_cluster, run_campaign
     from retrain.errors import RunFailed
 
+    made: list[str] = []
+    monkeypatch.setattr(ray_cluster, "mkdtemp", lambda **options: made.append(mkdtemp(**options)) or made[-1])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster of someone else, which a local one has nothing to do with
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     good = {"advantage_mode": "grpo", "transform_mode": "none"}
     broken = good | {"label": "broken", "lora.init_from": "nowhere"}
     campaign = {"launcher": "ray", "seeds": [1], "max_steps": 1, "conditions": [good, broken]}
@@ -44,3 +62,13 @@ def test_a_local_cluster_runs_the_campaign_and_brings_failures_back(tmp_path: Pa
     assert (done.status, failed.status) == (Status.DONE, Status.FAILED)
     assert failed.reason and 'init_from = "nowhere"' in failed.reason
     assert (tmp_path / "logs/c/runs/grpo+none_s1/summary.json").is_file()
+
+    from ray._common.usage.usage_lib import usage_stats_enabled
+
+    assert not usage_stats_enabled()
+    (folder,) = made
+    assert not Path(folder).exists()
+    deadline = time.monotonic() + 10
+    while left := processes_that_name(folder):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

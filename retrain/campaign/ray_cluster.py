@@ -5,9 +5,11 @@ All machines must see the campaign's folder under one path, and have retrain ins
 """
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from retrain.campaign.launch import Outcome
@@ -21,6 +23,8 @@ from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 _POLL_S = 0.2
+_OBJECT_STORE_BYTES = 2**27
+"""Of a local cluster: what goes through it are configurations and outcomes. By default Ray takes a third of the machine's memory."""
 _DEVICES = {1: "gpu:0", 2: "gpu:0,gpu:1"}
 """Of a task, which sees only the GPUs that Ray gave it."""
 
@@ -32,15 +36,27 @@ class RayLauncher:
         devices = plan.config.backend.device_list if plan.config.is_set("backend.devices") else ("cuda:0",)
         self._wants_gpus = plan.config.backend.backend == "local" and devices[0].startswith("cuda")
         self._ray = _import_ray()
-        self._connect()
-        self.workers = self._room(len(plan.runs))
+        self._own_folder = "" if plan.settings.ray_address else _make_folder()
+        try:
+            self._connect()
+            self.workers = self._room(len(plan.runs))
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self) -> None:
-        options: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False, "logging_level": "error"}
-        if self._settings.ray_address:
-            options = {"address": self._settings.ray_address, "log_to_driver": False, "logging_level": "error"}
+        options: dict[str, Any] = {"address": self._settings.ray_address}
+        if self._own_folder:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
+            # "local" is never a cluster that happens to run here, as no address at all would be.
+            options = {
+                "address": "local",
+                "_temp_dir": self._own_folder,
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+            }
         try:
-            self._ray.init(**options)
+            self._ray.init(**options, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = f"ray_address = {self._settings.ray_address!r}" if self._settings.ray_address else 'launcher = "ray"'
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -70,6 +86,18 @@ class RayLauncher:
 
     def close(self) -> None:
         self._ray.shutdown()
+        if self._own_folder:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+
+def _make_folder() -> str:
+    """For the logs and sockets of a local cluster, which Ray itself never deletes."""
+    try:
+        return mkdtemp(prefix="retrain-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"/tmp cannot be written ({error.strerror}), where a local Ray keeps its sockets; make it writable."
+        ) from error
 
 
 def gpu_share(settings: Campaign) -> float:
