@@ -100,6 +100,7 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
         ("squeeze.per_layer = true", "[squeeze] belongs to the whole campaign"),
         ('label = "a/b"', "cannot name a folder"),
         ('label = "grpo+none"', 'numbers 1 and 2 are both called "grpo+none"'),
+        ('label = "GRPO+none"', 'numbers 1 and 2 are called "grpo+none" and "GRPO+none", so their runs would share folders'),
         ('model = "x"', "model is a key of several sections; write model.model or planning.model"),
     ],
 )

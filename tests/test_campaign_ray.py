@@ -1,6 +1,7 @@
 """The same campaign through a local Ray cluster."""
 
 import contextlib
+import socket
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -29,6 +30,21 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(EnvironmentFailure, match=r'pip install "retrain\[ray\]"'):
         run_campaign(config_from_mapping(sections(tmp_path / "c", {"launcher": "ray"})), quiet=True)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_is_not_there_is_said_at_once(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from retrain.campaign import run_campaign
+
+    with socket.socket() as listener:  # bound, and nobody listens
+        listener.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{listener.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(EnvironmentFailure, match=f"ray_address = '{address}': no Ray cluster answers .*refused"):
+            run_campaign(config_from_mapping(sections(tmp_path / "c", {"launcher": "ray", "ray_address": address})), quiet=True)
+    assert time.monotonic() - began < 30
     assert not (tmp_path / "c").exists()
 
 

@@ -7,6 +7,7 @@ All machines must see the campaign's folder under one path, and have retrain ins
 import os
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -23,6 +24,7 @@ from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 _POLL_S = 0.2
+_KNOCK_S = 10.0
 _OBJECT_STORE_BYTES = 2**27
 """Of a local cluster: what goes through it are configurations and outcomes. By default Ray takes a third of the machine's memory."""
 _DEVICES = {1: "gpu:0", 2: "gpu:0,gpu:1"}
@@ -56,6 +58,7 @@ class RayLauncher:
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
         try:
+            _knock(self._settings.ray_address)
             self._ray.init(**options, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = f"ray_address = {self._settings.ray_address!r}" if self._settings.ray_address else 'launcher = "ray"'
@@ -96,8 +99,16 @@ def _make_folder() -> str:
         return mkdtemp(prefix="retrain-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
     except OSError as error:
         raise EnvironmentFailure(
-            f"/tmp cannot be written ({error.strerror}), where a local Ray keeps its sockets; make it writable."
+            f'[campaign] launcher = "ray": a local Ray keeps its sockets in /tmp, which cannot be written ({error.strerror}); make it '
+            "writable, or name a cluster by ray_address."
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody answers at host:port, which Ray would try for longer than anyone waits."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
 
 
 def gpu_share(settings: Campaign) -> float:

@@ -299,16 +299,17 @@ def _conditions_are_complete(config: "TrainConfig") -> Iterator[Violation]:
 def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
     if config.campaign is None:
         return
-    seen: dict[str, int] = {}
+    seen: dict[str, tuple[int, str]] = {}
     for number, condition in enumerate(config.conditions, start=1):
-        folder = re.sub(r"[^A-Za-z0-9+._-]", "_", condition.label)
-        if folder in seen:
+        folder = re.sub(r"[^A-Za-z0-9+._-]", "_", condition.label).casefold()  # many disks do not tell upper from lower case
+        first, label = seen.setdefault(folder, (number, condition.label))
+        if first != number:
+            names = f'both called "{label}"' if label == condition.label else f'called "{label}" and "{condition.label}"'
             yield Violation(
                 ("campaign.conditions",),
-                f'[[campaign.conditions]] numbers {seen[folder]} and {number} are both called "{condition.label}", '
+                f"[[campaign.conditions]] numbers {first} and {number} are {names}, "
                 "so their runs would share folders; give one a label of its own, or drop it",
             )
-        seen.setdefault(folder, number)
 
 
 @_campaign_rule
