@@ -43,18 +43,41 @@ def campaign(tmp_path: Path) -> tuple[Plan, Manifest]:
 
 def render(board: Board, width: int = 200) -> str:
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None).print(board.table())
+    Console(file=out, width=width, color_system=None).print(board.table(width))
     return out.getvalue()
 
 
 def test_the_table_tells_each_run_and_the_campaign(campaign: tuple[Plan, Manifest]) -> None:
     text = render(Board(*campaign, workers=1))
     rows = {line.split()[0]: line for line in text.splitlines() if "_s" in line.split()[0]}
+    reason = rows.pop("maxrl+gtpo_s1:")
     assert "running" in rows["maxrl+none_s1"] and "12/50" in rows["maxrl+none_s1"]
     assert "45.3%" in rows["maxrl+none_s1"] and "1 min 16 s" in rows["maxrl+none_s1"]
     assert "done" in rows["grpo+none_s1"] and "50/50" in rows["grpo+none_s1"]
-    assert "failed  [lora] init_from is nowhere" in rows["maxrl+gtpo_s1"], "the reason, as harmless text"
+    assert "failed" in rows["maxrl+gtpo_s1"] and reason.rstrip() == "maxrl+gtpo_s1: [lora] init_from is nowhere", "harmless text"
     assert "1 running, 1 failed, 1 done, 7 pending | step 62 of 500 | 12 min 56 s left" in text.replace("\n", "")
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_long_labels_and_reasons_leave_room_for_every_number_and_seed(width: int, tmp_path: Path) -> None:
+    label = "importance-weighted-with-a-clip-that-is-wide_and_slow"
+    condition = {"advantage_mode": "grpo", "transform_mode": "none", "label": label}
+    plan = plan_campaign(config_from_mapping({"campaign": {"seeds": [101, 202], "max_steps": 500, "conditions": [condition]}}), tmp_path)
+    manifest = Manifest.of_plan(plan, datetime.now())
+    for run in plan.runs:
+        run.folder.mkdir(parents=True)
+        write_steps(run.folder, 123)
+        manifest.started(run.name)
+    manifest.ended(plan.runs[0].name, Status.FAILED, "16 of 16 completions of the last step could not be judged, " + "and so on " * 40)
+    lines = [line.rstrip() for line in render(Board(plan, manifest, workers=1), width).splitlines()]
+    assert max(map(len, lines)) <= width
+    running, failed, *_ = lines[next(number for number, line in enumerate(lines) if line.startswith("run ")) + 1 :]
+    assert "_s101" in failed and "_s202" in running
+    for row in (failed, running):
+        assert "123/500" in row and "45.3%" in row
+    assert running.endswith("12 min 34 s")
+    assert (label in running) == (width == 200)
+    assert lines[-1].startswith(f"{label}_s101: 16 of 16") and lines[-1].endswith("…")
 
 
 def test_a_large_campaign_fits_the_terminal_and_shows_what_runs(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ LINES_EVERY_S = 30.0
 """Between two lines about runs that go on, where there is no terminal."""
 _WINDOW = 20
 """Last steps over which a step's time is taken."""
+_COLUMNS = ("run", "state", "step", "correct", "held-out", "left")
+_GAP = 2
+"""Spaces between two columns."""
 _ORDER = (Status.RUNNING, Status.FAILED, Status.INTERRUPTED, Status.DONE, Status.PENDING)
 
 
@@ -107,7 +110,7 @@ class Board:
         if self._thread is not None:
             self._thread.join()
         if self._live is not None:
-            self._live.update(self.table(), refresh=True)
+            self._live.update(self.table(*self._live.console.size), refresh=True)
             self._live.stop()
             self._live = None  # what is said from now on stands below the table
 
@@ -147,7 +150,7 @@ class Board:
         said = time.monotonic()
         while not self._closing.wait(REFRESH_S):
             if self._live is not None:
-                self._live.update(self.table(), refresh=True)
+                self._live.update(self.table(*self._live.console.size), refresh=True)
             elif time.monotonic() - said >= LINES_EVERY_S:
                 said = time.monotonic()
                 for line in self._running_lines():
@@ -170,27 +173,37 @@ class Board:
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
 
-    def table(self) -> "Group":
-        """The runs that matter most now, as many as the terminal has room for, under a line that counts all."""
+    def table(self, width: int = 80, height: int = 25) -> "Group":
+        """The runs that matter most now, as many as a terminal of this size has room for, under a line that counts all of them.
+
+        Reasons stand below the table, one line each: in it they would take the place of the numbers.
+        """
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         runs = [self._progress(entry) for entry in self._manifest.runs]
-        room = max(5, (self._live.console.height if self._live else 60) - 6)
-        table = Table(box=None, pad_edge=False)
-        for name in ("run", "state", "step", "correct", "held-out", "left"):
+        room = max(5, height - 6)
+        ordered = sorted(runs, key=lambda run: _ORDER.index(run.status))
+        reasons = [f"{one_line(run.name)}: {one_line(run.reason, 400)}" for run in ordered if run.reason][: max(1, room // 4)]
+        shown = ordered[: room - len(reasons)]
+        rows = [self._cells(run) for run in shown]
+        names_width = width - sum(max(map(len, column)) + _GAP for column in list(zip(_COLUMNS, *rows, strict=True))[1:])
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+        for name in _COLUMNS:
             table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
-        shown = sorted(runs, key=lambda run: _ORDER.index(run.status))[:room]
-        for run in shown:
-            reason = f"  {one_line(run.reason, 60)}" if run.reason else ""
-            left = duration(run.remaining_s) if run.status is Status.RUNNING and run.remaining_s is not None else ""
-            steps = f"{run.steps}/{run.max_steps}" if run.status is not Status.PENDING else ""
-            cells = (one_line(run.name), f"{run.status}{reason}", steps, _percent(run.correct), _percent(run.held_out), left)
-            table.add_row(*(Text(self._mask(cell)) for cell in cells))
+        for name, *cells in rows:
+            table.add_row(*(Text(self._mask(cell)) for cell in (shortened(name, names_width), *cells)))
         if len(shown) < len(runs):
             table.add_row(Text(f"and {len(runs) - len(shown)} more"))
-        return Group(Text(self._mask(self.headline(runs))), table)
+        below = [Text(self._mask(reason), no_wrap=True, overflow="ellipsis") for reason in reasons]
+        return Group(Text(self._mask(self.headline(runs))), table, *below)
+
+    @staticmethod
+    def _cells(run: Progress) -> tuple[str, ...]:
+        left = duration(run.remaining_s) if run.status is Status.RUNNING and run.remaining_s is not None else ""
+        steps = f"{run.steps}/{run.max_steps}" if run.status is not Status.PENDING else ""
+        return one_line(run.name), str(run.status), steps, _percent(run.correct), _percent(run.held_out), left
 
     def headline(self, runs: list[Progress]) -> str:
         """Campaign logs/campaign_...: 12 done, 2 running, 26 pending | step 640 of 2,000 | 1 h 05 min left"""
@@ -220,6 +233,15 @@ class Board:
             return read_progress(self._plan, entry)
         except (RetrainError, OSError):  # a file that is cut or replaced at this moment; whoever compares the runs will tell if it stays so
             return Progress(entry.name, entry.status, max_steps=self._plan.max_steps, reason=entry.reason or "")
+
+
+def shortened(name: str, width: int) -> str:
+    """A run's name in `width` columns, 12 at least: cut in its middle, since runs of a condition differ by the seed at its end."""
+    width = max(12, width)
+    if len(name) <= width:
+        return name
+    seed = name[name.rindex("_s") :] if "_s" in name else ""
+    return f"{name[: max(1, width - 1 - len(seed))]}…{seed}"
 
 
 def _percent(value: float | None) -> str:
