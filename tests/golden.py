@@ -22,14 +22,17 @@ from retrain.advantages.ragged import Segments, flatten
 from retrain.advantages.step import StepTokens
 from retrain.analysis import resampling, statistics
 from retrain.backends.local import loss
-from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency
+from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency, target_batch
 from retrain.config import TrainConfig
 from retrain.config.values import parse_grams
 from retrain.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
 from retrain.sepa import SEPAController, check_ramp
 from retrain.squeeze import compressed_alpha, layer_spectrum, recommend_rank
+from retrain.squeeze.adapter import LoraLayer
 from retrain.squeeze.analysis import checked_ranks, powers_of_two
+from retrain.squeeze.compression import truncated
+from retrain.squeeze.spectrum import factorise
 
 TEXT_INPUTS = frozenset({"text", "a", "b", "token_pieces", "grams"})
 """Inputs in which "nan" and "inf" are words, not numbers."""
@@ -179,12 +182,23 @@ def usl_fit(p: list[float], throughput: list[float], **options: Any) -> dict[str
     return {"status": fit.status, "r2": fit.r2, "superlinear": fit.superlinear, **numbers}
 
 
+def usl_target_batch(p_star: float | None, **settings: Any) -> int:
+    return target_batch(math.inf if p_star is None else p_star, **settings)
+
+
 def squeeze_layer(lora_A: Rows, lora_B: Rows, target_ranks: list[int]) -> dict[str, Any]:
     layer = layer_spectrum(torch.tensor(lora_A, dtype=torch.float64), torch.tensor(lora_B, dtype=torch.float64))
     # A layer may be of a lower rank than its adapter, so the largest target stands for the adapter's.
     ranks = checked_ranks(target_ranks, max(layer.rank, *target_ranks)) if target_ranks else powers_of_two(layer.rank)
     variance = None if layer.is_zero else {str(k): layer.retained(k) for k in ranks}
     return {"singular_values": layer.singular_values, "variance": variance, "status": "zero" if layer.is_zero else "ok"}
+
+
+def squeeze_compress(lora_A: Rows, lora_B: Rows, rank: int) -> dict[str, Any]:
+    a, b = torch.tensor(lora_A, dtype=torch.float64), torch.tensor(lora_B, dtype=torch.float64)
+    layer = LoraLayer("layer", a, b, alpha=compressed_alpha(1.0, len(lora_A), rank), use_rslora=False)
+    short_a, short_b = truncated(layer, factorise(a, b, "layer"), rank)
+    return {"product": (short_b @ short_a).tolist(), "relative_frobenius_error": layer_spectrum(a, b).error(rank)}
 
 
 def squeeze_recommend(
@@ -225,7 +239,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "usl.throughput": usl_throughput,
     "usl.optimal": optimal_concurrency,
     "usl.fit": usl_fit,
+    "usl.target_batch": usl_target_batch,
     "squeeze.layer": squeeze_layer,
+    "squeeze.compress": squeeze_compress,
     "squeeze.recommend": squeeze_recommend,
     "squeeze.alpha": compressed_alpha,
     "stats.pass_at_k": pass_at_k,
@@ -262,7 +278,9 @@ def difference(expected: Any, got: Any, rtol: float, atol: float, path: str = ""
 
 def same(expected: Any, got: Any, rtol: float, atol: float) -> bool:
     expected = FLOATS.get(expected, expected) if isinstance(expected, str) and not isinstance(got, str) else expected
-    if isinstance(expected, bool) or isinstance(got, bool) or expected is None or isinstance(expected, str):
+    if expected is None:
+        return got is None or got == math.inf  # JSON has no infinity
+    if isinstance(expected, bool) or isinstance(got, bool) or isinstance(expected, str):
         return type(expected) is type(got) and bool(expected == got)
     if not isinstance(got, int | float):
         return False

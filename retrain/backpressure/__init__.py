@@ -1,6 +1,6 @@
 """Back pressure: a batch size that follows measured throughput, by the universal scalability law, with a hint from the roofline."""
 
-from retrain.backpressure.controller import Action, BackpressureController, Decision, Regime
+from retrain.backpressure.controller import Action, BackpressureController, Decision, Regime, target_batch
 from retrain.backpressure.roofline import Roofline, roofline
 from retrain.backpressure.scaling_law import Fit, ScalingLaw, capacity, fit_scaling_law, optimal_concurrency
 
@@ -16,4 +16,5 @@ __all__ = [
     "fit_scaling_law",
     "optimal_concurrency",
     "roofline",
+    "target_batch",
 ]

@@ -19,6 +19,8 @@ _VISITS = 2
 """Of each size in the sweep: one measurement would not tell noise from shape."""
 _LEAST_GAIN = 0.10
 """Without a coherency penalty no optimum is in sight; growth goes on while the last one gave this much."""
+_ROUNDING = 1e-9
+"""A whole number of prompts but for the last binary digit, as 0.29 * 100 is 28.999999999999996, is that number."""
 _ANOMALY = 0.8
 """A smoothed throughput below this fraction of the law's prediction is reported. It changes nothing: noise does it too."""
 
@@ -174,19 +176,18 @@ class BackpressureController:
             return Regime.UNKNOWN, self.batch_size
         if math.isinf(self.law.optimum):
             return Regime.UNBOUNDED, self._doubled() if self._last_growth_paid() else self.batch_size
-        p, target = self.batch_size * self.group_size, self.settings.throttle_margin * self.law.optimum
-        size = self._clamped(math.floor(target / self.group_size))
+        settings = self.settings
+        p, target = self.batch_size * self.group_size, settings.throttle_margin * self.law.optimum
+        limits = settings.min_batch_size, settings.max_batch_size
+        size = target_batch(self.law.optimum, self.group_size, settings.throttle_margin, *limits)
         if p > target:
             return Regime.RETROGRADE, min(size, self.batch_size)
-        if p < self.settings.increase_margin * target:
+        if p < settings.increase_margin * target:
             return Regime.BELOW_TARGET, max(self.batch_size, min(size, 2 * self.batch_size))
         return Regime.NEAR_TARGET, self.batch_size
 
-    def _clamped(self, size: int) -> int:
-        return min(max(size, self.settings.min_batch_size), self.settings.max_batch_size)
-
     def _doubled(self) -> int:
-        return max(self.batch_size, self._clamped(2 * self.batch_size))
+        return max(self.batch_size, min(2 * self.batch_size, self.settings.max_batch_size))
 
     def _last_growth_paid(self) -> bool:
         """Whether the throughput here is well above that at the next smaller concurrency seen; True where none was."""
@@ -227,6 +228,14 @@ class BackpressureController:
         self.step_count, self.since_change = state["step_count"], state["since_change"]
         self.ema, self.ema_p, self.batch_size = state["ema"], state["ema_p"], state["batch_size"]
         self.law, self.r2 = ScalingLaw(*law) if law else None, state["r2"]
+
+
+def target_batch(p_star: float, group_size: int, throttle_margin: float, min_batch_size: int, max_batch_size: int) -> int:
+    """Prompts a step that put the concurrency at throttle_margin p*, rounded down, within the limits; the upper one for an infinite p*."""
+    wanted = throttle_margin * p_star / group_size
+    if wanted >= max_batch_size:
+        return max_batch_size
+    return max(min_batch_size, math.floor(wanted + _ROUNDING))
 
 
 def sweep_sizes(smallest: int, largest: int) -> tuple[int, ...]:

@@ -64,7 +64,9 @@ class ScalingLaw:
 @dataclass(frozen=True)
 class Fit:
     status: FitStatus
-    """insufficient: too few different p. rejected: no law has these coefficients. unknown: a law, but R^2 is too low to act on it."""
+    """ok, with kappa = 0 and an infinite optimum where there is no coherency penalty; or the first step at which the fit fails:
+    insufficient: fewer than three different p, so no parabola. rejected: 1 / lambda = A + B + C is not above 0, so no law has these
+    coefficients. unknown: there is a law, but its R^2 is below what is asked for; the controller's regime has the same name."""
     law: ScalingLaw | None = None
     r2: float | None = None
     """Of the throughput, unweighted."""

@@ -11,7 +11,7 @@ import torch
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
-from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum, reaches, relative_error
+from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum, reaches
 
 Rule = Literal["mean", "min"]
 
@@ -165,5 +165,7 @@ def _row(k: int, trained: Sequence[LayerSpectrum]) -> TableRow:
     values = [layer.retained(k) for layer in trained]
     largest = max(layer.energy for layer in trained)
     weights = [layer.energy / largest for layer in trained]
-    energy = math.fsum(v * weight for v, weight in zip(values, weights, strict=True)) / math.fsum(weights)
-    return TableRow(k, math.fsum(values) / len(values), min(values), max(values), energy, relative_error(energy))
+    whole = math.fsum(weights)
+    energy = math.fsum(v * weight for v, weight in zip(values, weights, strict=True)) / whole
+    lost = math.fsum(layer.lost(k) * weight for layer, weight in zip(trained, weights, strict=True)) / whole
+    return TableRow(k, math.fsum(values) / len(values), min(values), max(values), energy, math.sqrt(lost))

@@ -67,6 +67,22 @@ class LayerSpectrum:
             raise ValueError(f"the update of {self.name} is zero, so it has no variance")
         return 1.0 if k >= self.effective_rank else self._cumulative[k - 1] / self._cumulative[-1]
 
+    def lost(self, k: int) -> float:
+        """1 - V(k), summed from what rank k cuts off, so that a small loss keeps its digits; 0 for a layer of zeros, which has none.
+
+        Raises ValueError for k < 1.
+        """
+        if k < 1:
+            raise ValueError(f"rank {k} is not a rank; give 1 or more")
+        if self.is_zero:
+            return 0.0
+        cut = self.singular_values[k:]
+        return math.fsum((value / self.singular_values[0]) ** 2 for value in cut) / self._cumulative[-1]
+
+    def error(self, k: int) -> float:
+        """Relative Frobenius error of the update cut to rank k; 0.95 kept is an error of 22%."""
+        return math.sqrt(self.lost(k))
+
     def smallest_rank(self, threshold: float) -> int:
         """The smallest k whose V(k) reaches the threshold; 1 for a layer of zeros, which loses nothing at any rank."""
         if self.is_zero:
@@ -117,8 +133,3 @@ def _checked(lora_a: Tensor, lora_b: Tensor, name: str) -> tuple[Tensor, Tensor]
     if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all()):
         raise ValueError(f"{name}: lora_A or lora_B holds nan or inf")
     return lora_a.double(), lora_b.double()
-
-
-def relative_error(retained: float) -> float:
-    """Relative Frobenius error of a truncation that keeps this fraction of the variance: 0.95 is an error of 22%."""
-    return math.sqrt(max(0.0, 1.0 - retained))
