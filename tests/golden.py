@@ -246,7 +246,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "squeeze.alpha": compressed_alpha,
     "stats.pass_at_k": pass_at_k,
     "stats.paired_permutation": statistics.sign_flip_p,
-    "stats.cohen_dz": statistics.cohen_dz,
+    "stats.cohen_dz": statistics.corrected_dz,
     "stats.holm": statistics.holm,
     "stats.iqm": resampling.iqm,
 }

@@ -61,19 +61,39 @@ def test_the_interval_and_tost_are_those_of_paired_t_tests() -> None:
 def test_differences_without_spread_claim_no_more_than_their_number_allows() -> None:
     assert statistics.tost([0.0] * 3, 0.01) == 1 / 8
     assert statistics.tost([0.02] * 8, 0.01) == 1.0
-    assert statistics.cohen_dz([0.1] * 3) == np.inf and statistics.cohen_dz([-0.1] * 3) == -np.inf
-    assert statistics.cohen_dz([0.0] * 3) == 0.0
+    assert statistics.corrected_dz([0.1] * 3) == np.inf and statistics.corrected_dz([-0.1] * 3) == -np.inf
+    assert statistics.corrected_dz([0.0] * 3) == 0.0
     assert statistics.t_interval([0.1] * 3) == pytest.approx((0.1, 0.1))
 
 
 def test_the_effect_size_has_hedges_correction() -> None:
     d = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert statistics.cohen_dz(d) == pytest.approx(3 / np.sqrt(2.5) * (1 - 3 / 15))
+    assert statistics.corrected_dz(d) == pytest.approx(3 / np.sqrt(2.5) * (1 - 3 / 15))
+
+
+def test_two_differences_have_no_effect_size_left_after_the_correction() -> None:
+    assert statistics.corrected_dz([1.0, 3.0]) == 0.0
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])
+def test_numbers_of_any_size_have_a_mean_a_spread_and_an_effect(scale: float) -> None:
+    d = [1.0, 2.0, 4.0, 8.0]
+    huge = [scale * value for value in d]
+    assert statistics.mean(huge) == pytest.approx(3.75 * scale, rel=1e-6)
+    assert statistics.spread(huge) == pytest.approx(np.std(d, ddof=1) * scale, rel=1e-6)
+    assert statistics.corrected_dz(huge) == pytest.approx(statistics.corrected_dz(d), rel=1e-6)
+    assert resampling.iqm(huge) == pytest.approx(3.0 * scale, rel=1e-6)
+    assert statistics.tost(huge, 10 * scale) == pytest.approx(statistics.tost(d, 10), rel=1e-6)
+
+
+def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
+    d = [0.3 - 0.2, 0.2 - 0.1, 0.6 - 0.5]
+    assert len(set(d)) > 1 and statistics.spread(d) == 0.0 and statistics.corrected_dz(d) == np.inf
 
 
 def test_hedges_correction_removes_the_bias_of_small_campaigns() -> None:
     rng = np.random.default_rng(0)
-    estimates = [statistics.cohen_dz(rng.normal(0.8, 1, 6)) for _ in range(4000)]
+    estimates = [statistics.corrected_dz(rng.normal(0.8, 1, 6)) for _ in range(4000)]
     assert np.mean(estimates) == pytest.approx(0.8, abs=0.03)
 
 
@@ -93,7 +113,7 @@ def test_holm_lies_between_the_raw_p_and_bonferroni_and_keeps_the_order(p: list[
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), 1.0]])
 def test_what_is_no_number_is_refused(values: list[float]) -> None:
-    for function in (statistics.sign_flip_p, statistics.cohen_dz, statistics.t_interval, resampling.iqm):
+    for function in (statistics.sign_flip_p, statistics.corrected_dz, statistics.t_interval, resampling.iqm):
         with pytest.raises(ValueError, match="finite"):
             function(values)  # type: ignore[operator]
 
@@ -107,7 +127,7 @@ def test_holm_refuses_what_is_no_probability(p: list[float]) -> None:
 def test_one_difference_has_a_p_and_no_spread() -> None:
     assert statistics.sign_flip_p([0.5]) == 1.0
     with pytest.raises(ValueError, match="two differences"):
-        statistics.cohen_dz([0.5])
+        statistics.corrected_dz([0.5])
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30))
@@ -162,6 +182,20 @@ def test_the_hierarchical_interval_covers_new_problems_where_seeds_alone_do_not(
         by_seeds += low <= 0 <= high
     assert covered / trials >= 0.9
     assert by_seeds / trials < 0.6
+
+
+def test_the_hierarchical_interval_is_no_narrower_than_students_where_only_seeds_differ() -> None:
+    """Thousands of answers to each problem, all problems alike: what is left is the luck of the runs."""
+    rng = np.random.default_rng(0)
+    samples = np.full((3, 20), 5000)
+    baseline = np.full((3, 20), 2500)
+    ratios = []
+    for _ in range(20):
+        candidate = np.broadcast_to(2500 + rng.integers(-400, 400, (3, 1)), (3, 20))
+        low, high = resampling.hierarchical_interval(candidate, baseline, samples, samples, replicates=400)
+        student = statistics.t_interval((candidate - baseline).mean(axis=1) / 5000)
+        ratios.append((high - low) / (student[1] - student[0]))
+    assert 0.8 < np.median(ratios) < 1.4
 
 
 # -- power ---------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from retrain.analysis import statistics
 from retrain.analysis.arms import Arm, Gathered, Shared, check_same_problems, control_label, differing_keys, gather, measured
 from retrain.analysis.measures import Metric, choose_metric
@@ -142,7 +140,7 @@ def _summary(arm: Arm, metric: Metric) -> ArmSummary:
     return ArmSummary(
         label=arm.label,
         runs=len(values),
-        mean=float(np.mean(values)) if values else None,
+        mean=statistics.mean(values) if values else None,
         sd=statistics.spread(values) if len(values) > 1 else None,
         tasks=aggregate_tasks(arm.runs) if metric.k == 1 else None,
     )

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-
 from retrain.analysis import power, statistics
 
 
@@ -47,7 +45,7 @@ class Conclusion:
     smallest_p_adjusted: float
     """What the best conceivable differences would give with these numbers of pairs."""
     d_z: float | None
-    """With Hedges' correction."""
+    """With Hedges' correction, which leaves nothing of two pairs: None below three."""
     minimal_detectable_effect: float | None
     """None also where nothing could be significant, and where all differences are equal."""
     seeds_needed: int | None
@@ -75,7 +73,7 @@ def conclude(family: Sequence[Sequence[float]], rules: Rules) -> list[Conclusion
 def _conclusion(
     d: Sequence[float], rules: Rules, family: int, p: float, p_adjusted: float, smallest: float, equivalence_p: float | None
 ) -> Conclusion:
-    mean = float(np.mean(d))
+    mean = statistics.mean(d)
     sd = statistics.spread(d) if len(d) > 1 else None
     interval = statistics.t_interval(d, 1 - rules.alpha) if len(d) > 1 else None
     return Conclusion(
@@ -86,7 +84,7 @@ def _conclusion(
         p=p,
         p_adjusted=p_adjusted,
         smallest_p_adjusted=smallest,
-        d_z=statistics.cohen_dz(d) if len(d) > 1 else None,
+        d_z=statistics.corrected_dz(d) if len(d) > 2 else None,
         minimal_detectable_effect=power.minimal_detectable_effect(len(d), sd, rules.alpha, rules.power, family) if sd else None,
         seeds_needed=_seeds_needed(rules, sd, family),
         equivalence_p_adjusted=equivalence_p,
