@@ -9,6 +9,7 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.backends import build_backend
 from retrain.backends.base import Backend
 from retrain.config import TrainConfig
+from retrain.config.judging import judging_note, with_judging_reward
 from retrain.config.outcomes import per_token_refusals
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.errors import ConfigurationError
@@ -16,7 +17,7 @@ from retrain.evaluation import Evaluator
 from retrain.noise import Stream
 from retrain.parallel import ALONE, World
 from retrain.parity import GateInputs, GateResult, parity_gate
-from retrain.rewards import FailureGuard, Scorer, build_scorer, judging_note, with_judging_reward
+from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.rollout import Sampler, SamplingPlan
 from retrain.tokenization import TextModel, load_text_model
 from retrain.types import MachineChoices, Prompt

@@ -82,6 +82,29 @@ def test_a_random_reward_is_a_control_arm() -> None:
     assert [run.config.reward.types for run in runs[:3]] == [["match"], ["match"], ["random"]]
 
 
+MODES = 'advantage_mode = "grpo"\ntransform_mode = "none"\n'
+MINE = '[reward]\ntype = "custom"\ncustom_module = "mine"\n'
+
+
+@pytest.mark.parametrize(
+    ("base", "changed", "judges"),
+    [
+        ('[reward]\ntype = "match"', 'reward.type = "random"', [("match", ""), ("random", "match")]),
+        (MINE, 'reward.type = "random"', [("custom", ""), ("random", "custom")]),
+        (MINE + '[evaluation]\nreward = "match"', 'reward.type = "random"', [("custom", "match"), ("random", "match")]),
+        ("", 'reward.normalize = "hendrycks"', [("match", ""), ("match", "")]),
+        ('[reward]\ntype = "random"', 'reward.type = "match"', [("random", ""), ("match", "")]),
+        ('[reward]\ntype = ["match", "math"]', 'reward.type = "random"', [("match + math", ""), ("random", "")]),
+    ],
+)
+def test_a_condition_with_another_reward_has_its_held_out_answers_judged_by_the_bases(
+    base: str, changed: str, judges: list[tuple[str, str]]
+) -> None:
+    conditions = f'[[campaign.conditions]]\n{MODES}[[campaign.conditions]]\n{MODES}label = "other"\n{changed}\n'
+    runs = plan(f"[campaign]\nseeds = [1]\n{conditions}{base}\n").runs
+    assert [(" + ".join(run.config.reward.types), run.config.evaluation.reward) for run in runs] == judges
+
+
 def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
     run = plan('[campaign]\n[[campaign.conditions]]\nalgorithm_mode = "dr_grpo"\n[algorithm]\nadvantage_mode = "grpo"').runs[0]
     assert run.name == "dr_grpo_s42"

@@ -144,10 +144,10 @@ def test_an_evaluation_of_untrained_weights_is_no_result(tmp_path: Path, capsys:
 def test_what_weakens_a_comparison_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unjudged = EvaluationRecord(0, "problem-2", "task", 0, 0, 1, None)
     one = write_run(tmp_path / "one", 1, rates=[0.5] * 3, held_out=[*problems([1, 0]), unjudged])
-    two = write_run(tmp_path / "two", 1, held_out=[*problems([1, 1]), unjudged], reward={"type": "math"})
+    two = write_run(tmp_path / "two", 1, held_out=[*problems([1, 1]), unjudged])
     (one / "evaluation.jsonl").write_text((one / "evaluation.jsonl").read_text().replace('"step": 3', '"step": 2'))
     notes = compared(capsys, one, "--baseline", two)["notes"]
-    for said in ("different steps (2 to 3)", "1 of 2 runs trained on", "different rewards", "2 held-out answers could not be judged"):
+    for said in ("different steps (2 to 3)", "1 of 2 runs trained on", "2 held-out answers could not be judged"):
         assert sum(said in note for note in notes) == 1, said
 
 
@@ -190,10 +190,38 @@ def test_the_control_is_the_random_reward_arm_and_compared_by_its_held_out_answe
             write_run(tmp_path / f"runs/{label}_s{seed}", seed, rates, problems([1] * right + [0] * (20 - right)), reward=section)
             entries.append({"condition": label, "seed": seed})
     write_manifest(tmp_path, entries)
-    for arguments, metric in (((), "pass@1"), (("--metric", "correct_rate"), "correct_rate")):
-        result = compared(capsys, tmp_path, "--control", *arguments)
-        assert (result["baseline"], result["metric"]) == ("control", metric)
-        assert result["contrasts"][0]["verdict"] == "improvement"
+    result = compared(capsys, tmp_path, "--control")
+    assert (result["baseline"], result["metric"], result["judge"]) == ("control", "pass@1", "match")
+    assert result["contrasts"][0]["verdict"] == "improvement" and "control, trained on random rewards" in result["notes"][0]
+    said = refused(capsys, tmp_path, "--control", "--metric", "correct_rate")
+    assert "control by match" not in said and "judged by match, and the baseline by random" in said and "--metric pass@1" in said
+
+
+CUSTOM = {"type": "custom", "custom_module": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"reward": CUSTOM}, 'grpo+none is judged by custom (custom_module = "mine"), and the baseline by match'),
+        ({"reward": CUSTOM, "evaluation": {"reward": "match"}}, ""),
+        ({"reward": {"type": "match", "normalize": "hendrycks"}}, 'judged by match (normalize = "hendrycks"), and the baseline by match'),
+        ({"reward": {"type": "match"}}, ""),
+    ],
+)
+def test_held_out_answers_that_different_rewards_judged_are_not_compared(
+    sections: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = {"control": {"reward": {"type": "random"}}, BASE: sections, BETTER: {}}
+    entries = []
+    for label, own in arms.items():
+        for seed in (1, 2):
+            write_run(tmp_path / f"runs/{label}_s{seed}", seed, held_out=problems([1, seed - 1]), **own)
+            entries.append({"condition": label, "seed": seed})
+    result = compared(capsys, write_manifest(tmp_path, entries), "--control")
+    compared_conditions = [contrast["condition"] for contrast in result["contrasts"]]
+    assert compared_conditions == ([BETTER] if words else [BASE, BETTER])
+    assert (words in result["left_out"][0]) if words else not result["left_out"]
 
 
 def test_several_tasks_get_an_iqm_beside_the_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +236,8 @@ def test_several_tasks_get_an_iqm_beside_the_mean(tmp_path: Path, capsys: pytest
     assert result["contrasts"][0]["tasks"]["probability_of_improvement"] == pytest.approx((1 + 0.5 + 1 + 0.5) / 4)
     assert result["contrasts"][0]["problem_interval"][0] < 0.125 < result["contrasts"][0]["problem_interval"][1]
     assert main(["compare", str(tmp_path)]) == 0
-    assert "a run beats the baseline's" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "a run beats the baseline's" in shown and "too narrow below some 10 runs" in shown
 
 
 def test_markdown_shows_every_condition_and_its_verdict(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:

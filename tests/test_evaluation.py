@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from runs import lines, small
 
 from retrain import train
-from retrain.config import TrainConfig
+from retrain.config import TrainConfig, config_from_mapping
+from retrain.config.judging import judge_words, training_rewards, with_judging_reward
+from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluation, clustered_interval, pass_at_k
-from retrain.rewards import with_judging_reward
 from retrain.tracking import EvaluationRecord
 
 
@@ -101,3 +102,32 @@ def test_what_chance_decides_is_left_out_of_the_judgement(sections: dict[str, An
 def test_a_reward_without_chance_in_it_judges_held_out_answers_itself() -> None:
     config = TrainConfig.model_validate({"data": {"source": "gsm8k"}, "reward": {"type": "match"}})
     assert with_judging_reward(config) is config
+
+
+def test_a_reward_for_held_out_answers_wins_over_the_runs_own() -> None:
+    sections: dict[str, Any] = {"reward": {"type": "random", "normalize": "hendrycks"}, "evaluation": {"reward": "match"}}
+    judging = with_judging_reward(TrainConfig.model_validate(sections | {"data": {"source": "gsm8k"}})).reward
+    assert (judging.types, judging.normalize) == (["match"], "hendrycks")
+    with pytest.raises(ConfigurationError, match="by chance"):
+        config_from_mapping({"evaluation": {"reward": "random"}})
+    with pytest.raises(ConfigurationError, match="needs custom_module"):
+        config_from_mapping({"evaluation": {"reward": "custom"}})
+
+
+def test_judges_have_the_same_words_exactly_where_they_decide_alike() -> None:
+    def words(**reward: object) -> str:
+        config = TrainConfig.model_validate({"reward": reward})
+        return judge_words(training_rewards(config), config.reward)
+
+    assert words() == words(workers=3, custom_module="unused", random_p=0.1) == "match"
+    assert words(type=["match", "math"]) == words(type=["math", "match"], weights=[1.0, 1.0])
+    different = [
+        words(),
+        words(normalize="hendrycks"),
+        words(type="math"),
+        words(correct_threshold=0.9),
+        words(type="custom", custom_module="mine"),
+        words(type="custom", custom_module="mine", params={"limit": 3}),
+        words(type=["match", "math"], weights=[0.5, 0.5]),
+    ]
+    assert len(set(different)) == len(different)

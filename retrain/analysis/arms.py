@@ -67,6 +67,21 @@ def measured(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out
     return Arm(label, values, {seed: runs[seed] for seed in values})
 
 
+def judged_by(label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str, left_out: list[str]) -> dict[int, StoredRun]:
+    """The runs in which `judge` decides the metric; the others are left out, in a sentence for each judge that they had instead."""
+    others: dict[str, list[int]] = {}
+    for seed, run in runs.items():
+        if metric.judge(run) != judge:
+            others.setdefault(metric.judge(run), []).append(seed)
+    for found, seeds in others.items():
+        which = "" if len(seeds) == len(runs) else f" (seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))})"
+        left_out.append(
+            f"{label}{which} is judged by {found}, and the baseline by {judge}: {metric.name} does not mean the same in both, "
+            "so they are not compared."
+        )
+    return {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
+
+
 def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path) -> str:
     """The condition that was trained on random rewards. Raises ConfigurationError unless there is exactly one."""
     labels = [label for label, runs in conditions.items() if runs and all(map(trained_on_chance, runs.values()))]

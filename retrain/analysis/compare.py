@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.analysis import statistics
-from retrain.analysis.arms import Arm, Gathered, Shared, check_same_problems, control_label, differing_keys, gather, measured
-from retrain.analysis.measures import Metric, choose_metric
+from retrain.analysis.arms import Arm, Gathered, Shared, check_same_problems, control_label, differing_keys, gather, judged_by, measured
+from retrain.analysis.measures import Metric, choose_metric, trained_on_chance
 from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks, problem_interval
 from retrain.analysis.verdict import Conclusion, Rules, conclude
@@ -46,6 +46,8 @@ class Contrast:
 @dataclass(frozen=True)
 class Comparison:
     metric: Metric
+    judge: str
+    """The reward that decides the metric, the same in all arms; "" for a metric that no reward decides."""
     rules: Rules
     baseline: str
     arms: Sequence[ArmSummary]
@@ -98,16 +100,19 @@ def _compare(gathered: Gathered, baseline: str, base_runs: Mapping[int, StoredRu
     if metric.k is not None:
         check_same_problems(gathered.runs)
     left_out = list(gathered.left_out)
-    base = measured(baseline, base_runs, metric, left_out)
-    others = [measured(label, runs, metric, left_out) for label, runs in gathered.conditions.items() if label != baseline]
+    judge = next((metric.judge(run) for run in base_runs.values()), "")
+    alike = {label: judged_by(label, runs, metric, judge, left_out) for label, runs in gathered.conditions.items()}
+    base, *others = [measured(label, alike[label], metric, left_out) for label in dict.fromkeys((baseline, *alike))]
     paired = [arm for arm in others if any(seed in base.values for seed in arm.values)]
     if not paired:
-        raise ConfigurationError(_no_pair(base, others, left_out))
+        judged_apart = any(len(alike[label]) < len(runs) for label, runs in gathered.conditions.items())
+        raise ConfigurationError(_no_pair(base, others, left_out) + (_one_judge(metric) if judged_apart else ""))
     return Comparison(
         metric=metric,
+        judge=judge,
         rules=rules,
         baseline=baseline,
-        arms=[_summary(arm, metric) for arm in (base, *others)],
+        arms=[_summary(arm, metric, 1 - rules.alpha) for arm in (base, *others)],
         contrasts=_family(base, paired, metric, rules),
         left_out=left_out,
         notes=[*_notes(base, others, metric, asked=metric_name is not None)],
@@ -128,21 +133,28 @@ def check_sizes(rules: Rules, metric: Metric) -> None:
             )
 
 
+def _one_judge(metric: Metric) -> str:
+    """What to do where arms are judged by different rewards."""
+    if metric.k is not None:
+        return " Train all arms with one [evaluation] reward."
+    return " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
+
+
 def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
     seeds = {arm.label: ", ".join(map(str, arm.values)) or "none" for arm in (base, *others)}
     has = "; ".join(f"{label}: {values}" for label, values in seeds.items())
     because = f" Left out: {' '.join(left_out)}" if left_out else ""
-    return f"there is no pair to compare: no finished run shares its seed with one of the baseline (seeds of {has}).{because}"
+    return f"there is no pair to compare: no run that counts shares its seed with one of the baseline (seeds of {has}).{because}"
 
 
-def _summary(arm: Arm, metric: Metric) -> ArmSummary:
+def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
     values = list(arm.values.values())
     return ArmSummary(
         label=arm.label,
         runs=len(values),
         mean=statistics.mean(values) if values else None,
         sd=statistics.spread(values) if len(values) > 1 else None,
-        tasks=aggregate_tasks(arm.runs) if metric.k == 1 else None,
+        tasks=aggregate_tasks(arm.runs, confidence) if metric.k == 1 else None,
     )
 
 
@@ -178,6 +190,11 @@ def _notes(base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> 
             "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on the problems that "
             "were trained on, while learning; [evaluation] at_end = true gives the better number."
         )
+    if base.runs and all(map(trained_on_chance, base.runs.values())):
+        yield (
+            f"{base.label} is a control, trained on random rewards: a difference from it is what a reward that knows the answers adds to "
+            "training as such."
+        )
     ends = sorted({run.steps for run in runs})
     if len(ends) > 1:
         yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}): the comparison is of unequal training."
@@ -195,8 +212,6 @@ def _held_out_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
     early = [run for run in runs if run.final_evaluation and run.final_evaluation.step < run.steps]
     if early:
         yield f"{len(early)} of {len(runs)} runs trained on after their last held-out evaluation; [evaluation] at_end = true adds one."
-    if len({str(run.config.reward.types) for run in runs}) > 1:
-        yield "The arms were scored by different rewards, the held-out answers too: right does not mean the same in all of them."
     unjudged = sum(item.could_not_judge for run in runs if run.final_evaluation for item in run.final_evaluation.problems)
     if unjudged:
         yield f"{unjudged} held-out answers could not be judged and count neither as right nor as wrong."

@@ -9,17 +9,18 @@ from retrain.analysis.measures import Metric
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.analysis.verdict import Conclusion, Verdict
 
+_ENOUGH_RUNS = 10
+"""From here on percentiles of resampled runs cover about what they say (Colas et al., arXiv 1806.08295)."""
+
 
 def to_markdown(comparison: Comparison) -> str:
     return "\n".join(_paragraphs(comparison)) + "\n"
 
 
 def _paragraphs(comparison: Comparison) -> Iterator[str]:
-    metric, rules = comparison.metric, comparison.rules
     yield f"# Conditions against {comparison.baseline}"
     yield ""
-    direction = "lower" if rules.lower_is_better else "higher"
-    yield f"{metric.description[0].upper()}{metric.description[1:]}; {direction} is better. The unit is the run; runs are paired by seed."
+    yield heading(comparison)
     yield ""
     yield from _table(*arm_table(comparison))
     yield ""
@@ -42,6 +43,14 @@ def _paragraphs(comparison: Comparison) -> Iterator[str]:
             yield ""
             yield f"{title}:"
             yield from (f"- {sentence}" for sentence in sentences)
+
+
+def heading(comparison: Comparison) -> str:
+    """What is compared, who judges it, and how."""
+    words = comparison.metric.description
+    judge = f", judged by {comparison.judge}" if comparison.judge else ""
+    direction = "lower" if comparison.rules.lower_is_better else "higher"
+    return f"{words[0].upper()}{words[1:]}{judge}; {direction} is better. The unit is the run; runs are paired by seed."
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
@@ -111,7 +120,10 @@ def _of(count: int, pairs: int) -> str:
 
 
 def _tasks(comparison: Comparison) -> Iterator[str]:
-    yield "Over tasks (interquartile mean of runs x tasks, 95% interval from runs resampled within tasks):"
+    few = min(arm.runs for arm in comparison.arms if arm.tasks) < _ENOUGH_RUNS
+    caution = f", too narrow below some {_ENOUGH_RUNS} runs" if few else ""
+    confidence = f"{100 * (1 - comparison.rules.alpha):g}%"
+    yield f"Over tasks (interquartile mean of runs x tasks, {confidence} interval from runs resampled within tasks{caution}):"
     yield ""
     contrasts = {contrast.condition: contrast.tasks for contrast in comparison.contrasts}
     rows = []
@@ -208,6 +220,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "metric": comparison.metric.name,
         "metric_description": comparison.metric.description,
+        "judge": comparison.judge or None,
         "lower_is_better": rules.lower_is_better,
         "baseline": comparison.baseline,
         "alpha": rules.alpha,

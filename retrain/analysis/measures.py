@@ -11,6 +11,7 @@ import numpy as np
 
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats
+from retrain.config.judging import judge_words, judging_rewards, training_rewards
 from retrain.errors import ConfigurationError
 from retrain.tracking import StepRecord
 
@@ -19,6 +20,8 @@ WINDOW = 50
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
 _FIELDS = tuple(field.name for field in fields(StepRecord) if field.type in (int | None, float | None))
 _RATES = frozenset({"correct_rate", "auc", "informative_fraction", "max_token_hit_rate"})
+_BY_REWARD = frozenset({"correct_rate", "auc", "mean_reward", "truncated_reward_mean", "informative_fraction"})
+"""Metrics of training that are what the training's reward makes them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,13 @@ class Metric:
         """K of pass@K, which is held out; None for what is read from the training's metrics."""
         match = _PASS_AT.fullmatch(self.name)
         return int(match.group(1)) if match else None
+
+    def judge(self, run: StoredRun) -> str:
+        """What decides the metric in a run, in words that are equal where it is the same; "" for what no reward decides."""
+        config = run.config
+        if self.k is not None:
+            return judge_words(judging_rewards(config), config.reward)
+        return judge_words(training_rewards(config), config.reward) if self.name in _BY_REWARD else ""
 
     def of(self, run: StoredRun) -> float | None:
         """None where the run does not have it."""

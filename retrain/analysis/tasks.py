@@ -33,7 +33,7 @@ class TaskAggregate:
     """Task -> mean accuracy over the runs."""
     iqm: float
     interval: tuple[float, float]
-    """95%, runs resampled within tasks."""
+    """At the confidence asked for, runs resampled within tasks."""
     profile: Sequence[float]
     """Fraction of the runs x tasks above each of PROFILE_THRESHOLDS."""
 
@@ -46,7 +46,7 @@ class TaskContrast:
     """That a run of the candidate beats one of the baseline on a task."""
 
 
-def aggregate_tasks(runs: Mapping[int, StoredRun]) -> TaskAggregate | None:
+def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAggregate | None:
     """None unless the runs have two tasks or more in common."""
     tasks, scores = _scores(list(runs.values()))
     if len(tasks) < 2:
@@ -54,7 +54,7 @@ def aggregate_tasks(runs: Mapping[int, StoredRun]) -> TaskAggregate | None:
     return TaskAggregate(
         tasks={task: float(mean) for task, mean in zip(tasks, scores.mean(axis=0), strict=True)},
         iqm=iqm(scores),
-        interval=stratified_interval(scores),
+        interval=stratified_interval(scores, confidence=confidence),
         profile=performance_profile(scores, PROFILE_THRESHOLDS).tolist(),
     )
 

@@ -73,7 +73,7 @@ def plan_campaign(config: TrainConfig, folder: Path) -> Plan:
     steps = max_steps(config)
     views = arms(config)
     runs = [
-        _run(view, label=condition.label, seed=seed, steps=steps, folder=folder)
+        _run(view, label=condition.label, seed=seed, steps=steps, folder=folder, judge=_shared_judge(view, config))
         for seed in settings.seeds
         for condition, view in zip(config.conditions, views, strict=True)
     ]
@@ -99,7 +99,16 @@ def run_name(condition: str, seed: int) -> str:
     return f"{_NOT_IN_A_NAME.sub('_', condition)}_s{seed}"
 
 
-def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path) -> CampaignRun:
+def _shared_judge(view: TrainConfig, base: TrainConfig) -> str:
+    """The base's reward for the held-out answers of a condition with another one, so that it compares with the others; "" for its own.
+
+    Nothing is shared where `[evaluation] reward` says what judges, nor where the base's own reward is a sum or chance.
+    """
+    own = view.evaluation.reward or view.reward.types == base.reward.types
+    return "" if own or len(base.reward.types) > 1 or base.reward.types == ["random"] else base.reward.types[0]
+
+
+def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, judge: str) -> CampaignRun:
     """`view` is the campaign with one condition."""
     name = run_name(label, seed)
     data = given_values(view)
@@ -112,6 +121,8 @@ def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path) 
     _put(data, "logging", log_dir=str(folder / RUNS / name), label=label, **_tracking(view, label, name, seed))
     if not view.is_set("evaluation.at_end"):
         _put(data, "evaluation", at_end=True)
+    if judge:
+        _put(data, "evaluation", reward=judge)
     if view.backend.adapter_path:
         _put(data, "backend", adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name))
     if view.backend.backend == "tinker" and not view.backend.throttle_dir:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrain.config.conditions import arms
+from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
 from retrain.config.names import (
     BUILTIN_NAMES,
@@ -105,16 +106,22 @@ def _no_uncertainty(config: TrainConfig) -> bool:
     return config.algorithm.surprisal_mask_rho == 0 and _no_transform_of(GTPO_TRANSFORMS)(config)
 
 
+def _rewards(config: TrainConfig) -> set[str]:
+    """In training, and of held-out answers where there are any."""
+    held_out = set() if _no_evaluation(config) else {kind for kind, _ in judging_rewards(config)}
+    return set(config.reward.types) | held_out
+
+
 def _rewards_within(*names: str) -> Test:
-    return lambda config: set(config.reward.types) <= set(names)
+    return lambda config: _rewards(config) <= set(names)
 
 
 def _no_reward(*names: str) -> Test:
-    return lambda config: not set(config.reward.types) & set(names)
+    return lambda config: not _rewards(config) & set(names)
 
 
 def _only_builtin_rewards_but_custom(config: TrainConfig) -> bool:
-    return set(config.reward.types) <= set(BUILTIN_NAMES["reward"]) - {"custom"}
+    return _rewards(config) <= set(BUILTIN_NAMES["reward"]) - {"custom"}
 
 
 def _source_has_no_path(config: TrainConfig) -> bool:
@@ -283,6 +290,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(
         "reward.type", lambda c: not c.environment.provider and "judge" in c.reward.types, "use match, math, custom, random or a plugin"
     ),
+    NotBuilt("evaluation.reward", lambda c: c.evaluation.reward == "judge", "use match, math, custom or a plugin"),
     NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
 )

@@ -207,14 +207,20 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
     reward = config.reward
     if config.environment.provider:
         return
-    if "judge" in reward.types and not reward.judge_model:
+    held_out = config.evaluation.reward
+    if "judge" in (*reward.types, held_out) and not reward.judge_model:
         yield Violation(
             ("reward.judge_model", "reward.type"), '[reward] type = "judge" needs judge_model, the model that judges, such as "gpt-4o-mini"'
         )
-    if "custom" in reward.types and not reward.custom_module:
+    if "custom" in (*reward.types, held_out) and not reward.custom_module:
         yield Violation(
             ("reward.custom_module", "reward.type"),
             '[reward] type = "custom" needs custom_module, the Python module that holds the function',
+        )
+    if held_out == "random":
+        yield Violation(
+            ("evaluation.reward",),
+            '[evaluation] reward = "random" would judge held-out answers by chance; name the reward that verifies them, such as "match"',
         )
     if reward.weights and len(reward.weights) != len(reward.types):
         yield Violation(

@@ -254,6 +254,11 @@ class Evaluation(Section):
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(False, "Evaluate after the last step; unset is true in campaigns.", meaningful_unset=True)
     source: Annotated[str, OpenName("data", may_be_empty=True)] = key("", "Data source; empty means the training source's held-out split.")
+    reward: Annotated[str, OpenName("reward", may_be_empty=True)] = key(
+        "",
+        "Reward that judges held-out answers, with the parameters of [reward]; empty means training's, without what is random in it, "
+        "and in campaigns the base's for all conditions.",
+    )
     max_examples: int = key(200, "Problems evaluated at most; 0 uses all.", ge=0)
     samples: int = key(1, "Completions sampled per problem.", ge=1)
     temperature: float | None = key(

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from retrain.analysis.compare import Comparison
-from retrain.analysis.comparison_text import arm_table, contrast_table, details, explanation, sharing
+from retrain.analysis.comparison_text import arm_table, contrast_table, details, explanation, heading, sharing
 from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus, duration
 from retrain.report.curves import Arm
@@ -79,6 +79,7 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
     """What the section of that name needs."""
     shared = {sharing(contrast) for contrast in comparison.contrasts}
     return {
+        "heading": heading(comparison),
         "arm_table": arm_table(comparison),
         "contrasts": contrast_table(comparison),
         "shared_by_all": shared.pop() if len(shared) == 1 else "",

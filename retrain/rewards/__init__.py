@@ -2,7 +2,6 @@
 
 from retrain.rewards.boxed import extract_boxed
 from retrain.rewards.guard import FailureGuard
-from retrain.rewards.held_out import judging_note, with_judging_reward
 from retrain.rewards.match import hendrycks_is_equiv
 from retrain.rewards.scoring import Scorer, ScoreRequest, build_scorer, gold_response
 
@@ -14,6 +13,4 @@ __all__ = [
     "extract_boxed",
     "gold_response",
     "hendrycks_is_equiv",
-    "judging_note",
-    "with_judging_reward",
 ]
