@@ -21,7 +21,7 @@ LAYERS: tuple[set[str], ...] = (
     {"advantages", "backends", "checkpoint", "data", "fused", "hub", "inference_engine", "plugins", "rewards", "sepa", "tokenization"}
     | {"tracking", "vocabulary"},
     {"the run"},
-    {"campaign", "analysis", "explain", "inspect", "report"},
+    {"campaign", "analysis", "explain", "inspect", "report", "squeeze"},
     {"cli", "__main__"},
 )
 """A part imports its own layer and those before it. A module at the top of the package that is not listed belongs to the run."""

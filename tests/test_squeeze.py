@@ -6,19 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from campaigns import problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from runs import small
 from safetensors.torch import load_file, save_file
+from scipy import stats
 from torch import Tensor, nn
 
 from retrain import train
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.errors import ConfigurationError
+from retrain.evaluation import Evaluation
 from retrain.squeeze import (
     analyze_adapter,
     compress_adapter,
@@ -28,6 +32,7 @@ from retrain.squeeze import (
     run_squeeze,
     squeeze_adapter,
 )
+from retrain.squeeze.accuracy import Accuracy
 from retrain.squeeze.analysis import powers_of_two
 from retrain.squeeze.spectrum import factorise
 
@@ -367,7 +372,20 @@ def test_accuracy_is_measured_on_the_compressed_update(tmp_path: Path, capsys: p
     assert whole.before.problems == whole.after.problems == part.before.problems
     assert whole.before.tokens == whole.after.tokens == part.before.tokens != part.after.tokens
     assert whole.line() in capsys.readouterr().out.splitlines()
-    assert json.loads((tmp_path / "out" / "squeeze.json").read_text())["evaluation"] == part.to_json()
+    assert json.loads((tmp_path / "out" / "squeeze.json").read_text())["evaluation"] == json.loads(json.dumps(part.to_json()))
+    assert whole.differences == [0.0] * 6 and whole.interval is None and "as many right of each" in whole.line()
+
+
+def test_the_cost_of_a_compression_is_told_problem_by_problem() -> None:
+    """Hard problems stay hard and easy ones easy, so the difference is known far better than either accuracy."""
+    rng = np.random.default_rng(0)
+    easy = rng.random(400) < 0.5
+    after = easy & (rng.random(400) > 0.02)
+    accuracy = Accuracy(*(Evaluation(0, problems([int(one) for one in right])) for right in (easy, after)))
+    d = after.astype(float) - easy
+    assert accuracy.interval == pytest.approx(stats.norm.interval(0.95, d.mean(), stats.sem(d)))
+    assert accuracy.interval is not None and accuracy.interval[1] - accuracy.interval[0] < 0.04 < np.diff(accuracy.before.interval)
+    assert f": {100 * d.mean():+.1f} pp, 95% interval" in accuracy.line()
 
 
 def test_a_trained_adapter_is_squeezed_by_a_file_of_squeeze_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

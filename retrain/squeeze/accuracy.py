@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from retrain.analysis.statistics import mean, standard_error
 from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluation
@@ -19,17 +20,43 @@ from retrain.startup import Say, load_parts
 from retrain.tracking.console import pass_at_1
 from retrain.types import Completion
 
+_Z = 1.959963984540054
+"""The 97.5% quantile of the normal distribution."""
+
 
 @dataclass(frozen=True)
 class Accuracy:
     before: Evaluation
     after: Evaluation
 
+    @property
+    def differences(self) -> list[float]:
+        """Accuracy after minus before of every problem that was judged both times."""
+        both = zip(self.before.problems, self.after.problems, strict=True)
+        return [new.correct / new.samples - old.correct / old.samples for old, new in both if old.samples and new.samples]
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% of the mean difference, for other problems: problem by problem it is far narrower than the two accuracies' own intervals.
+
+        None below two problems, and where every problem has the same difference, of which nothing can be told.
+        """
+        d = self.differences
+        error = standard_error(d) if len(d) > 1 else 0.0
+        return (mean(d) - _Z * error, mean(d) + _Z * error) if error else None
+
     def to_json(self) -> dict[str, Any]:
-        return {"before": self.before.summary(), "after": self.after.summary()}
+        difference = mean(self.differences) if self.differences else None
+        return {"before": self.before.summary(), "after": self.after.summary(), "difference": difference, "interval": self.interval}
 
     def line(self) -> str:
-        return f"Held-out {pass_at_1(self.before)} -> {pass_at_1(self.after)} on {len(self.before.problems)} problems."
+        held_out = f"Held-out {pass_at_1(self.before)} -> {pass_at_1(self.after)} on {len(self.before.problems)} problems"
+        if self.interval is None:
+            same = self.differences and not any(self.differences)
+            return f"{held_out}{', as many right of each' if same else ''}."
+        low, high = self.interval
+        change = f"{100 * mean(self.differences):+.1f} pp, 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
+        return f"{held_out}: {change}, problem by problem."
 
 
 def check_evaluable(adapter: LoraAdapter) -> None:
