@@ -140,7 +140,7 @@ def test_the_first_adapter_is_squeezed_printed_and_kept_in_the_manifest(sequenti
 
 
 def test_the_comparison_is_printed_at_the_end(sequential: Finished) -> None:
-    assert "# Conditions against grpo+none" in sequential.printed
+    assert "Conditions against grpo+none" in sequential.printed
     assert "weighted" in sequential.printed.partition("# Conditions")[2]
 
 
@@ -382,7 +382,7 @@ def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(sequenti
         assert time.monotonic() < deadline, "workers outlive their campaign"
         time.sleep(0.05)
     assert [entry.name for entry in campaign.manifest.runs] == names
-    assert "# Conditions against grpo+none" in resume(tmp_path / "c", "--seed", "1")
+    assert "Conditions against grpo+none" in resume(tmp_path / "c", "--seed", "1")
     assert_same_runs(tmp_path / "c", sequential.folder, names)
     assert {entry.status for entry in campaign.manifest.runs} == {Status.DONE}
 

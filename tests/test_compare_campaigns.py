@@ -77,9 +77,9 @@ def test_three_seeds_are_never_significant_however_large_the_difference(tmp_path
     assert found["verdict"] == "inconclusive" and not found["can_conclude"]
     assert found["smallest_p_adjusted"] == 0.25 and found["interval"][0] > 0
     assert main(["compare", str(campaign)]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "No result of 3 pairs could be significant" in shown and "6 seeds is the least" in shown
-    assert "no effect" not in shown and "**improvement**" not in shown
+    assert "no effect" not in shown and "improvement" not in shown
 
 
 def test_six_seeds_conclude_alone_but_not_in_a_family_of_four(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,17 +235,44 @@ def test_several_tasks_get_an_iqm_beside_the_mean(tmp_path: Path, capsys: pytest
     assert result["contrasts"][0]["tasks"]["iqm_difference"] == pytest.approx(0.5 - 0.375)
     assert result["contrasts"][0]["tasks"]["probability_of_improvement"] == pytest.approx((1 + 0.5 + 1 + 0.5) / 4)
     assert result["contrasts"][0]["problem_interval"][0] < 0.125 < result["contrasts"][0]["problem_interval"][1]
-    assert main(["compare", str(tmp_path)]) == 0
+    assert main(["compare", str(tmp_path), "--format", "markdown"]) == 0
     shown = capsys.readouterr().out
     assert "a run beats the baseline's" in shown and "too narrow below some 10 runs" in shown
 
 
 def test_markdown_shows_every_condition_and_its_verdict(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", str(campaign), "--effect", "0.02"]) == 0
+    assert main(["compare", str(campaign), "--effect", "0.02", "--format", "markdown"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"\| maxrl\+none +\| 8 +\| \+7\.1 pp .*\*\*improvement\*\*", shown)
     assert "shared their sampling noise" in shown and "seeds are needed" in shown
     assert "Held-out pass@1" in shown
+
+
+@pytest.mark.parametrize("width", [66, 80, 140])
+def test_text_fits_the_terminal_and_says_all_that_markdown_does(
+    width: int, campaign: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = {}
+    for form in ("text", "markdown"):
+        assert main(["compare", str(campaign), "--effect", "0.02", "--format", form]) == 0
+        shown[form] = capsys.readouterr().out
+    assert max(map(len, shown["text"].splitlines())) <= width
+    text = " ".join(shown["text"].split())
+    sentences = [line.lstrip("- ").replace("**", "") for line in shown["markdown"].splitlines() if line.startswith(("- ", "  "))]
+    assert len(sentences) > 6 and not [sentence for sentence in sentences if sentence not in text]
+    cells = {cell.strip() for line in shown["markdown"].splitlines() if line.startswith("| ") for cell in line.split("|")}
+    assert not [cell for cell in cells if cell.replace("*", "") not in text]
+
+
+def test_an_interval_that_leaves_zero_out_is_no_verdict_where_the_family_does_not_reach_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by = [9, 2, 7, 1, 8, 3, 6, -1]
+    arms = {BASE: EIGHT, BETTER: shifted(by), WORSE: shifted(by[::-1]), "rloo+none": shifted([0, 1, -1, 0, 2, -2, 1, -1])}
+    found = compared(capsys, write_campaign(tmp_path, arms))["contrasts"][0]
+    assert found["verdict"] == "inconclusive" and found["interval"][0] > 0 and found["p"] < 0.05 < found["p_adjusted"]
+    assert "Its own interval leaves 0 out, and the adjusted p over 3 comparisons" in found["explanation"]
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A comparison as Markdown, which also reads well in a terminal, and as one JSON object with stable keys."""
+"""A comparison in words and numbers: the sentences and tables of every form of it, Markdown, and one JSON object with stable keys."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -37,7 +37,9 @@ def _paragraphs(comparison: Comparison) -> Iterator[str]:
         yield from (f"  {line}" for line in details(contrast, comparison))
     if any(arm.tasks for arm in comparison.arms):
         yield ""
-        yield from _tasks(comparison)
+        yield task_words(comparison)
+        yield ""
+        yield from _table(*task_table(comparison))
     for title, sentences in (("Notes", comparison.notes), ("Left out", comparison.left_out)):
         if sentences:
             yield ""
@@ -73,12 +75,22 @@ def _why_inconclusive(found: Conclusion, comparison: Comparison) -> str:
             f"No result of {_pairs(found.pairs)} could be significant: the smallest adjusted p is {_p(found.smallest_p_adjusted)}; "
             f"{comparison.seeds_to_conclude} seeds is the least for {_comparisons(comparison)} at {rules.alpha:g}."
         )
+    alone = _alone(found, comparison)
     if not found.sd:
         return "All differences are equal, so they say nothing about chance."
     if found.minimal_detectable_effect is None:
         return f"So few as {_pairs(found.pairs)} can be significant only after another comparison is."
     detectable = _size(found.minimal_detectable_effect, metric)
-    return f"A true difference of {detectable} would be found in {100 * rules.power:g}% of such campaigns, a smaller one less often."
+    return f"{alone}A true difference of {detectable} would be found in {100 * rules.power:g}% of such campaigns, a smaller one less often."
+
+
+def _alone(found: Conclusion, comparison: Comparison) -> str:
+    """Why an interval without 0 in it, which is of one contrast, is no verdict of the family."""
+    if found.interval is None or found.interval[0] <= 0 <= found.interval[1]:
+        return ""
+    several = len(comparison.contrasts) > 1
+    over = f" over {_comparisons(comparison)}" if several else ""
+    return f"Its own interval leaves 0 out, and the {'adjusted ' if several else ''}p{over}, {_p(found.p_adjusted)}, does not reach it. "
 
 
 def _pairs(count: int) -> str:
@@ -119,12 +131,14 @@ def _of(count: int, pairs: int) -> str:
     return "no" if count == 0 else "all" if count == pairs else f"{count} of {pairs}"
 
 
-def _tasks(comparison: Comparison) -> Iterator[str]:
+def task_words(comparison: Comparison) -> str:
     few = min(arm.runs for arm in comparison.arms if arm.tasks) < _ENOUGH_RUNS
     caution = f", too narrow below some {_ENOUGH_RUNS} runs" if few else ""
     confidence = f"{100 * (1 - comparison.rules.alpha):g}%"
-    yield f"Over tasks (interquartile mean of runs x tasks, {confidence} interval from runs resampled within tasks{caution}):"
-    yield ""
+    return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval from runs resampled within tasks{caution}):"
+
+
+def task_table(comparison: Comparison) -> "Table":
     contrasts = {contrast.condition: contrast.tasks for contrast in comparison.contrasts}
     rows = []
     for arm in comparison.arms:
@@ -139,7 +153,7 @@ def _tasks(comparison: Comparison) -> Iterator[str]:
             low, high = arm.tasks.interval
             shown = f"{100 * arm.tasks.iqm:.1f}% ({100 * low:.1f} to {100 * high:.1f})"
             rows.append((arm.label, str(len(arm.tasks.tasks)), shown, difference, chance))
-    yield from _table(("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows)
+    return ("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows
 
 
 # -- numbers in words ----------------------------------------------------------------------------------------------------

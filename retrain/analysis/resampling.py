@@ -72,9 +72,11 @@ def hierarchical_interval(
 
     - One draw of problems serves all seeds. Seeds and problems are crossed here, not nested: every run is asked the same held-out
       problems. Drawn for each seed apart, the variance of the problems would shrink with the number of seeds, which it does not.
-    - The percentiles are moved away from the mean by t / z * sqrt(n / (n - 1)). Of few seeds they lie too close to it: the draws show
-      (n - 1) / n of the variance, and know nothing of Student's t. At three seeds an interval for more than new seeds would otherwise
-      be less than half as wide as Student's for seeds alone. Source: Hesterberg 2015, arXiv 1411.5279, section 4.
+      Source: Owen 2007, arXiv 0712.1111 (the pigeonhole bootstrap, which errs on the side of too wide).
+    - The percentiles are moved away from the mean, so that the seeds' part of the variance counts as it does in Student's interval. Of
+      few seeds they lie too close to it: the draws show (n - 1) / n of that part, and know nothing of Student's t. At three seeds an
+      interval for more than new seeds could otherwise be half as wide as Student's for seeds alone. Source of the factor for them:
+      Hesterberg 2015, arXiv 1411.5279.
     """
     rng = np.random.default_rng(0)
     seeds, problems = candidate.shape
@@ -86,16 +88,21 @@ def hierarchical_interval(
         )
     centre = float(np.mean(candidate / candidate_samples) - np.mean(baseline / baseline_samples))
     low, high = _percentiles(values, confidence)
-    factor = _widening(seeds, confidence)
+    by_seed = (candidate / candidate_samples - baseline / baseline_samples).mean(axis=1)
+    factor = _widening(by_seed, float(values.var()), confidence)
     return centre - factor * (centre - low), centre + factor * (high - centre)
 
 
-def _widening(seeds: int, confidence: float) -> float:
-    """What makes percentiles of n >= 2 draws as wide as Student's interval, where the draws are normal."""
+def _widening(by_seed: Floats, variance: float, confidence: float) -> float:
+    """By what percentiles of draws with this variance are too narrow: its part from n >= 2 seeds needs t / z * sqrt(n / (n - 1))."""
     from scipy.special import ndtri, stdtrit
 
-    quantile = 0.5 + confidence / 2
-    return float(stdtrit(seeds - 1, quantile) / ndtri(quantile) * np.sqrt(seeds / (seeds - 1)))
+    if variance == 0:
+        return 1.0
+    n, quantile = len(by_seed), 0.5 + confidence / 2
+    of_seeds = min(1.0, float(by_seed.var()) / n / variance)
+    squared = float((stdtrit(n - 1, quantile) / ndtri(quantile)) ** 2 * n / (n - 1))
+    return float(np.sqrt(1 + (squared - 1) * of_seeds))
 
 
 def _redrawn(rng: np.random.Generator, right: npt.NDArray[np.int64], samples: npt.NDArray[np.int64]) -> Floats:

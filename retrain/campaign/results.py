@@ -1,5 +1,6 @@
 """What a campaign finds out beside its runs: the rank that its adapters need, and how its conditions compare."""
 
+import shutil
 from collections.abc import Callable
 
 from retrain.campaign.manifest import Manifest, Status
@@ -66,10 +67,10 @@ def comparison_lines(plan: Plan) -> list[str]:
     if len(plan.conditions) < 2:
         return []
     from retrain.analysis.compare import compare_campaign
-    from retrain.analysis.comparison_text import to_markdown
+    from retrain.analysis.comparison_terminal import to_text
     from retrain.analysis.verdict import Rules
 
     try:
-        return ["", *to_markdown(compare_campaign(plan.folder, Rules())).splitlines()]
+        return ["", *to_text(compare_campaign(plan.folder, Rules()), shutil.get_terminal_size().columns).splitlines()]
     except (ConfigurationError, EnvironmentFailure) as error:
         return [f"No comparison: {error}"]

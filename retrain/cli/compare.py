@@ -1,6 +1,7 @@
 """`retrain compare CAMPAIGN_DIR` and `retrain compare RUN... --baseline RUN...`: which conditions differ, as far as the seeds can tell."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
+    TEXT = "text"
     MARKDOWN = "markdown"
     JSON = "json"
 
@@ -59,10 +61,11 @@ def command(
     effect: Annotated[float | None, typer.Option(help="Say how many seeds would find this difference, such as 0.02.")] = None,
     power: Annotated[float, typer.Option(help="Probability of finding a difference, for what is detectable and needed.")] = 0.8,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
-    form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.MARKDOWN,
+    form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted by Holm, and a verdict."""
+    from retrain.analysis.comparison_terminal import to_text
     from retrain.analysis.comparison_text import to_json, to_markdown
     from retrain.analysis.verdict import Rules
     from retrain.tracking.jsonl import finite
@@ -71,8 +74,10 @@ def command(
     comparison = _compare(targets, baseline or [], control, metric, rules)
     if as_json or form is Format.JSON:
         print(json.dumps(finite(to_json(comparison)), indent=2))
-    else:
+    elif form is Format.MARKDOWN:
         print(to_markdown(comparison), end="")
+    else:
+        print(to_text(comparison, shutil.get_terminal_size().columns), end="")
 
 
 def _compare(targets: list[Path], baseline: list[str], control: bool, metric: str | None, rules: "Rules") -> "Comparison":
