@@ -242,6 +242,35 @@ def test_a_campaign_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     assert "1/3" in page.text and "pending" in page.text and "No comparison" in page.text
 
 
+def test_one_evaluation_a_run_is_a_row_for_each_condition_and_comes_first(tmp_path: Path) -> None:
+    campaign = write_campaign(tmp_path, {"grpo+none": [5, 6, 8], "maxrl+none": [7, 8, 9]}, asked=10)
+    first, *_ = draw_figures(gather(Request(campaign)))
+    (axes,) = first.figure.axes
+    assert first.name == "held-out" and "After 2 steps" in first.caption and "one standard deviation" in first.caption
+    assert {text.get_text() for text in axes.texts} == {"grpo+none: 63.3%", "maxrl+none: 80.0%"}
+    dots = [sorted(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
+    assert np.allclose(dots, [[50, 60, 80], [70, 80, 90]])
+
+
+def test_a_campaign_that_goes_on_says_so_and_counts_what_is_planned(tmp_path: Path) -> None:
+    campaign = write_campaign(tmp_path, {"grpo+none": [5, 6], "maxrl+none": [7, 8]}, asked=10)
+    manifest = json.loads((campaign / "manifest.json").read_text())
+    manifest["runs"] += [{"name": f"{one}_s3", "condition": one, "seed": 3, "status": "pending"} for one in ("grpo+none", "maxrl+none")]
+    (campaign / "manifest.json").write_text(json.dumps(manifest))
+    write_run(
+        campaign / "runs" / "grpo+none_s3",
+        3,
+        [0.1],
+        finished=False,
+        max_steps=2,
+        algorithm={"advantage_mode": "grpo", "transform_mode": "none"},
+    )
+    page = build_page(Request(campaign))
+    assert "2 runs are still to come" in page and "<dt>seeds</dt><dd>3</dd>" in page and "<dt>steps</dt><dd>9 of 12</dd>" in page
+    row = re.search("<tr>" + "".join(f"<td[^>]*>{cell}</td>" for cell in (r"grpo\+none", "3", "2", "55.0%", "50.0%")), page)
+    assert row  # the run on its way is not in the training accuracy
+
+
 # -- the command ---------------------------------------------------------------------------------------------------------
 
 

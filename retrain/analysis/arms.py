@@ -33,6 +33,8 @@ class Gathered:
 
     conditions: dict[str, dict[int, StoredRun]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    to_come: int = 0
+    """Runs of a campaign that are planned or going on."""
 
     @property
     def runs(self) -> list[StoredRun]:
@@ -45,6 +47,7 @@ def gather(runs: Iterable[StoredRun]) -> Gathered:
     for run in runs:
         by_seed = gathered.conditions.setdefault(run.condition, {})
         if run.unfinished:
+            gathered.to_come += run.planned is not None and not run.failed
             gathered.left_out.append(f"{run.name} {run.unfinished}.")
         elif run.seed in by_seed:
             raise ConfigurationError(

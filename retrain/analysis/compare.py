@@ -91,7 +91,8 @@ def compare_runs(candidates: Sequence[StoredRun], baselines: Sequence[StoredRun]
     if label in gathered.conditions:
         label = f"{label} (baseline)"
     left_out = [*base.left_out, *gathered.left_out]
-    return _compare(Gathered({label: runs, **gathered.conditions}, left_out), label, runs, rules, metric)
+    both_sides = Gathered({label: runs, **gathered.conditions}, left_out, base.to_come + gathered.to_come)
+    return _compare(both_sides, label, runs, rules, metric)
 
 
 def _compare(gathered: Gathered, baseline: str, base_runs: Mapping[int, StoredRun], rules: Rules, metric_name: str | None) -> Comparison:
@@ -115,7 +116,7 @@ def _compare(gathered: Gathered, baseline: str, base_runs: Mapping[int, StoredRu
         arms=[_summary(arm, metric, 1 - rules.alpha) for arm in (base, *others)],
         contrasts=_family(base, paired, metric, rules),
         left_out=left_out,
-        notes=[*_notes(base, others, metric, asked=metric_name is not None)],
+        notes=[*_interim(gathered), *_notes(base, others, metric, asked=metric_name is not None)],
     )
 
 
@@ -180,6 +181,12 @@ def _contrast(base: Arm, arm: Arm, differences: Mapping[int, float], conclusion:
         shared=Shared.of(pairs),
         differing_keys=differing_keys(pairs),
     )
+
+
+def _interim(gathered: Gathered) -> Iterator[str]:
+    if gathered.to_come:
+        runs = "1 run is" if gathered.to_come == 1 else f"{gathered.to_come} runs are"
+        yield f"{runs} still to come: who looks again and again and stops at a verdict finds one by luck more often than alpha says."
 
 
 def _notes(base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> Iterator[str]:

@@ -78,7 +78,8 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
             "or a number of metrics.jsonl such as mean_reward."
         )
     what = "training correct rate" if name == "correct_rate" else name
-    return Metric(name, f"mean {what} of the last {WINDOW} steps", is_rate=name in _RATES)
+    short = max((run.steps for run in runs), default=WINDOW) <= WINDOW
+    return Metric(name, f"mean {what} of {'all' if short else f'the last {WINDOW}'} steps", is_rate=name in _RATES)
 
 
 def held_out(run: StoredRun, k: int) -> float | None:

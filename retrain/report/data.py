@@ -80,6 +80,8 @@ class ReportData:
     statuses: Sequence[RunStatus]
     arms: Sequence[Arm]
     """The runs that have begun, by condition."""
+    seeds: int
+    """Different ones, of the runs that have not begun too."""
     comparison: Comparison | None
     squeeze: SqueezeCurve | None
     samples: Sequence[SampledRun]
@@ -109,6 +111,7 @@ def gather(request: Request) -> ReportData:
         kind=kind,
         statuses=[run_status(run, now) for run in planned],
         arms=arms,
+        seeds=len({run.seed for run in planned}),
         comparison=_comparison(planned, arms, request, notes),
         squeeze=_squeeze(folder, begun, notes),
         samples=sampled_runs(arms, request.sampled_steps),

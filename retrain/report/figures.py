@@ -15,6 +15,7 @@ from retrain.report.panels import (
     add_legend,
     as_percentages,
     draw_band,
+    draw_row,
     empty_figure,
     line_figure,
     row_label,
@@ -28,9 +29,9 @@ from retrain.report.theme import GRID, INK, MUTED, drawing, series
 def draw_figures(data: ReportData) -> list[Drawn]:
     """Every figure that the data has something for."""
     makers: Sequence[Callable[[ReportData], Drawn | None]] = (
-        _training,
         _held_out,
         _differences,
+        _training,
         _entropy,
         _sepa,
         _lengths,
@@ -53,7 +54,7 @@ def draw_figures(data: ReportData) -> list[Drawn]:
 
 
 def _training(data: ReportData) -> Drawn | None:
-    drawn = line_figure(data, "training", "Training accuracy", {"correct_rate": ""}, percent=True)
+    drawn = line_figure(data, "training", "Training accuracy", {"correct_rate": ""}, percent=True, single_label="training")
     if drawn and data.single and (points := data.arms[0].held_out[0]):
         (axes,) = drawn.figure.axes
         accuracy = np.array([point.accuracy for point in points])
@@ -68,8 +69,11 @@ def _training(data: ReportData) -> Drawn | None:
 
 def _held_out(data: ReportData) -> Drawn | None:
     bands = [(arm, arm.held_out_band()) for arm in data.arms]
-    if data.single or not any(band for _, band in bands):
+    steps = {float(step) for _, band in bands if band for step in band.steps}
+    if data.single or not steps:
         return None
+    if len(steps) == 1:
+        return _held_out_once(data, int(*steps))
     figure, axes = empty_figure()
     for index, (arm, band) in enumerate(bands):
         if band:
@@ -77,6 +81,23 @@ def _held_out(data: ReportData) -> Drawn | None:
     as_percentages(axes)
     axes.set(xlabel="steps completed", ylabel="pass@1")
     caption = f"Mean over the runs{spread_words(data)}, on problems that were not trained on."
+    return Drawn("held-out", "Held-out accuracy", caption, figure)
+
+
+def _held_out_once(data: ReportData, step: int) -> Drawn:
+    """One evaluation a run: no curve, but a row for each condition."""
+    arms = [(index, arm) for index, arm in enumerate(data.arms) if any(arm.held_out)]
+    figure, axes = empty_figure(height=0.9 + ROW_HEIGHT * len(arms))
+    for row, (index, arm) in enumerate(arms):
+        values = 100 * np.array([points[-1].accuracy for points in arm.held_out if points])
+        mean, several = float(values.mean()), len(values) > 1
+        bounds = mean + np.std(values, ddof=1) * np.array([-1.0, 1.0]) if several else None
+        draw_row(axes, -float(row), values, mean, bounds, series(index))
+        row_label(axes, -row + 0.26, f"{arm.label}: {mean:.1f}%")
+    axes.set(ylim=(-len(arms) + 0.5, 0.75), xlabel="pass@1 (%)")
+    without_scale(axes)
+    bars = "; line: one standard deviation between runs to either side" if any(len(arm.held_out) > 1 for _, arm in arms) else ""
+    caption = f"After {step} steps, on problems that were not trained on. Dots: one run each; diamond: their mean{bars}."
     return Drawn("held-out", "Held-out accuracy", caption, figure)
 
 
@@ -93,14 +114,11 @@ def _differences(data: ReportData) -> Drawn | None:
         found, place = contrast.conclusion, -float(row)
         colour = series(labels.index(contrast.condition) if contrast.condition in labels else row + 1)
         values = scale * np.array(list(contrast.differences.values()))
-        axes.plot(values, np.full(len(values), place), "o", color=colour, alpha=0.35, markersize=5, markeredgewidth=0)
-        if found.interval:
-            axes.plot(scale * np.array(found.interval), [place, place], color=colour, linewidth=2.4)
-        axes.plot([scale * found.mean], [place], "D", color=colour, markersize=6.5)
+        draw_row(axes, place, values, scale * found.mean, scale * np.array(found.interval) if found.interval else None, colour)
         weight = "normal" if found.verdict is Verdict.INCONCLUSIVE else "bold"
         words = f"{contrast.condition}: {found.verdict}"
         row_label(axes, place + 0.26, words, weight)
-    axes.set(ylim=(-len(contrasts) + 0.55, 0.75), xlabel=_difference_words(comparison))
+    axes.set(ylim=(-len(contrasts) + 0.5, 0.75), xlabel=_difference_words(comparison))
     without_scale(axes)
     confidence = f"{100 * (1 - comparison.rules.alpha):g}%"
     caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval. {_better(comparison)}"

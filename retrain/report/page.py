@@ -25,6 +25,8 @@ from retrain.tracking.redact import Redactor
 from retrain.tracking.terminal import visible
 
 _TEMPLATES = "templates"
+_RECENT = 10
+"""Steps at the end of training whose mean the table of conditions shows: enough to see where a run has come to."""
 _FEW_RUNS = 12
 """The table of so many is open at first."""
 
@@ -66,6 +68,7 @@ def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: Liv
             tiles=_tiles(data),
             figures=shown,
             arms=_arm_rows(data.arms) if not data.single else None,
+            arm_head=("condition", "runs", "steps", "held-out", f"training, last {_RECENT} steps", "tokens/s", "s/step"),
             runs=[_run_row(status) for status in data.statuses],
             runs_open=len(data.statuses) <= _FEW_RUNS,
             tokens=[token_view(run) for run in data.tokens],
@@ -160,22 +163,25 @@ def _run_tiles(data: ReportData) -> list[tuple[str, str]]:
 
 def _campaign_tiles(data: ReportData) -> list[tuple[str, str]]:
     done = sum(status.state == "done" for status in data.statuses)
-    seeds = {status.seed for status in data.statuses if status.seed is not None}
     steps = sum(status.steps for status in data.statuses)
+    planned = max((status.max_steps or 0 for status in data.statuses), default=0) * len(data.statuses) if data.kind == "campaign" else 0
     seconds = sum(float(np.nansum(curves.values["step_time_s"])) for arm in data.arms for curves in arm.curves)
-    tiles = [("runs done", f"{done} of {len(data.statuses)}"), ("conditions", str(len(data.arms))), ("seeds", str(len(seeds)))]
-    return [*tiles, ("steps", f"{steps:,}"), ("time in steps", duration(seconds))]
+    tiles = [("runs done", f"{done} of {len(data.statuses)}"), ("conditions", str(len(data.arms))), ("seeds", str(data.seeds))]
+    return [*tiles, ("steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"), ("time in steps", duration(seconds))]
 
 
 def _arm_rows(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
-    """label, runs, steps, training accuracy, held-out accuracy, tokens/s, s/step; rates are means over the runs."""
+    """label, runs, steps, held-out and training accuracy, tokens/s, s/step; rates are means over the runs.
+
+    Training accuracy is that of the runs that have come to the arm's last step: one that is on its way would pull it down.
+    """
     return [
         (
             arm.label,
             str(len(arm.runs)),
             str(arm.longest),
-            _number(_mean([curves.last("correct_rate", WINDOW) for curves in arm.curves]), ".1%"),
             _number(_mean([points[-1].accuracy for points in arm.held_out if points]), ".1%"),
+            _number(_mean([curves.last("correct_rate", _RECENT) for curves in arm.curves if len(curves.steps) == arm.longest]), ".1%"),
             _number(_mean([curves.median("tokens_per_s") for curves in arm.curves]), ",.0f"),
             _number(_mean([curves.median("step_time_s") for curves in arm.curves])),
         )

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -43,8 +44,12 @@ def line_figure(
     limits: tuple[float, float] | None = None,
     from_zero: bool = False,
     note: str = "",
+    single_label: str = "",
 ) -> Drawn | None:
-    """One line an arm over the steps; a second field is dashed. None where no run has the first of the fields."""
+    """One line an arm over the steps; a second field is dashed. None where no run has the first of the fields.
+
+    `single_label` names the line in the report of a run, which has no other arm to be told from.
+    """
     first = next(iter(fields))
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
     if not arms:
@@ -58,7 +63,7 @@ def line_figure(
                 continue
             if data.single and window > 1 and (raw := arm.band(field)):
                 axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
-            label = arm.label if not kind else None
+            label = None if kind else single_label or arm.label if data.single else arm.label
             style: dict[str, Any] = {"linestyle": (0, (4, 2))} if kind else {}
             draw_band(axes, band.steps + 1, band.mean, band.spread, series(index), label=label, **style)
     axes.set(xlabel="step", ylabel=ylabel)
@@ -109,6 +114,14 @@ def row_label(axes: Axes, height: float, words: str, weight: str = "normal") -> 
     """Above what it names, from the left edge; lines behind it do not run through it."""
     behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
     axes.annotate(words, (0, height), xycoords=("axes fraction", "data"), va="bottom", fontsize=11, weight=weight, bbox=behind)
+
+
+def draw_row(axes: Axes, place: float, values: Floats, mean: float, bounds: Floats | None, colour: str) -> None:
+    """[n] values as dots, and above them their mean with a line between two bounds, which would hide them."""
+    axes.plot(values, np.full(len(values), place - 0.18), "o", color=colour, alpha=0.6, markersize=5, markeredgewidth=0)
+    if bounds is not None:
+        axes.plot(bounds, [place, place], color=colour, linewidth=2.4)
+    axes.plot([mean], [place], "D", color=colour, markersize=6.5)
 
 
 def as_percentages(axes: Axes) -> None:

@@ -14,7 +14,9 @@ _NAME = "squeeze"
 def squeeze_figure(curve: SqueezeCurve) -> Drawn:
     figure, axes = empty_figure()
     ranks = np.array(curve.ranks, float)
-    axes.fill_between(ranks, np.array(curve.lowest), np.array(curve.highest), color=series(0), alpha=0.18, linewidth=0, label="all layers")
+    axes.fill_between(
+        ranks, np.array(curve.lowest), np.array(curve.highest), color=series(0), alpha=0.18, linewidth=0, label="lowest to highest layer"
+    )
     axes.plot(ranks, np.array(curve.mean), "o-", color=series(0), markersize=4.5, label="mean over the layers")
     axes.axhline(curve.threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {curve.threshold:.0%}")
     axes.axvline(curve.recommended, color=series(1), linewidth=1.4, label=f"recommended rank {curve.recommended}")
