@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from retrain.disk import safetensors_io
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.types import MachineChoices
 
@@ -169,7 +170,8 @@ def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, conf
         shutil.rmtree(aside)
     aside.mkdir()
     try:
-        fill(aside)
+        with safetensors_io():
+            fill(aside)
         entries = [_seal(path, aside) for path in sorted(aside.rglob("*")) if path.is_file()]
         manifest = {"schema_version": SCHEMA_VERSION, "step": step, "config_hash": config_hash, "files": entries}
         write_synced(aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import TrainConfig
+from retrain.disk import writing_to
 from retrain.errors import Interrupted, RunFailed
 from retrain.session import Session, usable_groups
 from retrain.tracking import RunFolder, RunSummary, StepRecord, read_jsonl
@@ -36,7 +37,8 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) 
     `overwrite` empties a run folder that carries our marker; `quiet` silences standard output.
     Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted; the steps that were done until then are saved.
     """
-    with Session.open(config, overwrite=overwrite, quiet=quiet) as session:
+    folder = Path(config.resume.from_ or config.logging.log_dir)
+    with writing_to(folder, f"go on with --resume {folder}"), Session.open(config, overwrite=overwrite, quiet=quiet) as session:
         try:
             while True:
                 session.evaluate_if_due()

@@ -1,4 +1,7 @@
-"""Options of the suite."""
+"""Options of the suite, and what several files need."""
+
+import resource
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,3 +13,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kill" in metafunc.fixturenames:
         metafunc.parametrize("kill", range(metafunc.config.getoption("kills")))
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files end at 100 kB, as on a disk that is full: the kernel refuses the rest of a write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,5 +1,6 @@
 """Campaigns that are run: sequential ones in this process, parallel ones as subprocesses, stopped, killed and gone on with."""
 
+import errno
 import json
 import os
 import re
@@ -184,6 +185,30 @@ def test_a_bug_in_one_run_is_that_runs_failure(tmp_path: Path) -> None:
         patch.syspath_prepend(str(tmp_path))
         run_campaign(config_from_mapping(sections(tmp_path / "c", {"seeds": [1], "conditions": conditions, "max_steps": 1})), quiet=True)
     assert [entry.status for entry in Manifest.read(tmp_path / "c").runs] == [Status.FAILED, Status.DONE]
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_run_whose_output_cannot_be_written_fails_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.campaign.launch.output_to", no_room)
+    with pytest.raises(RunFailed, match="4 of 4 runs are not done"):
+        run_campaign(config_from_mapping(sections(tmp_path / "c", {"stagger_seconds": 3600})), quiet=True)  # which is for workers
+    for entry in Manifest.read(tmp_path / "c").runs:
+        assert entry.status is Status.FAILED
+        assert entry.reason == f"{tmp_path}/c/runs/{entry.name}/output.log cannot be written: No space left on device; free space there"
+
+
+def test_a_manifest_that_cannot_be_written_now_is_written_with_the_next_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = Manifest.of_plan(plan_campaign(config_from_mapping(sections(tmp_path)), tmp_path), datetime.now())
+    manifest.write()
+    with monkeypatch.context() as full:
+        full.setattr("retrain.campaign.manifest.replace_file", no_room)
+        manifest.ended(NAMES[0], Status.DONE)
+    assert Manifest.read(tmp_path)[NAMES[0]].status is Status.PENDING
+    manifest.started(NAMES[1])
+    assert [entry.status for entry in Manifest.read(tmp_path).runs[:2]] == [Status.DONE, Status.RUNNING]
 
 
 # -- refusals before anything is made ------------------------------------------------------------------------------------

@@ -129,6 +129,15 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_the_disk_says_of_tensors_is_the_oserror_that_it_is_of_any_file(tmp_path: Path, small_files: None) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    with pytest.raises(OSError, match="File too large"):
+        commit_folder(tmp_path / "step_000001", lambda folder: save_file({"a": np.zeros(10**6)}, folder / "a"), step=1, config_hash="")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_volume_that_cannot_hold_a_checkpoint_is_found_before_step_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFailure, match="adapter_path"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -164,6 +165,30 @@ def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(tmp_path: Path
         train(small(tmp_path / "run", training={"max_steps": 9, "save_every": 2}), quiet=True)
     assert len(calls) == 3
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 4  # due at 2, again at 3 and 4
+
+
+def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None
+) -> None:
+    from retrain.checkpoint import CheckpointStore
+    from retrain.errors import EnvironmentFailure
+
+    def no_room(store: CheckpointStore, *_: object) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(CheckpointStore, "rehearse", lambda store, size: None)  # it was not full when the run began
+    sections = {"training": {"max_steps": 3, "save_every": 1}}
+    with pytest.raises(EnvironmentFailure, match=r"checkpoint of step 3 could not be written .* File too large, 3 time\(s\) in a row"):
+        train(small(tmp_path / "run", **sections), quiet=True)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    resumed = small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")})
+    with monkeypatch.context() as full:
+        full.setattr(CheckpointStore, "save_final", no_room)
+        with pytest.raises(EnvironmentFailure, match=r"cannot be written: File too large; .* go on with --resume"):
+            train(resumed, quiet=True)
+    train(resumed, quiet=True)
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:

@@ -94,6 +94,11 @@ class Ended:
     def kill(self) -> None: ...
 
 
+def no_output(run: CampaignRun, error: OSError) -> Outcome:
+    """Of a run whose folder or output cannot be written."""
+    return Outcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
+
+
 class InProcess:
     """One run after the other in this process. The model stays loaded from run to run."""
 
@@ -106,8 +111,11 @@ class InProcess:
         self._models.__enter__()
 
     def start(self, run: CampaignRun, slot: int) -> Ended:
-        with output_to(run.folder):
-            outcome = perform(run.config)
+        try:
+            with output_to(run.folder):
+                outcome = perform(run.config)
+        except OSError as error:
+            outcome = no_output(run, error)
         gc.collect()  # the run's optimizer and caches, which hold on to each other
         return Ended(outcome)
 

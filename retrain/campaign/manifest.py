@@ -3,6 +3,7 @@
 The truth about a run is its own folder: after a kill a run may be further than the manifest says, and never less far.
 """
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -102,12 +103,17 @@ class Manifest:
     def started(self, name: str) -> None:
         entry = self[name]
         entry.status, entry.started, entry.ended, entry.reason = Status.RUNNING, entry.started or _now(), None, None
-        self.write()
+        self.write_if_possible()
 
     def ended(self, name: str, status: Status, reason: str = "") -> None:
         entry = self[name]
         entry.status, entry.ended, entry.reason = status, _now(), reason or None
-        self.write()
+        self.write_if_possible()
+
+    def write_if_possible(self) -> None:
+        """A disk that is full stops no run of the campaign but those that need it; the next change, or the end, writes this one too."""
+        with contextlib.suppress(OSError):
+            self.write()
 
     def resumed_with(self, plan: Plan) -> None:
         """Take over the plan of a resumed campaign, which may have more conditions, seeds or steps.

@@ -54,7 +54,7 @@ class AutoSqueeze:
         for line in squeezed.lines():
             self._say(line)
         self._manifest.squeeze = squeezed.to_json()
-        self._manifest.write()
+        self._manifest.write_if_possible()
 
 
 def _with_squeeze(run: CampaignRun, campaign: TrainConfig) -> TrainConfig:

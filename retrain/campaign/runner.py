@@ -11,12 +11,13 @@ from retrain.analysis.runs import StoredRun
 from retrain.campaign.board import Board
 from retrain.campaign.devices import share_devices
 from retrain.campaign.folder import open_campaign
-from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, Outcome
+from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, Outcome, no_output
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
 from retrain.campaign.results import AutoSqueeze, comparison_lines
 from retrain.config import TrainConfig
+from retrain.disk import writing_to
 from retrain.errors import Interrupted, RunFailed
 from retrain.interrupts import Interrupts
 
@@ -37,7 +38,8 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         Interrupts() as interrupts,
     ):
         plan = evaluated_where_possible(bare, checked)
-        with Board(plan, manifest, launcher.workers, quiet=quiet) as board:
+        go_on = f"go on with --resume {plan.folder}"
+        with writing_to(plan.folder, go_on), Board(plan, manifest, launcher.workers, quiet=quiet) as board:
             for line in (*checked.lines, _opening_line(plan, manifest)):
                 board.say(line)
             squeeze = AutoSqueeze(plan, manifest, board.say)
@@ -45,10 +47,12 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         squeeze.at_end()
         for line in comparison_lines(plan):
             board.say(line)
+        with writing_to(plan.folder, go_on):
+            manifest.write()
     if undone := [entry for entry in manifest.runs if entry.status is not Status.DONE]:
         raise RunFailed(
             f"{len(undone)} of {len(manifest.runs)} runs are not done, the first is {undone[0].name} ({undone[0].status}: "
-            f"{undone[0].reason}); look at {plan.folder / undone[0].dir / OUTPUT}, then go on with --resume {plan.folder}."
+            f"{(undone[0].reason or '').rstrip('.')}); look at {plan.folder / undone[0].dir / OUTPUT}, then {go_on}."
         )
     return manifest
 
@@ -131,13 +135,18 @@ class _Execution:
 
     def _may_start(self, last_start: float) -> bool:
         free = len(self._jobs) < self._launcher.workers
-        return bool(self._waiting) and free and time.monotonic() - last_start >= self._plan.settings.stagger_seconds
+        settings = self._plan.settings
+        stagger = settings.stagger_seconds if settings.parallel or settings.launcher == "ray" else 0.0
+        return bool(self._waiting) and free and time.monotonic() - last_start >= stagger
 
     def _start(self, run: CampaignRun) -> None:
         slot = next(number for number in range(self._launcher.workers) if number not in self._jobs)
         self._manifest.started(run.name)
         self._board.started(run.name)
-        self._jobs[slot] = (run, self._launcher.start(run, slot))
+        try:
+            self._jobs[slot] = (run, self._launcher.start(run, slot))
+        except OSError as error:
+            self._settle(run, no_output(run, error))
 
     def _collect(self) -> bool:
         """Write down what has ended; whether anything has."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.checkpoint import replace_file
 from retrain.config.outcomes import unused_keys
+from retrain.disk import safetensors_io, writing_to
 from retrain.errors import ConfigurationError
 from retrain.preflight import refuse_not_built
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
@@ -78,7 +79,8 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
     if not output:
         return Squeezed(analysis)
     ranks = analysis.ranks_per_layer() if settings.per_layer else settings.compress_to or analysis.recommended_rank
-    compression = compress(adapter, output, ranks, device, overwrite=overwrite)
+    with writing_to(output, "run the job again"), safetensors_io():
+        compression = compress(adapter, output, ranks, device, overwrite=overwrite)
     accuracy = measure_accuracy(config, adapter, output, progress) if settings.evaluate else None
     squeezed = Squeezed(analysis, compression, accuracy)
     replace_file(output / REPORT_FILE, json.dumps(squeezed.to_json() | {"layers": _spectra(analysis)}, indent=1) + "\n")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.checkpoint import sync_folder
+from retrain.disk import safetensors_io
 
 _STAGE = "advantages."
 
@@ -67,11 +68,12 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".tmp-{path.name}")
     # safetensors keeps no order of its arrays, so the stages are listed beside them; one entry, since it orders entries at random.
-    save_file(
-        {name: np.ascontiguousarray(values) for name, values in arrays.items()},
-        aside,
-        metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
-    )
+    with safetensors_io():
+        save_file(
+            {name: np.ascontiguousarray(values) for name, values in arrays.items()},
+            aside,
+            metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
+        )
     aside.replace(path)
     sync_folder(path.parent)
 
