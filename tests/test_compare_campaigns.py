@@ -314,6 +314,13 @@ def test_different_held_out_problems_are_not_compared(tmp_path: Path, capsys: py
     assert "different held-out problems (3 and 2, 2 of them shared)" in refused(capsys, one, "--baseline", two)
 
 
+def test_a_baseline_without_a_finished_run_is_no_matter_of_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [{"condition": BASE, "seed": 1, "status": "failed", "reason": "out of memory"}, {"condition": BETTER, "seed": 1}]
+    write_run(tmp_path / "runs" / f"{BETTER}_s1", 1, held_out=problems([1, 0]))
+    said = refused(capsys, write_manifest(tmp_path, entries))
+    assert "seeds of grpo+none: none" in said and "judged" not in said and "out of memory" in said
+
+
 def test_a_baseline_flag_takes_all_that_follow_it() -> None:
     given = ["a", "--baseline", "b", "c", "--metric", "auc", "--baseline=d"]
     assert repeated(given, "--baseline") == ["a", "--baseline", "b", "--baseline", "c", "--metric", "auc", "--baseline=d"]

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -21,6 +21,7 @@ def brute_force_p(differences: list[float]) -> float:
 
 
 @given(TENTHS)
+@settings(deadline=None)  # a busy machine may take a second over 2^9 flips
 def test_the_sign_flip_p_counts_every_flip_and_ties_of_decimals_are_ties(differences: list[float]) -> None:
     assert statistics.sign_flip_p(differences) == pytest.approx(brute_force_p(differences), abs=1e-15)
 

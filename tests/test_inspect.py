@@ -18,7 +18,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
 from retrain.inspect.credit import StepCredit, read_step
 from retrain.inspect.shading import LEVELS, Quantity, levels
-from retrain.inspect.terminal import show
+from retrain.inspect.terminal import show, token_lines
 from retrain.tracking import RunFolder
 from retrain.tracking.terminal import visible, without_escapes
 from retrain.tracking.tokens import TokenTable, read_tokens, write_tokens
@@ -100,6 +100,16 @@ def test_without_colour_there_is_a_line_for_each_token(run: StoredRun, capsys: C
     (number,) = [n for n in credit.of_slot(1) if credit.table.sample[n] == 2]
     assert head.split()[-6:] == ["log-ratio", "maxrl+gtpo_sepa", "maxrl+gtpo_hicra", "change", "by", "maxrl+gtpo_hicra"]
     assert len(out.split(head)[1].strip().splitlines()) == len(credit.completion(number).pieces)
+
+
+def test_long_names_of_conditions_are_letters_where_the_terminal_is_narrow(run: StoredRun) -> None:
+    credit = read_step(run, 1, ["gtpo_hicra"])
+    completion = credit.completion(credit.of_slot(credit.liveliest_slot())[0])
+    legend, head, *rows = token_lines(completion, range(5), width=80)
+    assert legend == "A: maxrl+gtpo_sepa; B: maxrl+gtpo_hicra" and head.split()[-3:] == ["A", "B", "B-A"]
+    wide = token_lines(completion, range(5), width=200)
+    assert max(map(len, rows)) <= 80 < max(map(len, wide))
+    assert [row.split()[-3:] for row in rows] == [row.split()[-3:] for row in wide[1:]]
 
 
 def test_in_colour_the_conditions_stand_side_by_side(run: StoredRun) -> None:

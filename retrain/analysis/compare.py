@@ -102,7 +102,9 @@ def _compare(gathered: Gathered, baseline: str, base_runs: Mapping[int, StoredRu
         check_same_problems(gathered.runs)
     left_out = list(gathered.left_out)
     judge = next((metric.judge(run) for run in base_runs.values()), "")
-    alike = {label: judged_by(label, runs, metric, judge, left_out) for label, runs in gathered.conditions.items()}
+    alike = gathered.conditions
+    if base_runs:
+        alike = {label: judged_by(label, runs, metric, judge, left_out) for label, runs in alike.items()}
     base, *others = [measured(label, alike[label], metric, left_out) for label in dict.fromkeys((baseline, *alike))]
     paired = [arm for arm in others if any(seed in base.values for seed in arm.values)]
     if not paired:

@@ -3,7 +3,8 @@
 Model text is never markup here, its escape sequences are dropped, and direction marks are written out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,7 @@ def show(credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Con
     if not table:
         console.print(_legend(credit, by))
     shown_prompt = None
+    width = console.width if console.file.isatty() else None  # a file has no width
     for number in numbers:
         completion = credit.completion(number)
         if completion.slot != shown_prompt:
@@ -41,10 +43,10 @@ def show(credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Con
         console.print()
         console.print(_heading(completion), style="bold", markup=False, highlight=False)
         if table:
-            _print_lines(token_lines(completion, range(len(completion.pieces))), console)
+            _print_lines(token_lines(completion, range(len(completion.pieces)), width), console)
         else:
             console.print(_coloured(credit, completion, by))
-            _print_lines(token_lines(completion, most_marked(completion)), console)
+            _print_lines(token_lines(completion, most_marked(completion), width), console)
 
 
 def _print_lines(lines: Sequence[str], console: "Console") -> None:
@@ -126,11 +128,24 @@ def _legend(credit: StepCredit, by: Quantity) -> "Text":
 # -- the table -----------------------------------------------------------------------------------------------------------
 
 
-def token_lines(completion: CompletionCredit, positions: Sequence[int]) -> list[str]:
-    """Aligned columns: what is known of each token, then its advantage after each stage, or at last under each of several conditions."""
+def token_lines(completion: CompletionCredit, positions: Sequence[int], width: int | None = None) -> list[str]:
+    """Aligned columns: what is known of each token, then its advantage after each stage, or at last under each of several conditions.
+
+    Conditions whose names make the lines wider than `width` are called A, B, ..., as a first line says.
+    """
     from rich.cells import cell_len
 
-    advantages = _advantages(completion)
+    lines = _columns(completion, positions, _advantages(completion))
+    if width is None or len(completion.stages) == 1 or max(map(cell_len, lines)) <= width:
+        return lines
+    letters = dict(zip(completion.stages, ascii_uppercase, strict=False))
+    legend = "; ".join(f"{letter}: {one_line(label)}" for label, letter in letters.items())
+    return [legend, *_columns(completion, positions, _advantages(completion, letters))]
+
+
+def _columns(completion: CompletionCredit, positions: Sequence[int], advantages: Mapping[str, Float32Array]) -> list[str]:
+    from rich.cells import cell_len
+
     pieces = without_escapes(completion.pieces)
     rows = [("token", "text", "plan", "surprisal", "entropy", "log-ratio", *map(one_line, advantages))]
     for position in positions:
@@ -147,14 +162,14 @@ def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
     yield "" if completion.log_ratios is None else f"{completion.log_ratios[position]:+.1e}"
 
 
-def _advantages(completion: CompletionCredit) -> dict[str, Float32Array]:
-    """Heading -> [T]"""
+def _advantages(completion: CompletionCredit, letters: Mapping[str, str] | None = None) -> dict[str, Float32Array]:
+    """Heading -> [T]; `letters` stand for the conditions where they are given."""
     if len(completion.stages) == 1:
         return {stage: values for stages in completion.stages.values() for stage, values in stages.items()}
-    own, *others = ({label: completion.advantages(label)} for label in completion.stages)
-    (base,) = own.values()
-    changes = {f"change by {label}": values - base for other in others for label, values in other.items()}
-    return own | {label: values for other in others for label, values in other.items()} | changes
+    finals = {(letters or {}).get(label, label): completion.advantages(label) for label in completion.stages}
+    own, *others = finals
+    changes = {f"{label}-{own}" if letters else f"change by {label}": finals[label] - finals[own] for label in others}
+    return finals | changes
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:

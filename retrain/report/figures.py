@@ -121,7 +121,8 @@ def _differences(data: ReportData) -> Drawn | None:
     axes.set(ylim=(-len(contrasts) + 0.5, 0.75), xlabel=_difference_words(comparison))
     without_scale(axes)
     confidence = f"{100 * (1 - comparison.rules.alpha):g}%"
-    caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval. {_better(comparison)}"
+    alone = ", each for itself" if len(contrasts) > 1 else ""
+    caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}. {_better(comparison)}"
     return Drawn("differences", f"Differences from {comparison.baseline}, paired by seed", caption, figure)
 
 
