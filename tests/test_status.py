@@ -245,6 +245,14 @@ def test_the_command_prints_a_table_or_json(run: Path, capsys: pytest.CaptureFix
         assert document["campaigns"] == [] and document["runs"][0]["state"] == "done"
 
 
+def test_a_narrow_terminal_leaves_columns_out_before_lines_wrap(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "maxrl+gtpo_hicra_s101")
+    wide, narrow, tiny = (printed_lines(overview(tmp_path), width) for width in (None, 80, 20))
+    assert len(wide[0]) > 80 >= max(map(len, narrow[:2]))
+    assert set(wide[0].split()) - set(narrow[0].split()) <= {"reward", "tokens/s", "loss", "s/step"}
+    assert tiny[0].split() == ["run", "state", "step", "correct", "held-out", "left"]
+
+
 def test_watching_ends_when_nothing_runs_any_more(run: Path, sleeper: int, capsys: pytest.CaptureFixture[str]) -> None:
     own(run, sleeper)
     command = [sys.executable, "-m", "retrain", "status", str(run), "--watch", "--interval", "0.1"]

@@ -1,6 +1,7 @@
 """`retrain status [LOGS]`: how runs and campaigns are getting on."""
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 _CLEAR = "\x1b[H\x1b[2J"
 _HEADER = ("run", "state", "step", "correct", "reward", "loss", "held-out", "tokens/s", "s/step", "left")
+_GAP = "  "
+_EXPENDABLE = ("reward", "tokens/s", "loss", "s/step")
+"""Columns that a narrow terminal does without, the first one first; --json has them."""
 
 
 def command(
@@ -30,7 +34,7 @@ def command(
     try:
         while True:
             seen = overview(logs)
-            _show(json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen)), clear=watch and not as_json)
+            _show(json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen, _terminal_width())), clear=watch and not as_json)
             if not (watch and seen.is_live):
                 return
             time.sleep(interval)
@@ -47,15 +51,20 @@ def _show(text: str, *, clear: bool) -> None:
     sys.stdout.flush()
 
 
-def lines(seen: "Overview") -> list[str]:
+def _terminal_width() -> int | None:
+    """None where the output is no terminal: whoever reads it gets every column."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def lines(seen: "Overview", width: int | None = None) -> list[str]:
     """What a person reads: a table for each campaign and one for the other runs, then what stopped and what a small loss means."""
     if not seen.all_runs and not seen.campaigns:
         return [f"No runs in {seen.folder}."]
     printed: list[str] = []
     for campaign in seen.campaigns:
-        printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs"), ""]
+        printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs", width), ""]
     if seen.runs:
-        printed += [*_table(seen.runs, seen.folder), ""]
+        printed += [*_table(seen.runs, seen.folder, width), ""]
     notes = [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]
     return [*printed, *notes, *_loss_lines(seen.all_runs)]
 
@@ -70,14 +79,16 @@ def campaign_line(campaign: "CampaignStatus") -> str:
     return line + (f", {duration(campaign.remaining_s)} left" if campaign.remaining_s is not None else "")
 
 
-def _table(runs: Sequence["RunStatus"], root: Path) -> Iterator[str]:
-    """Aligned columns, the first to the left, the rest to the right."""
-    rows = [_HEADER, *(_cells(run, root) for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, second, *rest = row
-        cells = [first.ljust(widths[0]), second.ljust(widths[1])]
-        yield "  ".join([*cells, *(cell.rjust(width) for cell, width in zip(rest, widths[2:], strict=True))]).rstrip()
+def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> Iterator[str]:
+    """Aligned columns, the first two to the left, the rest to the right; at most `width` wide where enough of them can be left out."""
+    columns = {name: cells for name, *cells in zip(_HEADER, *(_cells(run, root) for run in runs), strict=True)}
+    widths = {name: max(len(name), *map(len, cells)) for name, cells in columns.items()}
+    for name in _EXPENDABLE:
+        if width is not None and sum(widths.values()) + len(_GAP) * (len(widths) - 1) > width:
+            del columns[name], widths[name]
+    for row in zip(*([name, *cells] for name, cells in columns.items()), strict=True):
+        places = zip(row, widths.items(), strict=True)
+        yield _GAP.join(cell.ljust(size) if name in _HEADER[:2] else cell.rjust(size) for cell, (name, size) in places).rstrip()
 
 
 def _cells(run: "RunStatus", root: Path) -> tuple[str, ...]:
