@@ -142,7 +142,7 @@ def test_the_first_adapter_is_squeezed_printed_and_kept_in_the_manifest(sequenti
 
 def test_the_comparison_is_printed_at_the_end(sequential: Finished) -> None:
     assert "Conditions against grpo+none" in sequential.printed
-    assert "weighted" in sequential.printed.partition("# Conditions")[2]
+    assert "weighted" in sequential.printed.partition("Conditions against")[2]
 
 
 def test_reading_runs_finds_the_campaigns_and_no_checkpoint(sequential: Finished) -> None:
