@@ -77,10 +77,9 @@ class _Layer:
         return turned[:, :queries], turned[:, queries:], values
 
 
-def _places(model: nn.Module, layers: Sequence[_Layer]) -> dict[str, tuple[int, int]]:
+def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tuple[int, int]]:
     """Of each linear layer's name in the model: the number of its projection, and its place in that."""
     names = {id(module): name for name, module in model.named_modules()}
-    projections = [projection for layer in layers for projection in layer.projections]
     return {
         names[id(module)]: (number, place)
         for number, projection in enumerate(projections)
@@ -103,9 +102,10 @@ class FusedDecoder:
         decoder = model.base_model if model.base_model is not model else model.model
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, Norm(decoder.norm)
         self._layers = [_Layer(layer) for layer in decoder.layers]
+        self._projections = [projection for layer in self._layers for projection in layer.projections]
         self._head: nn.Module = model.get_output_embeddings()
         self._parameters = [parameter for projection in self._projections for parameter in projection.parameters]
-        self._places = _places(model, self._layers)
+        self._places = _places(model, self._projections)
         self._merge = merge
         self._packed_head: PackedWeight | None = None
         """While a sampler reads the copy."""
@@ -130,10 +130,6 @@ class FusedDecoder:
         return fused if weightless or fused._reproduces(decoder) else None
 
     @property
-    def _projections(self) -> list[Projection]:
-        return [projection for layer in self._layers for projection in layer.projections]
-
-    @property
     def adapter_copy_bytes(self) -> int:
         """Of the adapter in the dtype and the layout of the products, after `refresh`."""
         return sum(factor.nbytes for projection in self._projections for factor in projection.factors or ())
@@ -154,8 +150,10 @@ class FusedDecoder:
             return
         for projection in self._projections:
             projection.refresh(copy)
-        packs = copy != "none" and type(self._head) is nn.Linear
-        self._packed_head = self._packed_head or PackedWeight(self._head.weight) if packs else None  # type: ignore[arg-type]
+        if copy == "none" or type(self._head) is not nn.Linear:
+            self._packed_head = None
+        elif self._packed_head is None:
+            self._packed_head = PackedWeight(self._head.weight, self._head.bias)
         self._version = version
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
@@ -177,13 +175,12 @@ class FusedDecoder:
         """Inside, token n of a pass without gradient is under adapter `slots` [N]: 0 the model's own, below 0 none."""
         device = self._embed.weight.device
         rows = {int(slot): torch.from_numpy(np.flatnonzero(slots == slot)).to(device) for slot in np.unique(slots) if slot >= 0}
-        projections = self._projections
-        for projection in projections:
+        for projection in self._projections:
             projection.rows = rows
         try:
             yield
         finally:
-            for projection in projections:
+            for projection in self._projections:
                 projection.rows = None
 
     def hidden_states(
@@ -208,7 +205,7 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of hidden states [..., H]."""
         if self._packed_head is not None:
-            return self._packed_head.product(hidden, self._head.bias)  # type: ignore[arg-type]
+            return self._packed_head.product(hidden)
         return self._head(hidden)  # type: ignore[no-any-return]
 
     @torch.no_grad()

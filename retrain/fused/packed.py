@@ -13,17 +13,18 @@ _FEWEST_ELEMENTS = 150_000
 
 
 class PackedWeight:
-    """The product of a weight [O, I] that does not change, without gradient. A weight that is not packed is kept as it is."""
+    """The product of a weight [O, I] and a bias [O] that do not change, without gradient. A weight that is not packed is kept as it is."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._bias = bias
         self._packed = _packable(weight)
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """[..., O] from [..., I]."""
         if not self._packed:
-            return F.linear(x, self._weight, bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+            return F.linear(x, self._weight, self._bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return product
 
 

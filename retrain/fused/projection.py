@@ -99,9 +99,9 @@ class Projection:
             self.factors = self._stacked(list(updates), self.factors)
         self.copy = None
         if copy == "plain":
-            self.copy = PackedWeight(self.weight)
+            self.copy = PackedWeight(self.weight, self.bias)
         elif copy == "merged" and self.factors is not None:
-            self.copy = PackedWeight(torch.addmm(self.weight, self.factors.up.T, self.factors.down))
+            self.copy = PackedWeight(torch.addmm(self.weight, self.factors.up.T, self.factors.down), self.bias)
 
     @torch.no_grad()
     def load(self, slot: int, layers: Mapping[int, AdapterLayer]) -> None:
@@ -131,13 +131,13 @@ class Projection:
         if not self.adapted:
             return F.linear(x, self.weight, self.bias)
         if self.copy is not None:
-            return self.copy.product(x, self.bias)
+            return self.copy.product(x)
         assert self.factors is not None
         return torch.addmm(F.linear(x, self.weight, self.bias), F.linear(x, self.factors.down), self.factors.up)
 
     def _mixed_product(self, x: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
         """One product with the weights for all rows, and a small one for those of each adapter (arXiv 2310.18547)."""
-        y = self.copy.product(x, self.bias) if self.copy is not None else F.linear(x, self.weight, self.bias)
+        y = self.copy.product(x) if self.copy is not None else F.linear(x, self.weight, self.bias)
         for slot, members in rows.items():
             factors = self._slots.get(slot) if slot else self.factors
             if factors is not None:

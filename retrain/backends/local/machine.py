@@ -30,7 +30,7 @@ _MERGED_SHARE = 0.2
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 32768}
-"""Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens and its prompt; more gains no speed."""
+"""Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens and its prompt."""
 
 
 @dataclass(frozen=True)
