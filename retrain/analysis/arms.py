@@ -89,7 +89,7 @@ def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path
     """The condition that was trained on random rewards. Raises ConfigurationError unless there is exactly one."""
     labels = [label for label, runs in conditions.items() if runs and all(map(trained_on_chance, runs.values()))]
     if len(labels) != 1:
-        found = f"{len(labels)} conditions ({', '.join(labels)})" if labels else "no condition"
+        found = f"{len(labels)} ({', '.join(labels)})" if labels else "none"
         raise ConfigurationError(
             f'--control needs one condition with [reward] type = "random", and {place} has {found}; name the baseline with --baseline.'
         )
