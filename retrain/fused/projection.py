@@ -133,7 +133,7 @@ class Projection:
         if self.copy is not None:
             return self.copy.product(x)
         assert self.factors is not None
-        return torch.addmm(F.linear(x, self.weight, self.bias), F.linear(x, self.factors.down), self.factors.up)
+        return F.linear(x, self.weight, self.bias).addmm_(F.linear(x, self.factors.down), self.factors.up)
 
     def _mixed_product(self, x: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
         """One product with the weights for all rows, and a small one for those of each adapter (arXiv 2310.18547)."""
@@ -149,7 +149,7 @@ class Projection:
         if not self.adapted:
             return gradient @ self.weight
         assert self.factors is not None
-        return torch.addmm(gradient @ self.weight, F.linear(gradient, self.factors.up), self.factors.down)
+        return (gradient @ self.weight).addmm_(F.linear(gradient, self.factors.up), self.factors.down)
 
     def parameter_gradients(self, x: Tensor, gradient: Tensor) -> list[Tensor]:
         """Of `parameters`, from the input [N, I] and the gradient [N, O] of the output."""
