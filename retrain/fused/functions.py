@@ -66,14 +66,9 @@ def _trained(projection: Projection) -> list[nn.Parameter]:
     return projection.parameters if projection.adapted else []
 
 
-def _gradients(ctx: Any, first: int, projection: Projection, x: Tensor, gradient: Tensor) -> list[Tensor | None]:
-    """Of the projection's parameters, which stand at `first` among the function's inputs."""
-    if not projection.adapted:
-        return []
-    count = len(projection.parameters)
-    if not any(ctx.needs_input_grad[first : first + count]):
-        return [None] * count
-    return list(projection.parameter_gradients(x, gradient))
+def _wanted(ctx: Any, first: int, projection: Projection) -> bool:
+    """Whether any of the projection's parameters, which stand at `first` among the function's inputs, needs a gradient."""
+    return any(ctx.needs_input_grad[first : first + len(_trained(projection))])
 
 
 class _Normed(torch.autograd.Function):
@@ -94,58 +89,68 @@ class _Normed(torch.autograd.Function):
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, projection: Projection, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+        product, reduced = projection.product(x)
+        ctx.save_for_backward(x, reduced)
         ctx.projection = projection
-        return projection.product(x)
+        return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        return ctx.projection.input_gradient(gradient), None, *_gradients(ctx, 2, ctx.projection, x, gradient)
+        x, reduced = ctx.saved_tensors
+        of_x, of_parameters = ctx.projection.gradients(gradient, lambda: x, reduced, of_parameters=_wanted(ctx, 2, ctx.projection))
+        return of_x, None, *of_parameters
 
 
 class _NormProject(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Norm, projection: Projection, *parameters: Tensor) -> Tensor:
         scale = norm.scale(x)
-        ctx.save_for_backward(x, scale)
+        product, reduced = projection.product(norm(x, scale))
+        ctx.save_for_backward(x, scale, reduced)
         ctx.norm, ctx.projection = norm, projection
-        return projection.product(norm(x, scale))
+        return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale = ctx.saved_tensors
-        parameters = _gradients(ctx, 3, ctx.projection, ctx.norm(x, scale), gradient)
-        if not ctx.needs_input_grad[0]:  # the first layer: what is below it is frozen
-            return None, None, None, *parameters
-        return ctx.norm.input_gradient(ctx.projection.input_gradient(gradient), x, scale), None, None, *parameters
+        x, scale, reduced = ctx.saved_tensors
+        of_normed, of_parameters = ctx.projection.gradients(
+            gradient,
+            lambda: ctx.norm(x, scale),
+            reduced,
+            of_input=ctx.needs_input_grad[0],  # not in the first layer: what is below it is frozen
+            of_parameters=_wanted(ctx, 3, ctx.projection),
+        )
+        return None if of_normed is None else ctx.norm.input_gradient(of_normed, x, scale), None, None, *of_parameters
 
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Norm, gate_up: Projection, down: Projection, *parameters: Tensor) -> Tensor:
         scale = norm.scale(x)
-        gates = gate_up.product(norm(x, scale))
-        ctx.save_for_backward(x, scale, gates)
-        ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
+        gates, reduced = gate_up.product(norm(x, scale))
         gate, up = gates.chunk(2, dim=-1)
-        return down.product(F.silu(gate).mul_(up))
+        product, reduced_inner = down.product(F.silu(gate).mul_(up))
+        ctx.save_for_backward(x, scale, gates, reduced, reduced_inner)
+        ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
+        return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, gates = ctx.saved_tensors
+        x, scale, gates, reduced, reduced_inner = ctx.saved_tensors
         gate, up = gates.chunk(2, dim=-1)
         active = F.silu(gate)
-        of_down = _gradients(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down, active * up, gradient)
-        inner = ctx.down.input_gradient(gradient)
+        first = 4 + len(_trained(ctx.gate_up))
+        inner, of_down = ctx.down.gradients(gradient, lambda: active * up, reduced_inner, of_parameters=_wanted(ctx, first, ctx.down))
         of_gates = torch.empty_like(gates)
         torch.mul(inner, active, out=of_gates[:, gate.shape[1] :])
         of_gates[:, : gate.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(up), gate)
-        of_gate_up = _gradients(ctx, 4, ctx.gate_up, ctx.norm(x, scale), of_gates)
-        return ctx.norm.input_gradient(ctx.gate_up.input_gradient(of_gates), x, scale), None, None, None, *of_gate_up, *of_down
+        of_normed, of_gate_up = ctx.gate_up.gradients(
+            of_gates, lambda: ctx.norm(x, scale), reduced, of_parameters=_wanted(ctx, 4, ctx.gate_up)
+        )
+        return ctx.norm.input_gradient(of_normed, x, scale), None, None, None, *of_gate_up, *of_down
 
 
 class _Rotate(torch.autograd.Function):

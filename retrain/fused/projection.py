@@ -7,7 +7,7 @@ Further adapters can be held beside the model's own (`load`), for batches whose 
 Shape letters: N tokens, I inputs, O outputs of all layers together, R ranks of an adapter's parts together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -124,16 +124,20 @@ class Projection:
             start += rank
         return out
 
-    def product(self, x: Tensor) -> Tensor:
-        """[N, O] from [N, I], with the adapter as it was refreshed, or without it while it is switched off."""
+    def product(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[N, O] from [N, I], with the adapter as it was refreshed, or without it while it is switched off.
+
+        With it x [N, R] under its down factors, which `gradients` needs again; None where no backward pass can follow.
+        """
         if self.rows is not None:
-            return self._mixed_product(x, self.rows)
+            return self._mixed_product(x, self.rows), None
         if not self.adapted:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias), None
         if self.copy is not None:
-            return self.copy.product(x)
+            return self.copy.product(x), None
         assert self.factors is not None
-        return F.linear(x, self.weight, self.bias).addmm_(F.linear(x, self.factors.down), self.factors.up)
+        reduced = F.linear(x, self.factors.down)
+        return F.linear(x, self.weight, self.bias).addmm_(reduced, self.factors.up), reduced
 
     def _mixed_product(self, x: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
         """One product with the weights for all rows, and a small one for those of each adapter (arXiv 2310.18547)."""
@@ -144,25 +148,28 @@ class Projection:
                 y.index_add_(0, members, F.linear(x[members], factors.down) @ factors.up)
         return y
 
-    def input_gradient(self, gradient: Tensor) -> Tensor:
-        """[N, I] from the gradient [N, O] of the output."""
-        if not self.adapted:
-            return gradient @ self.weight
-        assert self.factors is not None
-        return (gradient @ self.weight).addmm_(F.linear(gradient, self.factors.up), self.factors.down)
+    def gradients(
+        self, gradient: Tensor, x: Callable[[], Tensor], reduced: Tensor | None, *, of_input: bool = True, of_parameters: bool = True
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """That of the input [N, I], and those of `parameters`, from the gradient [N, O] of a product; None for what is not wanted.
 
-    def parameter_gradients(self, x: Tensor, gradient: Tensor) -> list[Tensor]:
-        """Of `parameters`, from the input [N, I] and the gradient [N, O] of the output."""
+        `x` gives the input, if it is needed; `reduced` is what the product gave.
+        """
+        if reduced is None:
+            return gradient @ self.weight if of_input else None, [None] * len(self.parameters) if self.adapted else []
         assert self.factors is not None
-        hidden = F.linear(x, self.factors.down)  # [N, R]
-        downs = F.linear(gradient, self.factors.up).T @ x  # [R, I]
-        gradients, start = [], 0
+        of_reduced = F.linear(gradient, self.factors.up)
+        of_x = (gradient @ self.weight).addmm_(of_reduced, self.factors.down) if of_input else None
+        return of_x, list(self._parameter_gradients(gradient, x(), reduced, of_reduced) if of_parameters else [None] * len(self.parameters))
+
+    def _parameter_gradients(self, gradient: Tensor, x: Tensor, reduced: Tensor, of_reduced: Tensor) -> Iterator[Tensor]:
+        downs = of_reduced.T @ x  # [R, I]
+        start = 0
         for down, scale, outputs in zip(self.downs, self.scales, self.slices, strict=True):
             part = slice(start, start + down.shape[0])
-            ups = gradient[:, outputs].T @ hidden[:, part]
-            gradients += [downs[part].to(down.dtype), (ups * scale).to(down.dtype)]
+            ups = gradient[:, outputs].T @ reduced[:, part]
+            yield from (downs[part].to(down.dtype), (ups * scale).to(down.dtype))
             start = part.stop
-        return gradients
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -61,11 +61,11 @@ class PackedAttention:
         """[1, Hq, N, D] over [1, Hk, N, D]."""
         if window is not None and window >= self._longest:
             window = None
-        packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [N, H, D]
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
         if query.device.type == "cpu" and query.dtype == torch.float32 and window is None and softcap is None:
-            output = attend(*packed, *self._blocks, scaling)
+            output = attend(q, k, v, *self._blocks, scaling)
         else:
-            output = self._kernel_attention(packed, scaling, window, softcap)
+            output = self._kernel_attention((q, k, v), scaling, window, softcap)
         return output.transpose(0, 1).unsqueeze(0)
 
     def _kernel_attention(self, packed: Sequence[Tensor], scaling: float, window: int | None, softcap: float | None) -> Tensor:

@@ -50,7 +50,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], o
 
     `order` [N]: where the packed tokens stand among the blocks' tokens, one block after the other.
     """
-    grouped = query.unflatten(1, (key.shape[1], -1))
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[2])
     output: Tensor = _Attend.apply(grouped, key.unsqueeze(2), value.unsqueeze(2), blocks, order, scaling)  # type: ignore[no-untyped-call]
     return output.flatten(1, 2)
 
@@ -83,8 +83,10 @@ class _Attend(torch.autograd.Function):
             queries, sources = block.gather(query).mul_(ctx.scaling), _sources(block, key, value, gradients=True)
             of_output, dots, of_queries = block.gather(gradient), block.gather(dot), torch.zeros_like(queries)
             for turn in block.turns(query.shape[1] * query.shape[2]):
-                arguments = (_of(tensor, turn) for tensor in (queries, of_output, normaliser, dots))
-                of_queries[:, :, :, turn] = _gradients(*arguments, [source.until(turn) for source in sources])
+                seen = [source.until(turn) for source in sources]
+                of_queries[:, :, :, turn] = _gradients(
+                    _of(queries, turn), _of(of_output, turn), _of(normaliser, turn), _of(dots, turn), seen
+                )
             own, *prompt = sources
             shape = key.shape[1], block.rows, 1, -1, key.shape[-1]
             of_tokens.append([_flat(of_queries.mul_(ctx.scaling)), _flat(own.of_keys.view(shape)), _flat(own.of_values.view(shape))])
@@ -112,7 +114,8 @@ class _Source:
         """What the queries of a turn see of it."""
         if not self.own:
             return self
-        return _Source(*(tensor[:, : turn.stop] for tensor in (self.keys, self.values, self.of_keys, self.of_values)), own=True)
+        keys, values, of_keys, of_values = (tensor[:, : turn.stop] for tensor in (self.keys, self.values, self.of_keys, self.of_values))
+        return _Source(keys, values, of_keys, of_values, own=True)
 
     def scores(self, queries: Tensor) -> Tensor:
         """[b, n, L] of queries [Hk, B, G, t, D], which are the last t of their own L."""
@@ -128,11 +131,11 @@ def _sources(block: Block, key: Tensor, value: Tensor, *, gradients: bool = Fals
     """The segments' own keys and values, and the prompt's if there is one, from packed ones [N, Hk, 1, D]."""
     own = [block.gather(packed).flatten(0, 1).squeeze(1) for packed in (key, value)]
     prompt = [packed[block.prompt, :, 0].transpose(0, 1).contiguous() for packed in (key, value)]
-    return [
-        _Source(*pair, *(torch.zeros_like(tensor) if gradients else tensor for tensor in pair), own=pair is own)
-        for pair in (own, prompt)
-        if pair[0].shape[1]
-    ]
+    sources = []
+    for keys, values in (own, prompt):
+        of_keys, of_values = (torch.zeros_like(keys), torch.zeros_like(values)) if gradients else (keys, values)
+        sources.append(_Source(keys, values, of_keys, of_values, own=keys is own[0]))
+    return sources if prompt[0].shape[1] else sources[:1]
 
 
 def _output(queries: Tensor, sources: Sequence[_Source]) -> tuple[Tensor, Tensor]:
