@@ -18,6 +18,7 @@ from retrain.fused.projection import AdapterLayer
 from retrain.inference_engine import attention
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
+from retrain.inference_engine.transfer import upload
 from retrain.types import Int32Array
 
 Slots = npt.NDArray[np.int64]
@@ -124,7 +125,7 @@ class Decoder:
         slots: Slots | None,
     ) -> Tensor:
         """`slots` [N] of all tokens, row by row, or None where all are under the adapter that `sampling` set."""
-        ids, positions = torch.from_numpy(token_ids.astype(np.int64)).to(self.device), positions.to(self.device)
+        ids, positions = upload(token_ids.astype(np.int64), self.device), positions.to(self.device)
         if self._fused is not None:
             with nullcontext() if slots is None else self._fused.under_adapters(slots):
                 hidden = self._fused.hidden_states(ids, positions, batch, cache=batch)

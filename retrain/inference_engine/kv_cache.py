@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 from retrain.inference_engine.attention import Kernel, RowLengths
+from retrain.inference_engine.transfer import upload
 from retrain.types import Int32Array
 
 _SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -165,7 +166,7 @@ class DecodePass(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self._arena, self._kernel = arena, kernel
         self._index = torch.arange(len(lengths), device=arena.device)
-        self.positions = torch.from_numpy(lengths).to(arena.device)
+        self.positions = upload(lengths, arena.device)
         self._rows = RowLengths(self.positions + 1, int(lengths.max()) + 1, ragged=bool((lengths != lengths[0]).any()))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:

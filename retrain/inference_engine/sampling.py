@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retrain.inference_engine.transfer import upload
+
 _BLOCK = 256
 """The CDF has two levels, sums over blocks and then tokens within one block, both accumulated in float64: a single float32
 running sum over 152k tokens would lose the small probabilities."""
@@ -46,7 +48,7 @@ def draw(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.ND
     packed = torch.empty(rows, 3, dtype=torch.float64, device=logits.device)  # one transfer to the host for all three
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
-        _draw_chunk(logits[part], temperatures[part], torch.from_numpy(uniforms[part]).to(logits.device), packed[part])
+        _draw_chunk(logits[part], temperatures[part], upload(uniforms[part], logits.device), packed[part])
     host = packed.cpu().numpy()
     return Draws(host[:, 0].astype(np.int64), host[:, 1].astype(np.float32), host[:, 2].astype(np.float32))
 
@@ -70,7 +72,7 @@ def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms:
 
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
-    greedy = torch.from_numpy(temperatures == 0).to(logits.device)[:, None] if not temperatures.all() else None
+    greedy = upload(temperatures == 0, logits.device)[:, None] if not temperatures.all() else None
     best = _first_maximum(shifted[:, :vocabulary]) if greedy is not None else tokens
     moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
@@ -87,7 +89,7 @@ def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
     if (temperatures == 1).all():
         return z
     divisors = np.where(temperatures == 0, np.float32(1), temperatures)
-    return z / torch.from_numpy(divisors).to(logits.device)[:, None]
+    return z / upload(divisors, logits.device)[:, None]
 
 
 def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:

@@ -240,14 +240,14 @@ class Learner:
 
 
 def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[float]) -> ActionTokens:
-    rows, device = micro.rows, micro.token_ids.device
+    rows = micro.rows
     references = [row.reference for row in rows if row.reference is not None]
     return ActionTokens(
         new=scores.logprobs,
         old=micro.flat([row.old for row in rows]),
         sampler=micro.flat([row.sampler for row in rows]),
         advantages=micro.flat([row.row.advantages for row in rows]),
-        weights=torch.tensor(weights, dtype=torch.float32, device=device).repeat_interleave(torch.tensor(micro.lengths, device=device)),
+        weights=micro.flat([np.full(length, weight, np.float32) for length, weight in zip(micro.lengths, weights, strict=True)]),
         lengths=micro.lengths,
         reference=micro.flat(references) if references else None,
         entropy=scores.entropies,

@@ -191,7 +191,8 @@ def gspo_terms(tokens: ActionTokens, settings: LossSettings) -> Tensor:
     """
     whole = gspo_ratio(tokens.new.detach(), tokens.old, tokens.lengths, settings.log_ratio_clamp)
     counts = torch.tensor(tokens.lengths, dtype=torch.int64, device=whole.device)
-    ratios = whole.repeat_interleave(counts) * (tokens.new - tokens.new.detach()).exp()
+    repeated = whole.repeat_interleave(counts, output_size=len(tokens.new))  # else the host waits for the sum of the counts
+    ratios = repeated * (tokens.new - tokens.new.detach()).exp()
     return clipped_terms(ratios, tokens.advantages, settings.clip_low, settings.clip_high)
 
 

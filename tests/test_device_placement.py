@@ -1,0 +1,88 @@
+"""No forward or backward pass mixes tensors of the host with those of the device, or reads one back: what only a GPU would show.
+
+torch's fake tensors have shapes and a device, and no values: an operation on two devices raises, and so does a read by the host.
+Their device is "meta", which every build of torch knows; branches for CUDA alone are not taken.
+"""
+
+import warnings
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from learner_models import config_for, make_rows
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from retrain.backends.local.adapter import Adapter
+from retrain.backends.local.learner import Learner
+from retrain.backends.local.logprobs import Head
+from retrain.backends.local.micro_batches import LearnerRow
+from retrain.backends.local.model import BaseModel
+from retrain.config import TrainConfig
+from retrain.fused.decoder import FusedDecoder
+from retrain.inference_engine.decoder import Decoder
+from retrain.inference_engine.kv_cache import KVArena
+from retrain.inference_engine.sampling import _draw_chunk
+from retrain.tokenization import load_model_config
+from retrain.types import MachineChoices
+
+DEVICE = torch.device("meta")
+
+
+def on_device(config: TrainConfig, dtype: torch.dtype, stack: ExitStack) -> tuple[BaseModel, Adapter]:
+    """A model with its adapter; until the stack closes, every tensor is a fake one."""
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(load_model_config(config.model.model), dtype=dtype)
+    base = BaseModel(model.requires_grad_(False).eval(), model.base_model, Head(model.lm_head.weight), DEVICE, dtype)
+    adapter = Adapter(base, config)
+    stack.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    adapter.peft_model.to_empty(device=DEVICE)
+    return replace(base, head=Head(model.lm_head.weight)), adapter
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("kv_storage", [None, torch.int8])
+def test_a_decode_step_stays_on_its_device(family: str, kv_storage: torch.dtype | None) -> None:
+    config = config_for(family)
+    with ExitStack() as stack:
+        base, adapter = on_device(config, torch.bfloat16, stack)
+        decode_once(adapter, FusedDecoder(base.model, merge=False) if family == "qwen3" else None, kv_storage)
+
+
+def decode_once(adapter: Adapter, fused: FusedDecoder | None, kv_storage: torch.dtype | None) -> None:
+    decoder = Decoder(adapter.peft_model, False, fused)
+    with decoder.sampling({0}):
+        short, long = decoder.prefill([np.arange(4, dtype=np.int32), np.arange(9, dtype=np.int32)])
+        arena = KVArena(3, 16, short, kv_storage)
+        arena.write_prompt([0, 1], short)
+        arena.write_prompt([2], long)
+        logits = decoder.decode(arena, np.array([5, 6, 7]), np.array([4, 4, 9]))
+        arena.move([2], [0], 9)
+        arena.reserve(20, 40, 3, 10)
+        drawn = torch.empty(3, 3, dtype=torch.float64, device=DEVICE)
+        _draw_chunk(logits, np.array([1.0, 0.7, 0.0], np.float32), torch.zeros(3, dtype=torch.float64, device=DEVICE), drawn)
+    assert {tensor.device for tensor in (logits, drawn, *short.keys, *short.values)} == {DEVICE}
+
+
+@pytest.mark.parametrize("own_forward", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_learning_pass_stays_on_its_device(own_forward: bool, checkpointing: bool, dropout: float) -> None:
+    loss = {"mode": "gspo", "kl_coef": 0.1, "entropy_coef": 0.1, "correction": "tis", "old_logprobs": "recomputed"}
+    config = config_for(lora={"dropout": dropout}, loss=loss)
+    with ExitStack() as stack:
+        own_forward |= dropout > 0
+        # The model's own forward in bf16 is under autocast, which "meta" has not.
+        base, adapter = on_device(config, torch.float32 if own_forward else torch.bfloat16, stack)
+        choices = MachineChoices(1, 8, 1024, 64, checkpointing)
+        fused = None if own_forward else FusedDecoder(base.model, merge=False)
+        learner = Learner(base, adapter, config, choices, "token_mean", fused)
+        rows = [LearnerRow(number, row, row.logprobs, row.logprobs, row.logprobs) for number, row in enumerate(make_rows())]
+        for micro in learner._micro_batches(rows, share=not dropout):
+            part, logprobs = learner._backward(micro, [1.0] * len(micro.rows), 0)
+            assert {part.device, logprobs.device} == {DEVICE}
+        assert {gradient.device for gradient in learner.optimizer.gradients()} == {DEVICE}
