@@ -9,13 +9,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from retrain import __version__
+
 _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def describe_environment(device: str) -> dict[str, Any]:
     """Versions, machine, git revision of the current folder, and the command line. Secrets in the latter are the caller's to mask."""
     return {
-        "retrain": metadata.version("retrain"),
+        "retrain": __version__,
         "python": platform.python_version(),
         "packages": package_versions(),
         "platform": platform.platform(),
@@ -30,9 +32,13 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Installed versions of what retrain declares, extras included."""
+    """Installed versions of what retrain declares, extras included; of the main ones where it runs from a folder, not installed."""
+    try:
+        requirements = metadata.requires("retrain") or []
+    except metadata.PackageNotFoundError:
+        requirements = ["torch", "transformers", "peft"]
     versions = {}
-    for requirement in metadata.requires("retrain") or []:
+    for requirement in requirements:
         match = _DISTRIBUTION_NAME.match(requirement)
         if match:
             try:
