@@ -2,9 +2,11 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,14 @@ class WorkerFailed(RuntimeError):
 
     @property
     def out_of_memory(self) -> bool:
-        return any(sign in str(self) for sign in ("can't allocate memory", "not enough memory", "MemoryError", "signal 9"))
+        return any(sign in str(self) for sign in ("can't allocate memory", "not enough memory", "out of memory", "MemoryError", "signal 9"))
+
+    @property
+    def sentence(self) -> str:
+        """What happened, in the few words that a table has place for."""
+        if self.out_of_memory:
+            return "not enough memory"
+        return (str(self).strip().splitlines() or ["no message"])[-1].rstrip(".")
 
 
 def memory_limit_gib(share: float = 0.9) -> float:
@@ -74,8 +83,10 @@ class ProcessGroup:
 class Worker(ProcessGroup):
     """A script of workers/: settings at the start, then requests and answers, a line of JSON each."""
 
-    def __init__(self, python: str, script: str, settings: Mapping[str, Any]) -> None:
-        self.script = script
+    def __init__(self, python: str, script: str, settings: Mapping[str, Any], *, seconds: float | None = None) -> None:
+        """`seconds` from now on for the start and all answers together; then the process is ended, and WorkerFailed says so."""
+        self.script, self._seconds = script, seconds
+        self._deadline = None if seconds is None else time.monotonic() + seconds
         threads = str(settings["threads"])
         super().__init__(
             [python, str(WORKERS / script), json.dumps({"memory_limit_gib": memory_limit_gib(), **settings})],
@@ -100,6 +111,9 @@ class Worker(ProcessGroup):
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        if not select.select([self.process.stdout], [], [], left)[0]:  # answers come one by one, so none waits in Python's buffer
+            raise WorkerFailed(f"stopped after the {self._seconds:.0f} s that it had")
         line = self.process.stdout.readline()
         if not line:
             raise self._failure()

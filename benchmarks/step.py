@@ -31,6 +31,10 @@ _STORY = (
 )
 
 
+def story_prompts(count: int) -> list[str]:
+    return [_STORY.format(a=11 + i, b=21 + i, c=31 + i, d=41 + i, e=51 + i) for i in range(count)]
+
+
 @dataclass
 class Setting:
     name: str
@@ -119,7 +123,7 @@ def rows(settings: list[Setting]) -> list[list[str]]:
 def main() -> None:
     arguments = parse_arguments()
     load = load_average()
-    prompts = [_STORY.format(a=11 + i, b=21 + i, c=31 + i, d=41 + i, e=51 + i) for i in range(arguments.prompts)]
+    prompts = story_prompts(arguments.prompts)
     versions = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "prompts.jsonl"

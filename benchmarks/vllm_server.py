@@ -27,8 +27,14 @@ class VllmServer:
         self.versions: dict[str, str] = {}
 
     @classmethod
-    def start(cls, python: str, model: str, adapter: str, *, dtype: str, compiled: bool, rows: int, context: int, threads: int) -> Self:
-        """`rows` sequences decode together; the first `threads` processors are bound, one thread each."""
+    def start(
+        cls, python: str, model: str, adapter: str, *, dtype: str, compiled: bool, rows: int, context: int, threads: int,
+        seconds: float = _START_S,
+    ) -> Self:  # fmt: skip
+        """`rows` sequences decode together; on a CPU the first `threads` processors are bound, one thread each.
+
+        WorkerFailed where it is not ready in `seconds`.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -49,15 +55,15 @@ class VllmServer:
         group = ProcessGroup(command, environment)
         server = cls(f"http://127.0.0.1:{port}", group)
         try:
-            server._wait()
+            server._wait(seconds)
         except BaseException:
             group.close()
             raise
         return server
 
-    def _wait(self) -> None:
+    def _wait(self, seconds: float) -> None:
         assert self.group is not None
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.group.process.poll() is not None:
                 raise WorkerFailed(f"vLLM ended before it was ready:\n{self.group.log_tail()}")
@@ -66,7 +72,7 @@ class VllmServer:
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(1)
-        raise WorkerFailed(f"vLLM was not ready after {_START_S} s:\n{self.group.log_tail()}")
+        raise WorkerFailed(f"vLLM was not ready after {seconds:.0f} s:\n{self.group.log_tail()}")
 
     def fetch_versions(self) -> dict[str, str]:
         with urllib.request.urlopen(f"{self.url}/version", timeout=10) as answer:

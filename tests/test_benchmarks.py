@@ -1,5 +1,7 @@
 """What the numbers of benchmarks/ rest on: memory of the measured block alone, the same work for every peer, failures that are seen."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,3 +63,36 @@ def test_a_worker_answers_each_request_and_what_it_prints_is_no_answer(monkeypat
     with processes.Worker(sys.executable, "echo.py", {"threads": 1}) as worker:
         assert [worker.ask(number=number) for number in (1, 5)] == [{"twice": 2}, {"twice": 10}]
         assert worker.versions["numpy"] == np.__version__
+
+
+def test_a_worker_that_outlasts_its_seconds_is_ended_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import processes
+
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(processes, "WORKERS", tmp_path)
+    with pytest.raises(processes.WorkerFailed) as failure:
+        processes.Worker(sys.executable, "slow.py", {"threads": 1}, seconds=0.2)
+    assert failure.value.sentence == "stopped after the 0 s that it had"
+
+
+def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import cuda
+    import processes
+    from cuda_parts import SIZES, Bench
+
+    (tmp_path / "growth_point.py").write_text("raise RuntimeError('CUDA out of memory. Tried to allocate 9 GiB')")
+    monkeypatch.setattr(processes, "WORKERS", tmp_path)
+    bench = Bench(SIZES["tiny"], {"device": "cpu", "dtype": "fp32", "threads": 1}, None, None, 60)
+    sections = cuda.sections(bench, ["learn", "profile"])
+    assert sections.count("Failed: retrain: not enough memory.") == 2
+    assert "## Learning" in sections and "## What holds it back" in sections
+
+
+def test_the_gpu_benchmark_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "cuda.py"), "--device", "cpu", "--shapes", "tiny", "--only", "learn", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(FOLDER.parent)})
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("cuda-tiny-cpu-*.md")
+    text = file.read_text(encoding="utf-8")
+    assert "Failed" not in text
+    assert text.count("| retrain, ") == 4 and text.count("| 1.000000 |") == 4 and "published, not measured here" in text

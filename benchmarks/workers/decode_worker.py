@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from job import Job, make_job
-from worker import measured, serve
+from worker import serve
 
 import retrain.threads
 
@@ -12,6 +12,7 @@ retrain.threads.spin_briefly()
 
 import numpy as np  # noqa: E402 - torch reads its environment when it is imported
 import torch  # noqa: E402
+from device import measured_on  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
@@ -45,7 +46,8 @@ def engine(settings: dict[str, Any]) -> Run:
 
 def generate(settings: dict[str, Any]) -> Run:
     """One batch of all completions, prompts padded on the left, until the longest completion is done."""
-    model = load(settings, getattr(torch, settings["torch_dtype"]))
+    device = settings.get("device", "cpu")
+    model = load(settings, getattr(torch, settings["torch_dtype"])).to(device)
 
     def run(job: Job, seed: int) -> int:
         longest, most = max(len(prompt) for prompt in job.prompts), max(job.lengths)
@@ -57,8 +59,8 @@ def generate(settings: dict[str, Any]) -> Run:
         torch.manual_seed(seed)
         with torch.no_grad():
             output = model.generate(
-                input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=most, min_new_tokens=most, pad_token_id=0,
+                input_ids=torch.from_numpy(ids).to(device), attention_mask=torch.from_numpy(mask).to(device), do_sample=True,
+                temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=most, min_new_tokens=most, pad_token_id=0,
             )  # fmt: skip
         assert output.shape[1] == longest + most
         return job.tokens
@@ -131,10 +133,10 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         shape = settings["vocabulary"], settings["prompts"], settings["group"]
         job = make_job(*shape, request["tokens"], request["ragged"], request["step"])
-        with measured() as measure:
+        with measured_on(settings.get("device", "cpu")) as measure:
             made = run(job, request["step"])
         assert made == job.tokens, f"{made} tokens instead of {job.tokens}"
-        return {"seconds": measure.seconds, "tokens": job.tokens, "peak_gib": measure.peak_gib}
+        return {"tokens": job.tokens, **vars(measure)}
 
     return answer
 

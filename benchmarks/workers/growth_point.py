@@ -1,10 +1,17 @@
-"""One batch sampled and learned from in a fresh process: seconds and memory of each half."""
+"""One batch sampled and learned from in a fresh process, or one of the two: seconds and memory of each half.
 
+Requests name the shape, `completions` of `tokens` after prompts of `prompt_tokens` in groups of `group`, and may name `halves`,
+`repeats` (the best counts), keys of `[training]`, and with `profile` that the half's kernels are listed instead.
+"""
+
+import gc
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from job import FIRST_TOKEN
-from worker import measured, serve
+from worker import Measure, serve
 
 import retrain.threads
 
@@ -12,11 +19,16 @@ retrain.threads.spin_briefly()
 
 import numpy as np  # noqa: E402 - torch reads its environment when it is imported
 import torch  # noqa: E402
+from device import measured_on, profiled  # noqa: E402
 
 from retrain.backends.local.backend import LocalBackend  # noqa: E402
+from retrain.backends.local.model import shared_models  # noqa: E402
 from retrain.config import config_from_mapping  # noqa: E402
 from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
-from retrain.types import Completion, Row  # noqa: E402
+from retrain.types import Completion, FinishReason, Row, StepResult  # noqa: E402
+
+NEVER = 2**31 - 1
+"""No token ends a completion."""
 
 
 def row_of(completion: Completion, request: SampleRequest, advantage: float) -> Row:
@@ -30,38 +42,95 @@ def row_of(completion: Completion, request: SampleRequest, advantage: float) -> 
     )
 
 
+class Point:
+    """A backend for batches of one shape, with adapter and choices as a run of that shape has them."""
+
+    def __init__(self, settings: dict[str, Any], request: dict[str, Any]) -> None:
+        self.device: str = settings.get("device", "cpu")
+        self.group: int = request.get("group", settings["group"])
+        self.prompt_tokens: int = request.get("prompt_tokens", settings["prompt_tokens"])
+        self.vocabulary: int = settings["vocabulary"]
+        self.rng = np.random.default_rng(0)
+        config = {
+            "model": {"model": settings["model"], "lora_rank": settings["rank"], "dtype": settings.get("dtype", "fp32")},
+            "backend": {"devices": self.device},
+            "lora": {"init_from": settings.get("adapter", "")},
+            "training": {"seed": 0, "max_tokens": request["tokens"], "temperature": 1.0, **request.get("training", {})},
+        }
+        self.backend = LocalBackend(config_from_mapping(config), eos_ids=(NEVER,))
+
+    def requests(self, groups: int, tokens: int) -> list[SampleRequest]:
+        prompts = self.rng.integers(FIRST_TOKEN, self.vocabulary, (groups, self.prompt_tokens)).astype(np.int32)
+        return [SampleRequest(prompt, self.group, tokens, 1.0, NoiseKey(0, 0, 0, slot)) for slot, prompt in enumerate(prompts)]
+
+    def sample(self, requests: list[SampleRequest]) -> list[Row]:
+        done = list(self.backend.engine.sample(requests))
+        return [row_of(one, requests[one.request], float(self.rng.standard_normal())) for one in done]
+
+    def invent(self, requests: list[SampleRequest]) -> list[Row]:
+        """Rows of random tokens, whose log-probs are the learner's own."""
+        rows = []
+        for index, request in enumerate(requests):
+            for sample in range(request.count):
+                ids = self.rng.integers(FIRST_TOKEN, self.vocabulary, request.max_tokens).astype(np.int32)
+                one = Completion(index, sample, ids, np.zeros(len(ids), np.float32), None, FinishReason.LENGTH)
+                rows.append(row_of(one, request, float(self.rng.standard_normal())))
+        return [replace(row, logprobs=own) for row, own in zip(rows, self.backend.logprobs(rows), strict=True)]
+
+    def halves(self, groups: int, tokens: int, wanted: list[str]) -> tuple[dict[str, Measure], StepResult | None]:
+        asked = self.requests(groups, tokens)
+        measures, result = {}, None
+        if "sampling" in wanted:
+            with measured_on(self.device) as measures["sampling"]:
+                rows = self.sample(asked)
+        else:
+            rows = self.invent(asked)
+        if "learning" in wanted:
+            with measured_on(self.device) as measures["learning"]:
+                result = self.backend.train(rows, 0)
+        assert {row.num_actions for row in rows} == {tokens}
+        return measures, result
+
+    def profile(self, groups: int, tokens: int, half: str) -> dict[str, Any]:
+        """Twice the same work: once timed, once with its kernels listed."""
+        asked = self.requests(groups, tokens)
+        rows = self.invent(asked) if half == "learning" else []
+
+        def run() -> None:
+            if half == "learning":
+                self.backend.train(rows, 0)
+            else:
+                self.sample(asked)
+
+        run()
+        with measured_on(self.device) as measure:
+            run()
+        return {"seconds": measure.seconds, "kernels": profiled(run, self.device)}
+
+
 def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     torch.set_num_threads(settings["threads"])
+    kept = ExitStack()
+    kept.enter_context(shared_models())  # until the process ends
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        completions, tokens, group = request["completions"], request["tokens"], settings["group"]
-        config = {
-            "model": {"model": settings["model"], "lora_rank": settings["rank"], "dtype": "fp32"},
-            "backend": {"devices": "cpu"},
-            "training": {"seed": 0, "max_tokens": tokens, "temperature": 1.0},
-        }
-        backend = LocalBackend(config_from_mapping(config), eos_ids=(2**31 - 1,))  # no token ends a completion
-        rng = np.random.default_rng(0)
-
-        def one_step(groups: int, length: int) -> tuple[Any, Any]:
-            prompts = rng.integers(FIRST_TOKEN, settings["vocabulary"], (groups, settings["prompt_tokens"])).astype(np.int32)
-            asked = [SampleRequest(prompt, group, length, 1.0, NoiseKey(0, 0, 0, slot)) for slot, prompt in enumerate(prompts)]
-            with measured() as sampling:
-                done = list(backend.engine.sample(asked))
-            rows = [row_of(one, asked[one.request], float(rng.standard_normal())) for one in done]
-            with measured() as learning:
-                backend.train(rows, 0)
-            assert {row.num_actions for row in rows} == {length}
-            return sampling, learning
-
-        one_step(1, 8)  # warms up
-        sampling, learning = one_step(completions // group, tokens)
-        choices = backend.choices
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        point = Point(settings, request)
+        groups, tokens = request["completions"] // point.group, request["tokens"]
+        if "profile" in request:
+            return point.profile(groups, tokens, request["profile"])
+        wanted = request.get("halves", ["sampling", "learning"])
+        point.halves(1, 8, wanted)  # warms up
+        turns = [point.halves(groups, tokens, wanted) for _ in range(request.get("repeats", 1))]
+        choices, result = point.backend.choices, turns[0][1]
         return {
-            "sampling": vars(sampling),
-            "learning": vars(learning),
+            **{half: vars(min((measures[half] for measures, _ in turns), key=lambda one: one.seconds)) for half in wanted},
             "rows_at_once": f"{choices.decode_rows:,}",
             "micro_batch": f"{choices.micro_batch_tokens:,}{', checkpointing' if choices.gradient_checkpointing else ''}",
+            "fused": point.backend._fused is not None,
+            "ratio_max": result.ratio_max if result else None,
         }
 
     return answer

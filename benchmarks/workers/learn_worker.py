@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from job import Rows, make_rows
-from worker import measured, serve
+from worker import serve
 
 import retrain.threads
 
@@ -17,6 +17,7 @@ retrain.threads.spin_briefly()
 
 import numpy as np  # noqa: E402 - torch reads its environment when it is imported
 import torch  # noqa: E402
+from device import measured_on  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -39,7 +40,8 @@ def reference(settings: dict[str, Any]) -> Answer:
     """
     rng = np.random.default_rng(3)
     base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True).eval()
+    device = settings.get("device", "cpu")
+    model = PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True).eval().to(device)
     rows = rows_of(settings)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -47,16 +49,16 @@ def reference(settings: dict[str, Any]) -> Answer:
         logprobs = {}
         for number, completion in enumerate(rows.completions):
             prompt = rows.prompt_of(number)
-            ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
+            ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None].to(device)
             logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
             new = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-            old = new.detach() + torch.from_numpy(rng.uniform(-_STALENESS, _STALENESS, len(completion)).astype(np.float32))
+            old = new.detach() + torch.from_numpy(rng.uniform(-_STALENESS, _STALENESS, len(completion)).astype(np.float32)).to(device)
             loss = -(torch.exp(new - old) * float(rows.advantages[number])).sum() / rows.job.tokens
             loss.backward()
             total += loss.item()
-            logprobs[f"{number:05d}"] = old
+            logprobs[f"{number:05d}"] = old.cpu()
         save_file(logprobs, request["logprobs"])
-        gradient = {name.replace(".default.", "."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradient = {name.replace(".default.", "."): p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
         save_file(gradient, request["gradient"])
         return {"loss": total}
 
@@ -70,7 +72,7 @@ def ours(settings: dict[str, Any]) -> Answer:
             {
                 "model": {"model": settings["model"], "lora_rank": settings["rank"], "dtype": "fp32"},
                 "lora": {"init_from": settings["adapter"]},
-                "backend": {"devices": "cpu"},
+                "backend": {"devices": settings.get("device", "cpu")},
                 "training": {"seed": 0, "lr": 0.0, "temperature": 1.0, "max_tokens": settings["tokens"], **settings["training"]},
                 "optimizer": {"beta1": 0.0},
             }
@@ -91,7 +93,7 @@ def ours(settings: dict[str, Any]) -> Answer:
     ]
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        with measured() as measure:
+        with measured_on(settings.get("device", "cpu")) as measure:
             result = backend.train(learned, 0)
         if "gradient" in request:
             with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Folders that a benchmark needs before it measures: an adapter, a model that never ends a completion, a model of the lab's shape."""
+"""What a benchmark needs before it measures: an adapter, a model that never ends a completion, a model of a given shape, the machine."""
 
 import shutil
 from pathlib import Path
@@ -6,42 +6,92 @@ from typing import Any
 
 import torch
 import transformers
+from device import describe
 from peft import LoraConfig, get_peft_model
 from worker import serve
 
+from retrain.data.lab import MODEL_PATH
+from retrain.inference_engine.budget import kv_bytes_per_token
+
 RANK, ALPHA = 16, 32
 _B_SCALE = 0.01
-LAB_SHAPE = {
-    "vocab_size": 259,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 384,
-    "tie_word_embeddings": True,
+SHAPES: dict[str, dict[str, Any]] = {
+    "lab": {
+        "vocab_size": 259,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 384,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
 }
+"""Of Qwen3Config; the second is Qwen/Qwen3-4B's config.json."""
+SHAPES["tiny"] = SHAPES["lab"] | {"num_hidden_layers": 2}
+_PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def adapter(model: str, folder: str) -> dict[str, Any]:
     """LoRA on every linear layer, B not zero as after some training, so that gradients reach A and nobody can skip it."""
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    _save_adapter(base, folder)
+    return {"vocabulary": base.config.vocab_size}
+
+
+def _save_adapter(base: Any, folder: str) -> None:
     wrapped = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if ".lora_B." in name:
                 parameter.normal_(0, _B_SCALE)
     wrapped.save_pretrained(folder)
-    return {"vocabulary": base.config.vocab_size}
 
 
-def shape(folder: str, context: int) -> dict[str, Any]:
-    """Random weights in the lab model's shape with a context of `context` tokens."""
+def shape(
+    folder: str,
+    context: int,
+    name: str = "lab",
+    layers: int | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    adapter: str | None = None,
+) -> dict[str, Any]:
+    """Random weights in one of SHAPES, or its first `layers`, with a context of `context` tokens and the lab's tokenizer.
+
+    Its chat template writes a message's text and nothing else. `adapter` names a folder for an adapter as above. Answers with the
+    bytes of the weights and of one token's keys and values.
+    """
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(**LAB_SHAPE, max_position_embeddings=context)
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    return {"vocabulary": config.vocab_size}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_PATH)
+    tokenizer.chat_template = _PLAIN_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    settings = SHAPES[name] | ({"num_hidden_layers": layers} if layers else {})
+    config = transformers.Qwen3Config(**settings, **ends, max_position_embeddings=context)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if adapter:
+        _save_adapter(model, adapter)
+    return {
+        "vocabulary": config.vocab_size,
+        "weight_bytes": weights,
+        "kv_bytes": kv_bytes_per_token(config, model.dtype.itemsize),
+    }
 
 
 def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
@@ -63,7 +113,7 @@ def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
     for file in Path(model).glob("*.safetensors*"):
         shutil.copyfile(file, target / file.name)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(never)
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.chat_template = _PLAIN_TEMPLATE
     tokenizer.save_pretrained(folder)
     network.config.eos_token_id = never
     network.config.save_pretrained(folder)
@@ -74,7 +124,7 @@ def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
 
 def setup(settings: dict[str, Any]) -> Any:
     torch.set_num_threads(settings["threads"])
-    makers = {"adapter": adapter, "shape": shape, "endless": endless}
+    makers = {"adapter": adapter, "shape": shape, "endless": endless, "machine": describe}
     return lambda request: makers[request.pop("make")](**request)
 
 

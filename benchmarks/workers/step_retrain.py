@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from worker import measured, serve
+from worker import serve
 
 import retrain.threads
 
 retrain.threads.spin_briefly()
 
 import torch  # noqa: E402 - it reads its environment when it is imported
+from device import measured_on  # noqa: E402
 
 from retrain import train  # noqa: E402
 from retrain.config import config_from_mapping  # noqa: E402
@@ -24,9 +25,9 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
         with tempfile.TemporaryDirectory() as folder:
             config = config_from_mapping(
                 {
-                    "model": {"model": settings["model"], "lora_rank": settings["rank"], "dtype": "fp32"},
+                    "model": {"model": settings["model"], "lora_rank": settings["rank"], "dtype": settings.get("dtype", "fp32")},
                     "inference": {"dtype": settings["inference_dtype"]},
-                    "backend": {"devices": "cpu"},
+                    "backend": {"devices": settings.get("device", "cpu")},
                     "data": {"source": settings["data"]},
                     "reward": {"type": "random", "random_p": 0.5},
                     "algorithm": {"advantage_mode": "grpo", "transform_mode": "none"},
@@ -44,7 +45,7 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
                     "logging": {"log_dir": str(Path(folder) / "run")},
                 }
             )
-            with measured() as measure:
+            with measured_on(settings.get("device", "cpu")) as measure:
                 run = train(config, quiet=True)
             steps = [
                 {
@@ -53,6 +54,7 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
                     "learn": record.time_learn_s,
                     "trained": record.num_datums,
                     "mean_tokens": record.completion_tokens_mean,
+                    "ratio_max": record.ratio_max,
                 }
                 for record in run.metrics()
             ]

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from device import measured_on
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from worker import measured, serve
+from worker import serve
 
 _PAGE, _LONGEST_PROMPT = 64, 512
 
@@ -63,12 +64,13 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     prompts = [json.loads(line)["prompt"] for line in Path(settings["data"]).read_text().splitlines()]
     rng = np.random.default_rng(0)
+    on_cpu = settings.get("device", "cpu") == "cpu"
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         completions = settings["prompts"] * settings["group"]
-        with tempfile.TemporaryDirectory() as folder, measured() as measure:
+        with tempfile.TemporaryDirectory() as folder, measured_on(settings.get("device", "cpu")) as measure:
             trainer = TimedTrainer(
-                model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
+                model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32 if on_cpu else torch.bfloat16),
                 processing_class=tokenizer,
                 reward_funcs=lambda completions, **_: (rng.random(len(completions)) < 0.5).astype(float).tolist(),
                 train_dataset=Dataset.from_dict({"prompt": prompts}),
@@ -89,8 +91,8 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
                     beta=0.0,
                     loss_type="dapo",  # the mean over all tokens of the batch, as ours
                     temperature=1.0,
-                    use_cpu=True,
-                    bf16=False,
+                    use_cpu=on_cpu,
+                    bf16=not on_cpu,
                     report_to="none",
                     save_strategy="no",
                     disable_tqdm=True,

@@ -29,6 +29,8 @@ class Measure:
     """Resident before the block: model, adapter, libraries."""
     peak_gib: float = float("nan")
     """Most that was resident inside the block."""
+    reserved_gib: float = float("nan")
+    """Most that torch had taken of a GPU, what it keeps for later included; not a number on a CPU."""
 
 
 @contextlib.contextmanager
@@ -68,16 +70,25 @@ def serve(setup: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str,
     """Run a worker: `setup(settings)` gives the function that answers requests, one JSON line each, until standard input ends.
 
     What libraries print goes to standard error. Settings that every worker knows: threads, and memory_limit_gib, beyond which an
-    allocation fails instead of the machine running out.
+    allocation fails instead of the machine running out (None: no limit, for CUDA, which maps far more than it uses).
     """
     settings: dict[str, Any] = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    limit = int(settings["memory_limit_gib"] * GIB)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    if settings["memory_limit_gib"] is not None:
+        limit = int(settings["memory_limit_gib"] * GIB)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     os.environ["HF_HUB_OFFLINE"] = "1"
     answer = setup(settings)
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {name: version_of(name) for name in packages}
     print(json.dumps({"versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+
+
+def version_of(package: str) -> str:
+    """Also of one that is imported from a folder, without having been installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(sys.modules.get(package), "__version__", "of no known version"))

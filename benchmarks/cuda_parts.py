@@ -1,0 +1,320 @@
+"""The parts of cuda.py: each asks processes of its own and returns its section of the report."""
+
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from learn import relative_error
+from processes import Worker, WorkerFailed
+from report import table
+from safetensors.numpy import load_file
+from step import story_prompts
+from vllm_server import VllmServer
+from workers.job import make_job
+
+RANK, GROUP = 16, 8
+TORCH_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+PUBLISHED = ["prime-rl on one H100: published, not measured here", "", "16,384", "", "6,230", "23.3", "", ""]
+_PROFILED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    decode_rows: tuple[int, ...]
+    prompt_tokens: int
+    decode_tokens: int
+    learn: tuple[tuple[int, int], ...]
+    """(rows, tokens of each with its prompt): as many tokens in all at each length."""
+    steps: tuple[tuple[int, int, int], ...]
+    """(prompts, completions of each, tokens)"""
+    slice_layers: int
+    slice_tokens: int
+    context: int
+    """Of the model, in tokens."""
+
+
+SIZES = {
+    "qwen3-4b": Sizes((32, 64, 128), 256, 512, ((64, 1024), (16, 4096), (4, 16_384)), ((4, 8, 128), (8, 16, 1024)), 2, 128, 40_960),
+    "tiny": Sizes((8, 16), 16, 16, ((8, 64), (4, 128), (2, 256)), ((2, 4, 8),), 1, 16, 2048),
+}
+LIMITS = {"decode": 130, "generate": 60, "vllm": 150, "learn": 150, "parity": 60, "step": 170, "profile": 90}
+"""Seconds that a process may take, its start included."""
+
+
+class Bench:
+    """What the parts share, and what they leave for the report."""
+
+    def __init__(self, sizes: Sizes, settings: dict[str, Any], trl_python: str | None, vllm_python: str | None, seconds: float) -> None:
+        self.sizes, self.settings = sizes, settings
+        self.trl_python, self.vllm_python = trl_python, vllm_python
+        self.started = time.monotonic()
+        self._deadline = self.started + seconds
+        self.machine: dict[str, Any] = {}
+        """device, bandwidth (bytes a second), weights (bytes), kv (bytes a token)."""
+        self.versions: list[Mapping[str, str]] = []
+        self.failures: list[str] = []
+        """Of the part that runs."""
+
+    def seconds_of(self, limit: float) -> float:
+        """`limit`, or what is left; on a CPU, where nobody waits for a machine, all that is left."""
+        left = max(1.0, self._deadline - time.monotonic())
+        return left if self.settings["device"] == "cpu" else min(limit, left)
+
+    @contextmanager
+    def worker(self, script: str, seconds: float, *, python: str = sys.executable, **settings: Any) -> Iterator[Worker]:
+        with Worker(python, script, {**self.settings, **settings}, seconds=self.seconds_of(seconds)) as worker:
+            self.versions.append(worker.versions)
+            yield worker
+
+    def attempt(self, what: str, measure: Callable[[], Any]) -> Any:
+        """What `measure` returns; None where it failed, and the reason is kept."""
+        try:
+            return measure()
+        except (WorkerFailed, OSError) as error:
+            self.failures.append(f"{what}: {error.sentence if isinstance(error, WorkerFailed) else error}")
+            return None
+
+
+# -- decoding ------------------------------------------------------------------------------------------------------------
+
+
+def decode(bench: Bench) -> list[str]:
+    sizes, machine = bench.sizes, bench.machine
+    answers: list[tuple[str, int, dict[str, Any]]] = []
+    bench.attempt("retrain", partial(_engine, bench, answers))
+    fused = all(found["fused"] for _, _, found in answers)
+    rows = sizes.decode_rows[0]
+    if generated := bench.attempt("generate", partial(_generate, bench, rows)):
+        answers.append(("generate", rows, generated))
+    if bench.vllm_python and (served := bench.attempt("vLLM", partial(_vllm, bench, rows))):
+        answers.append(("vLLM", rows, served))
+    lines = [_decode_line(bench, *answer) for answer in answers]
+    if not bench.vllm_python:
+        lines.append(["vLLM", "not installed", *[""] * 6])
+    head = ["sampler", "rows", "seconds", "tok/s", "ms a step", "ms that memory allows", "share", "GiB"]
+    return [
+        "## Decoding",
+        f"{sizes.decode_tokens} tokens after prompts of {sizes.prompt_tokens}, groups of {GROUP}, the adapter on, "
+        f"{bench.settings['dtype']}; the better of two. A step reads {machine['weights'] / 1e9:.2f} GB of weights and {machine['kv']:,} "
+        f"bytes of keys and values for each token that its rows have; memory allows that at {machine['bandwidth'] / 1e9:,.0f} GB/s, the "
+        f"speed of a large copy here.{'' if fused else ' The fused forward did not reproduce the model, so its own was used.'}",
+        table(head, lines),
+    ]
+
+
+def _engine(bench: Bench, answers: list[tuple[str, int, dict[str, Any]]]) -> None:
+    sizes = bench.sizes
+    with bench.worker("growth_point.py", LIMITS["decode"]) as worker:
+        for rows in sizes.decode_rows:
+            found = worker.ask(
+                completions=rows, tokens=sizes.decode_tokens, prompt_tokens=sizes.prompt_tokens, halves=["sampling"], repeats=2
+            )
+            answers.append(("retrain", rows, found | found["sampling"]))
+
+
+def _generate(bench: Bench, rows: int) -> dict[str, Any]:
+    settings = {"prompts": rows // GROUP, "kind": "generate", "torch_dtype": TORCH_DTYPES[bench.settings["dtype"]]}
+    with bench.worker("decode_worker.py", LIMITS["generate"], **settings) as worker:
+        worker.ask(step=0, ragged=False, tokens=4)
+        return worker.ask(step=1, ragged=False, tokens=bench.sizes.decode_tokens)
+
+
+def _vllm(bench: Bench, rows: int) -> dict[str, Any]:
+    assert bench.vllm_python is not None
+    settings, tokens = bench.settings, bench.sizes.decode_tokens
+    with VllmServer.start(
+        bench.vllm_python, settings["model"], settings["adapter"], dtype=TORCH_DTYPES[settings["dtype"]], compiled=True, rows=rows,
+        context=2 * tokens + 16, threads=settings["threads"], seconds=bench.seconds_of(LIMITS["vllm"]),
+    ) as server:  # fmt: skip
+        bench.versions.append(server.fetch_versions())
+        jobs = [make_job(settings["vocabulary"], rows // GROUP, GROUP, tokens, False, step) for step in (0, 1)]
+        return {"seconds": [server.sample(job) for job in jobs][-1]}
+
+
+def _decode_line(bench: Bench, name: str, rows: int, found: dict[str, Any]) -> list[str]:
+    sizes, machine, seconds = bench.sizes, bench.machine, found["seconds"]
+    cached = rows * (sizes.prompt_tokens + sizes.decode_tokens / 2)
+    allowed = (machine["weights"] + cached * machine["kv"]) / machine["bandwidth"]
+    step = seconds / sizes.decode_tokens
+    return [
+        name, f"{rows}", f"{seconds:.2f}", f"{rows * sizes.decode_tokens / seconds:,.0f}", f"{1e3 * step:.2f}", f"{1e3 * allowed:.2f}",
+        f"{100 * allowed / step:.0f}%", _memory(found),
+    ]  # fmt: skip
+
+
+def _memory(measure: dict[str, Any]) -> str:
+    reserved = measure.get("reserved_gib", math.nan)
+    taken = "" if math.isnan(reserved) else f" ({reserved:.2f})"
+    return f"{measure['peak_gib']:.2f}{taken}" if "peak_gib" in measure else ""
+
+
+# -- learning ------------------------------------------------------------------------------------------------------------
+
+
+def learn(bench: Bench) -> list[str]:
+    sizes, lines = bench.sizes, []
+    longest = sizes.learn[-1]
+    one_row = {"micro_batch_tokens": longest[1], "gradient_checkpointing": True}
+    cases = [("retrain, as it chooses", shape, {}) for shape in sizes.learn] + [("retrain, a row a pass", longest, one_row)]
+
+    def ours() -> None:
+        with bench.worker("growth_point.py", LIMITS["learn"]) as worker:
+            for name, (rows, length), training in cases:
+                shape = {"completions": rows, "tokens": length - sizes.prompt_tokens, "prompt_tokens": sizes.prompt_tokens, "group": 1}
+                found = worker.ask(**shape, repeats=2, halves=["learning"], training=training)
+                lines.append(_learn_line(name, rows, length, found))
+
+    bench.attempt("retrain", ours)
+    head = ["trainer", "rows", "tokens each", "seconds", "tok/s", "GiB", "micro-batch tokens", "ratio, furthest from 1"]
+    return [
+        "## Learning",
+        f"One optimizer step, LoRA r{RANK} on every linear layer, {bench.settings['dtype']}; no two rows share their prompt of "
+        f"{sizes.prompt_tokens} tokens, and tokens count the prompts. The better of two, after a small one. prime-rl's figure is of "
+        "Qwen3-4B with LoRA r16 at 16k context.",
+        table(head, [*lines, PUBLISHED]),
+    ]
+
+
+def _learn_line(name: str, rows: int, length: int, found: dict[str, Any]) -> list[str]:
+    measure = found["learning"]
+    return [
+        name, f"{rows}", f"{length:,}", f"{measure['seconds']:.2f}", f"{rows * length / measure['seconds']:,.0f}", _memory(measure),
+        found["micro_batch"], f"{found['ratio_max']:.6f}",
+    ]  # fmt: skip
+
+
+# -- parity --------------------------------------------------------------------------------------------------------------
+
+
+def parity(bench: Bench) -> list[str]:
+    """On the first layers in fp32: loss and gradient beside each row alone, and the ratio of rows just sampled."""
+    sizes, settings = bench.sizes, bench.settings
+    lines: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = {"model": str(folder / "model"), "adapter": str(folder / "adapter"), "dtype": "fp32"}
+        with bench.worker("prepare.py", LIMITS["parity"]) as prepare:
+            made = {"folder": model["model"], "adapter": model["adapter"], "name": settings["shapes"], "context": sizes.context}
+            prepare.ask(make="shape", **made, layers=sizes.slice_layers, device=settings["device"])
+        bench.attempt("gradient", lambda: lines.extend(_gradients(bench, model, folder)))
+        bench.attempt("ratio", lambda: lines.extend(_ratio(bench, model)))
+    return [
+        "## Parity",
+        f"The first {sizes.slice_layers} layers with embedding and head in fp32, 4 x {GROUP} completions of up to {sizes.slice_tokens} "
+        "tokens.",
+        table(["what", "found", "allowed"], lines),
+    ]
+
+
+def _gradients(bench: Bench, model: dict[str, str], folder: Path) -> Iterator[list[str]]:
+    losses, old = {}, str(folder / "logprobs.safetensors")
+    common = {**model, "prompts": 4, "tokens": bench.sizes.slice_tokens, "ragged": True, "logprobs": old, "training": {}}
+    for kind in ("reference", "retrain"):
+        with bench.worker("learn_worker.py", LIMITS["parity"], **common, kind=kind) as worker:
+            losses[kind] = worker.ask(gradient=str(folder / f"{kind}.safetensors"), logprobs=old)["loss"]
+    error = relative_error(load_file(folder / "retrain.safetensors"), load_file(folder / "reference.safetensors"))
+    yield ["gradient beside each row alone through peft and transformers: norm of the difference over norm", f"{error:.1e}", "1e-5"]
+    yield ["loss beside the same: difference", f"{abs(losses['retrain'] - losses['reference']):.1e}", "1e-5"]
+
+
+def _ratio(bench: Bench, model: dict[str, str]) -> Iterator[list[str]]:
+    with bench.worker("growth_point.py", LIMITS["parity"], **model) as worker:
+        found = worker.ask(completions=4 * GROUP, tokens=bench.sizes.slice_tokens)
+    yield ["ratio of rows just sampled before the first update: furthest from 1", f"{abs(found['ratio_max'] - 1):.1e}", "1e-4"]
+
+
+# -- a whole step --------------------------------------------------------------------------------------------------------
+
+
+def step(bench: Bench) -> list[str]:
+    trainers: list[tuple[str, str, str, dict[str, Any]]] = [
+        ("retrain", sys.executable, "step_retrain.py", {"inference_dtype": "auto", "dtype": bench.settings["dtype"]})
+    ]
+    if bench.trl_python:
+        peer = {"batch": 8, "checkpointing": True, "continuous": False}
+        trainers.append(("TRL, batch 8, checkpointing", bench.trl_python, "step_trl.py", peer))
+    lines = []
+    for shape in bench.sizes.steps:
+        for name, *trainer in trainers:
+            words = " x ".join(f"{number:,}" for number in shape)
+            if found := bench.attempt(f"{name}, {words}", partial(_steps, bench, shape, *trainer)):
+                lines.append(_step_line(name, words, found))
+    if not bench.trl_python:
+        lines.append(["TRL", "not installed", *[""] * 7])
+    head = ["trainer", "shape", "seconds a step", "sample", "learn", "other", "GiB", "rows x mean tokens", "ratio, furthest from 1"]
+    return [
+        "## A whole step",
+        f"Prompts x completions x tokens, {bench.settings['dtype']}, LoRA r{RANK}, random rewards, the second of two steps. A group whose "
+        "rewards are equal is not learned from.",
+        table(head, lines),
+    ]
+
+
+def _steps(bench: Bench, shape: tuple[int, int, int], python: str, script: str, settings: dict[str, Any]) -> dict[str, Any]:
+    prompts, group, tokens = shape
+    data = Path(bench.settings["model"]) / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text, "answer": "0"}) + "\n" for text in story_prompts(prompts)), encoding="utf-8")
+    sizes = {"data": str(data), "prompts": prompts, "group": group, "tokens": tokens}
+    with bench.worker(script, LIMITS["step"], python=python, **sizes, **settings) as worker:
+        return worker.ask(steps=2)
+
+
+def _step_line(name: str, shape: str, found: dict[str, Any]) -> list[str]:
+    last = found["steps"][-1]
+    ratio = last.get("ratio_max")
+    return [
+        name, shape, f"{last['total']:.2f}", f"{last['sample']:.2f}", f"{last['learn']:.2f}",
+        f"{last['total'] - last['sample'] - last['learn']:.2f}", _memory(found), f"{last['trained']} x {last['mean_tokens']:.1f}",
+        "" if ratio is None else f"{ratio:.6f}",
+    ]  # fmt: skip
+
+
+# -- where the time goes -------------------------------------------------------------------------------------------------
+
+
+def profile(bench: Bench) -> list[str]:
+    sizes = bench.sizes
+    tokens = min(_PROFILED_TOKENS, sizes.decode_tokens)
+    halves = {
+        "sampling": {"completions": sizes.decode_rows[0], "tokens": tokens},
+        "learning": {"completions": 1, "tokens": sizes.learn[-1][1] - sizes.prompt_tokens, "group": 1},
+    }
+    paragraphs, on_cpu = ["## What holds it back"], bench.settings["device"] == "cpu"
+
+    def ours() -> None:
+        with bench.worker("growth_point.py", LIMITS["profile"]) as worker:
+            for half, shape in halves.items():
+                found = worker.ask(**shape, prompt_tokens=sizes.prompt_tokens, profile=half)
+                words = f"{half.capitalize()}, rows: {shape['completions']}, tokens of each: {shape['tokens']:,}"
+                paragraphs.extend(_profile_lines(words, tokens if half == "sampling" else 0, found, on_cpu=on_cpu))
+
+    bench.attempt("retrain", ours)
+    return paragraphs
+
+
+def _profile_lines(words: str, steps: int, found: dict[str, Any], *, on_cpu: bool) -> list[str]:
+    """The time in which no kernel runs is the host's: Python, launches, waits. On a CPU operators stand for kernels."""
+    kernels = found["kernels"]
+    each = f", {kernels['calls'] / steps:,.0f} a step" if steps else ""
+    idle = max(0.0, 1 - kernels["seconds"] / found["seconds"])
+    lines = [
+        [f"`{one['name']}`", f"{one['calls']:,}", f"{1e3 * one['seconds']:.2f}", f"{100 * one['seconds'] / kernels['seconds']:.1f}%"]
+        for one in kernels["top"]
+    ]
+    waits = f" In {100 * idle:.0f}% of the time the device waits for the host: what captured graphs could save at most."
+    return [
+        f"### {words}",
+        f"{found['seconds']:.3f} s; kernels {kernels['seconds']:.3f} s, {kernels['calls']:,} of them{each}.{'' if on_cpu else waits}",
+        table(["kernel", "calls", "ms", "share"], lines),
+    ]
+
+
+PARTS: dict[str, Callable[[Bench], list[str]]] = {"decode": decode, "learn": learn, "parity": parity, "step": step, "profile": profile}
