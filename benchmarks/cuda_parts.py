@@ -121,21 +121,23 @@ def _engine(bench: Bench, answers: list[tuple[str, int, dict[str, Any]]]) -> Non
 
 
 def _generate(bench: Bench, rows: int) -> dict[str, Any]:
-    settings = {"prompts": rows // GROUP, "kind": "generate", "torch_dtype": TORCH_DTYPES[bench.settings["dtype"]]}
+    sizes, dtype = bench.sizes, TORCH_DTYPES[bench.settings["dtype"]]
+    settings = {"prompts": rows // GROUP, "kind": "generate", "torch_dtype": dtype, "prompt_tokens": sizes.prompt_tokens}
     with bench.worker("decode_worker.py", LIMITS["generate"], **settings) as worker:
         worker.ask(step=0, ragged=False, tokens=4)
-        return worker.ask(step=1, ragged=False, tokens=bench.sizes.decode_tokens)
+        return worker.ask(step=1, ragged=False, tokens=sizes.decode_tokens)
 
 
 def _vllm(bench: Bench, rows: int) -> dict[str, Any]:
     assert bench.vllm_python is not None
-    settings, tokens = bench.settings, bench.sizes.decode_tokens
+    settings, tokens, prompt_tokens = bench.settings, bench.sizes.decode_tokens, bench.sizes.prompt_tokens
     with VllmServer.start(
         bench.vllm_python, settings["model"], settings["adapter"], dtype=TORCH_DTYPES[settings["dtype"]], compiled=True, rows=rows,
-        context=2 * tokens + 16, threads=settings["threads"], seconds=bench.seconds_of(LIMITS["vllm"]),
+        context=prompt_tokens + tokens + 16, threads=settings["threads"], seconds=bench.seconds_of(LIMITS["vllm"]),
     ) as server:  # fmt: skip
         bench.versions.append(server.fetch_versions())
-        jobs = [make_job(settings["vocabulary"], rows // GROUP, GROUP, tokens, False, step) for step in (0, 1)]
+        shape = settings["vocabulary"], rows // GROUP, GROUP, tokens, False
+        jobs = [make_job(*shape, step, prompt_tokens) for step in (0, 1)]
         return {"seconds": [server.sample(job) for job in jobs][-1]}
 
 

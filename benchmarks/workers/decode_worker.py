@@ -132,7 +132,7 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         shape = settings["vocabulary"], settings["prompts"], settings["group"]
-        job = make_job(*shape, request["tokens"], request["ragged"], request["step"])
+        job = make_job(*shape, request["tokens"], request["ragged"], request["step"], settings.get("prompt_tokens"))
         with measured_on(settings.get("device", "cpu")) as measure:
             made = run(job, request["step"])
         assert made == job.tokens, f"{made} tokens instead of {job.tokens}"

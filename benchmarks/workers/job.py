@@ -38,13 +38,13 @@ class Rows:
         return self.job.prompts[row // self.job.group]
 
 
-def make_job(vocabulary: int, prompts: int, group: int, tokens: int, ragged: bool, step: int) -> Job:
-    """Random prompts of tokens / 2 to tokens ids, others at each step; their content does not change the cost.
+def make_job(vocabulary: int, prompts: int, group: int, tokens: int, ragged: bool, step: int, prompt_tokens: int | None = None) -> Job:
+    """Random prompts of `prompt_tokens`, or of tokens / 2 to tokens ids, others at each step; their content does not change the cost.
 
     Ragged completions have tokens / 8 to `tokens` tokens, the same at each step.
     """
     shape, content = np.random.default_rng(0), np.random.default_rng([1, step])
-    sizes = shape.integers(max(1, tokens // 2), tokens + 1, prompts).tolist()
+    sizes = [prompt_tokens] * prompts if prompt_tokens else shape.integers(max(1, tokens // 2), tokens + 1, prompts).tolist()
     made = [content.integers(FIRST_TOKEN, vocabulary, size).astype(np.int32) for size in sizes]
     lengths = shape.integers(max(1, tokens // 8), tokens + 1, prompts * group).tolist() if ragged else [tokens] * (prompts * group)
     return Job(made, group, lengths)
