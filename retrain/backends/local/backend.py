@@ -1,5 +1,6 @@
 """The local backend: one model on one device, shared by the learner and the sampler."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,6 +49,8 @@ class LocalBackend(Backend):
         device, note, sampler_device = choose_device(config, world)
         self.notes: tuple[str, ...] = tuple(filter(None, (note, half_precision_note(config, device))))
         """Lines that the user should see at the start."""
+        if device.type == "cuda":  # read at the first product; without it cuBLAS may sum in another order, and torch warns of that
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if choices is not None:
             torch.set_num_threads(choices.threads)
         self._base = load_base_model(config, resolve_model(config.model.model), device)
