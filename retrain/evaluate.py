@@ -29,7 +29,9 @@ def evaluate_run(path: Path, *, checkpoint: int | None = None, overrides: Overri
         raise ConfigurationError(f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration.")
     stored = path.is_dir()  # a stored configuration is complete: the variables of today's shell are none of its business
     given = load_config(folder.config, overrides, environ={}) if stored else load_config(path, overrides)
-    config = replaced(given, {"evaluation.at_end": True})
+    if given.backend.shard_base:
+        say("[backend] shard_base = true is unused here: retrain eval is one process and holds the whole model.")
+    config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
     refuse_not_built(config)
     found = _checkpoint(folder, checkpoint, say) if path.is_dir() else None
     return _evaluate(config, found, say)

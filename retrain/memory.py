@@ -16,6 +16,7 @@ from retrain.inference_engine.budget import kv_bytes_per_token
 from retrain.inference_engine.sampling import CHUNK_BYTES as SAMPLING_CHUNK_BYTES
 from retrain.inference_engine.scheduler import DecodeLimits
 from retrain.inference_engine.torch_engine import STORE_SHARE
+from retrain.parallel import ALONE, World
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -113,18 +114,20 @@ def predict_memory(
     prompt_tokens: int = PROMPT_ALLOWANCE,
     memory_gib: float | None = None,
     choices: MachineChoices | None = None,
+    shards: World = ALONE,
 ) -> Memory:
-    """Of one run on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
+    """Of one process of a run on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
 
-    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a run that goes on.
+    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a run that goes on; `shards` are the
+    processes that hold the base in parts (`sharding.shards_of`).
     Raises EnvironmentFailure where the device or the model's configuration is not there, or where one completion does not fit.
     """
     device, sampler, machine = _machine(config, memory_gib)
-    base = weightless_model(config, choose_dtype(config, device))
+    base = weightless_model(config, choose_dtype(config, device), shards)
     size = footprint(base, config)
     model_config: Any = base.model.config
     choices = choices or plan(config, model_config, size, machine)
-    estimate = _Estimate(config, model_config, size, choices, machine.device_type, prompt_tokens)
+    estimate = _Estimate(config, model_config, size, choices, machine.device_type, prompt_tokens, shards.size)
     return Memory(
         device=str(device),
         sampler_device=str(sampler or device),
@@ -163,6 +166,7 @@ class _Estimate:
     choices: MachineChoices
     device_type: str
     prompt_tokens: int
+    shards: int
 
     @property
     def longest(self) -> int:
@@ -184,6 +188,8 @@ class _Estimate:
         """With the second copy where the sampler computes in another dtype."""
         size, total = self.size, self.size.weights
         note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else _dtype_name(size.dtype)}"
+        if self.shards > 1:
+            note += f", 1/{self.shards} of every layer and two layers whole"
         if self.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
             total += 2 * size.num_frozen
             note += ", and in bf16 for the sampler"

@@ -6,7 +6,7 @@ step, so the state is replicated and only the leader writes it down.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -54,6 +54,24 @@ class World:
         items = [item if self.leader else None]
         torch.distributed.broadcast_object_list(items, src=0)
         return items[0]  # type: ignore[return-value]  # the leader's is a T
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether it is so in any process."""
+        if self.size == 1:
+            return flag
+        import torch
+
+        seen = torch.tensor([int(flag)])  # on the processor, where nothing waits for a GPU's queue
+        torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
+        return bool(seen.item())
+
+    def in_step(self, items: Iterable[T]) -> Iterator[T | None]:
+        """This process's items one by one, then None for as long as another has some: everyone takes equally many turns."""
+        for item in items:
+            self.anyone(True)
+            yield item
+        while self.anyone(False):
+            yield None
 
     def sum(self, tensors: "Sequence[Tensor]") -> None:
         """Replace each tensor by its sum over the processes, all in one message; the results are the same bytes everywhere."""

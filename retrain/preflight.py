@@ -19,7 +19,14 @@ def preflight_lines(config: TrainConfig) -> list[str]:
 
 def notes(config: TrainConfig) -> list[str]:
     """What is allowed in a single run and may surprise, one sentence each."""
-    found = (maximal_lambda_note(config), _loss_note(config), _dropout_note(config), _split_note(config), _back_pressure_note(config))
+    found = (
+        maximal_lambda_note(config),
+        _loss_note(config),
+        _dropout_note(config),
+        _split_note(config),
+        _sharding_note(config),
+        _back_pressure_note(config),
+    )
     return [note for note in found if note]
 
 
@@ -55,6 +62,15 @@ def _split_note(config: TrainConfig) -> str:
     return (
         f"Split mode: steps that follow neither a checkpoint nor an evaluation are sampled by weights one step old; {correction}, "
         "and ratio_mean, ess and mismatch_k1 show how far the two are apart."
+    )
+
+
+def _sharding_note(config: TrainConfig) -> str:
+    if not config.backend.shard_base or config.kind == "squeeze":
+        return ""
+    return (
+        "[backend] shard_base = true: every pass, that of each generated token too, gathers all layers from the other processes, so use it "
+        "only where one GPU cannot hold the model; the memory that explain predicts is that of one process with the whole model."
     )
 
 

@@ -66,7 +66,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         judge = load_judge(config, scorer, say) if held_out else scorer
         undo.callback(judge.close)
         if learns:
-            say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say)
+            say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
         if problems := per_token_refusals(config, backend.capabilities.per_token_advantages):
@@ -87,15 +87,16 @@ def load_text(config: TrainConfig, say: Say) -> TextModel:
     return text
 
 
-def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Sequence[Prompt], say: Say) -> None:
+def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Sequence[Prompt], say: Say, world: World = ALONE) -> None:
     """What the run will take, before the weights are loaded. Raises EnvironmentFailure where not even one completion would fit."""
     if config.backend.backend != "local":
         return
+    from retrain.backends.local.sharding import shards_of
     from retrain.memory import NotPredictable, predict_memory  # torch, which other backends do without
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     try:
-        say(predict_memory(config, prompt_tokens=longest, choices=choices).line())
+        say(predict_memory(config, prompt_tokens=longest, choices=choices, shards=shards_of(config, world)).line())
     except NotPredictable as error:
         say(str(error))
 

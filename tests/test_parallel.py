@@ -90,3 +90,16 @@ def test_a_wrong_configuration_is_said_once(alone: Path) -> None:
     output, _ = process.communicate(timeout=240)
     assert process.returncode != 0
     assert output.count("already holds a run") == 1
+
+
+# --- a sharded base ------------------------------------------------------------------------------------------------------
+
+
+SHARDED: dict[str, Any] = SHARED | {"training": SHARED["training"] | {"micro_batch_tokens": 40}, "backend": {"shard_base": True}}
+"""Few tokens a pass, so that the processes have different numbers of passes to make."""
+
+
+def test_two_processes_that_hold_half_of_the_layers_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sharded"
+    finished(torchrun(folder, **SHARDED))
+    assert_same_learning(folder, alone)

@@ -18,6 +18,7 @@ FREE_KEYS = frozenset(
         "training.keep_checkpoints",
         "reward.workers",
         "backend.adapter_path",
+        "backend.shard_base",
     }
 )
 """What may differ between a run and its resumption, beside devices of the same kind."""

@@ -185,6 +185,7 @@ UNUSED: tuple[Unused, ...] = (
         lambda c: c.kind == "squeeze" and not c.squeeze.output_path,
         "no output_path is given, so nothing is compressed",
     ),
+    Unused(("backend.shard_base",), lambda c: c.kind == "squeeze", "a squeeze job is one process and holds the whole model"),
     Unused(("inference.*",), _backend_is("tinker"), "Tinker samples by itself"),
     Unused(("inference.url",), lambda c: c.inference.engine == "pytorch", 'engine "pytorch" samples in this process'),
     Unused(("model.base_url",), _backend_is_not("tinker"), "it belongs to the tinker backend"),

@@ -92,6 +92,35 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
+def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
+    """That torchrun started the run is seen when it starts."""
+    if not config.backend.shard_base:
+        return
+    wanted = "[backend] shard_base = true"
+    if config.backend.backend != "local":
+        yield Violation(
+            ("backend.shard_base", "backend.backend"),
+            f'{wanted} needs backend = "local", and "{config.backend.backend}" holds the model otherwise; leave it false',
+        )
+    if config.kind == "campaign":
+        yield Violation(
+            ("backend.shard_base", "campaign"),
+            f"{wanted} in a campaign, where each run is one process with the whole model; leave it false, or start single runs by torchrun",
+        )
+    if config.model.load_in_4bit:
+        yield Violation(
+            ("backend.shard_base", "model.load_in_4bit"),
+            f"{wanted} cannot part weights in 4 bits; set [model] load_in_4bit = false, or leave shard_base false",
+        )
+    if config.inference.dtype != "auto":
+        yield Violation(
+            ("backend.shard_base", "inference.dtype"),
+            f'{wanted} with [inference] dtype = "{config.inference.dtype}" would hold a whole copy of the model in every process; '
+            'set dtype = "auto"',
+        )
+
+
+@_rule
 def _group_relative_advantages_need_two(config: "TrainConfig") -> Iterator[Violation]:
     if config.training.group_size > 1:
         return

@@ -81,6 +81,10 @@ class Backend(Section):
         "Comma-separated devices; two mean split mode, inference on the first and training on the last; unset falls back to cpu.",
         meaningful_unset=True,
     )
+    shard_base: bool = key(
+        False,
+        "Under torchrun, for a model too big for one GPU: each process holds a part of the frozen layers and gathers one at a time.",
+    )
     adapter_path: str = key(
         "",
         "Folder under which checkpoints go, in a subfolder named like the run; unset means <log_dir>/checkpoints.",

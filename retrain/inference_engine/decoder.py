@@ -19,6 +19,7 @@ from retrain.inference_engine import attention
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
 from retrain.inference_engine.transfer import upload
+from retrain.parallel import ALONE, World
 from retrain.types import Int32Array
 
 Slots = npt.NDArray[np.int64]
@@ -33,8 +34,11 @@ def is_mixed(slots: Collection[int]) -> bool:
 class Decoder:
     """A causal language model of transformers, bare or wrapped by peft, with weights shared with whoever trains it."""
 
-    def __init__(self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None) -> None:
-        """`fused` stands in for the forward of the model that it was made of; one is made where the model's family has it."""
+    def __init__(self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None, shards: World = ALONE) -> None:
+        """`fused` stands in for the forward of the model that it was made of; one is made where the model's family has it.
+
+        `shards`: the processes that hold the model in parts, which its own forward gathers; everyone makes every pass.
+        """
         self._model = model
         self._modules = list(model.modules())
         base: Any = model
@@ -42,7 +46,8 @@ class Decoder:
         self._text_config: Any = self._base.config.get_text_config()
         self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
-        self._fused = fused or FusedDecoder.of(self._base, merge=False)
+        self._shards = shards
+        self._fused = None if shards.size > 1 else fused or FusedDecoder.of(self._base, merge=False)
         self.slots = {0, BASE_MODEL}
         """Adapters that a request may name."""
 
@@ -116,7 +121,27 @@ class Decoder:
         batch = DecodePass(arena, lengths, self._kernel)
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
 
+    def keep_pace(self) -> None:
+        """Where the model is sharded, passes for nothing until no other process has any of its own. Ends what `_forward` begins."""
+        if self._shards.size == 1:
+            return
+        with self.sampling({0}):
+            while self._shards.anyone(False):
+                token = PromptPass([1], self._kernel)
+                self._pass(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None)
+
     def _forward(
+        self,
+        token_ids: npt.NDArray[Any],
+        positions: Tensor,
+        batch: PromptPass | DecodePass,
+        logits_to_keep: Tensor | int,
+        slots: Slots | None,
+    ) -> Tensor:
+        self._shards.anyone(True)
+        return self._pass(token_ids, positions, batch, logits_to_keep, slots)
+
+    def _pass(
         self,
         token_ids: npt.NDArray[Any],
         positions: Tensor,

@@ -19,6 +19,7 @@ from retrain.inference_engine.prefix_store import PrefixStore
 from retrain.inference_engine.rows import Waiting
 from retrain.inference_engine.scheduler import DecodeLimits, DecodeRun
 from retrain.inference_engine.weights import CastCopy, weights_version
+from retrain.parallel import ALONE, World
 from retrain.types import Completion
 
 STORE_SHARE = 8
@@ -47,10 +48,12 @@ class TorchEngine(InferenceEngine):
         kv_cache_dtype: str = "auto",
         prefix_caching: bool = True,
         fused: FusedDecoder | None = None,
+        shards: World = ALONE,
     ) -> None:
         """`model` is a causal language model of transformers on `device`, bare or wrapped by peft; it stays the caller's.
 
-        `fused` is the caller's own, to be shared. The four before it are keys of `[inference]`; a value that cannot be served is
+        `fused` is the caller's own, to be shared, and `shards` the processes that hold the model in parts: all of them call `sample`, with
+        requests or none, and read it to its end. The four before them are keys of `[inference]`; a value that cannot be served is
         refused (`options.resolve`).
         """
         options = resolve(
@@ -63,7 +66,7 @@ class TorchEngine(InferenceEngine):
         )
         self._model = model
         self._copy = CastCopy(model, options.weights) if options.weights is not None else None
-        self._decoder = Decoder(self._copy.model, options.flash) if self._copy else Decoder(model, options.flash, fused)
+        self._decoder = Decoder(self._copy.model, options.flash) if self._copy else Decoder(model, options.flash, fused, shards)
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
         self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if prefix_caching else None
@@ -82,6 +85,7 @@ class TorchEngine(InferenceEngine):
                 with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
                     finished = run.advance()
                 yield from finished
+        self._decoder.keep_pace()
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
         """Serve one more LoRA adapter to the requests that name `slot` > 0, in the same batch as the others.

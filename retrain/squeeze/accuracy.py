@@ -94,6 +94,7 @@ def _evaluating(config: TrainConfig, adapter: LoraAdapter) -> TrainConfig:
             "lora.use_rslora": bool(settings.get("use_rslora")),
             "lora.target_modules": sorted(settings["target_modules"]),
             "evaluation.at_end": True,
+            "backend.shard_base": False,
         },
     )
 

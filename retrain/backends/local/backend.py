@@ -53,10 +53,11 @@ class LocalBackend(Backend):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if choices is not None:
             torch.set_num_threads(choices.threads)
-        self._base = load_base_model(config, resolve_model(config.model.model), device)
+        self._base = load_base_model(config, resolve_model(config.model.model), device, world)
         self._adapter = Adapter(self._base, config)
         self._choices = choices or world.from_leader(choose(config, self._base))
-        self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter)
+        sharded = self._base.shards.size > 1  # then only the model's own forward gathers its layers
+        self._fused = None if sharded else FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter)
         aggregation = cast("Aggregation", effective_aggregation(config))
         self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world)
         self._sampler_adapter: Adapter | None = None
@@ -86,6 +87,7 @@ class LocalBackend(Backend):
             kv_cache_dtype=inference.kv_cache_dtype,
             prefix_caching=inference.prefix_caching,
             fused=fused,
+            shards=base.shards,
         )
 
     def _eos_ids(self) -> tuple[int, ...]:

@@ -17,9 +17,11 @@ from retrain.backends.local.adapter import lora_config
 from retrain.backends.local.logprobs import Head
 from retrain.backends.local.model import BaseModel
 from retrain.backends.local.packing import PackedAttention, Segment
+from retrain.backends.local.sharding import held_bytes
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.attention import FusedAttention, missing, plugged_in
+from retrain.parallel import ALONE, World
 from retrain.tokenization import load_model_config
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Footprint:
     dtype: torch.dtype
     """Of the frozen weights."""
     weights: int
-    """Bytes of the frozen weights."""
+    """Bytes of the frozen weights that a process holds."""
     num_frozen: int
     layer_weights: int
     """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them and of the head; else 0."""
@@ -60,7 +62,7 @@ class Footprint:
 def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
     """Of a model that carries its adapter. Its state is as before, but for fused layers whose weights lie in one tensor."""
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
-    fused = None if four_bits else FusedDecoder.of(base.model, merge=False)
+    fused = None if four_bits or base.shards.size > 1 else FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
     with _dropping(base.model) if drops else nullcontext():  # then the model's own forward learns
@@ -69,7 +71,7 @@ def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
     text: Any = base.model.config.get_text_config()
     return Footprint(
         dtype=base.dtype,
-        weights=sum(parameter.nbytes for parameter in frozen) - (_saved_by_four_bits(base) if four_bits else 0),
+        weights=held_bytes(base) - (_saved_by_four_bits(base) if four_bits else 0),
         num_frozen=sum(parameter.numel() for parameter in frozen),
         layer_weights=fused.layer_weight_bytes if fused else 0,
         head_weights=base.head.weight.nbytes,
@@ -81,8 +83,8 @@ def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
     )
 
 
-def weightless_model(config: "TrainConfig", dtype: torch.dtype) -> BaseModel:
-    """The configured model with its adapter on the meta device. Raises NotPredictable where that cannot be made."""
+def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = ALONE) -> BaseModel:
+    """The configured model with its adapter on the meta device, as one of `shards` holds it. Raises NotPredictable where that fails."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -92,7 +94,8 @@ def weightless_model(config: "TrainConfig", dtype: torch.dtype) -> BaseModel:
         with _META, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers deprecates
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=name.trust_remote_code)
-            base = BaseModel(model.requires_grad_(False).eval(), model.base_model, Head(model.get_output_embeddings().weight), _META, dtype)
+            model.requires_grad_(False).eval()
+            base = BaseModel(model, model.base_model, Head(model.get_output_embeddings().weight), _META, dtype, shards)
             get_peft_model(base.model, lora_config(base, config), low_cpu_mem_usage=True)
     except ConfigurationError:
         raise

@@ -20,6 +20,7 @@ from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings,
 from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, minibatch_split, pack, pad, share_rows, split_rows
 from retrain.backends.local.model import BaseModel
 from retrain.backends.local.optimizer import AdapterOptimizer
+from retrain.backends.local.sharding import layers
 from retrain.backends.rows import check_rows
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
@@ -129,8 +130,10 @@ class Learner:
         with torch.no_grad(), self._attention(), ExitStack() as stack:
             if reference:
                 stack.enter_context(self.adapter.disabled())
-            for micro in self._micro_batches(share_rows(rows, self.world), share=True):
-                found.update(_by_row(micro, self._forward(micro).logprobs))
+            for micro in self._micro_batches(rows, share=True):
+                logprobs = self._forward(micro).logprobs
+                if not micro.filler:
+                    found.update(_by_row(micro, logprobs))
         for part in self.world.gather(found):
             found |= part
         return [found[row.number] for row in rows]
@@ -158,11 +161,12 @@ class Learner:
         weight_of = {row.number: weight for row, weight in zip(rows, weights, strict=True)}
         loss = torch.zeros((), device=self.base.device)
         infinite = torch.zeros((), device=self.base.device)
-        for micro in self._micro_batches(share_rows(rows, self.world), share=not self.adapter.drops):
-            part_loss, logprobs = self._backward(micro, [weight_of[row.number] for row in micro.rows], step)
+        for micro in self._micro_batches(rows, share=not self.adapter.drops):
+            own = [0.0 if micro.filler else weight_of[row.number] for row in micro.rows]
+            part_loss, logprobs = self._backward(micro, own, step)
             loss += part_loss
             infinite += torch.isfinite(logprobs).logical_not().sum()
-            if ratios is not None:
+            if ratios is not None and not micro.filler:
                 for row, new in zip(micro.rows, _by_row(micro, logprobs).values(), strict=True):
                     ratios.add(new, row.sampler)
         self.world.sum([*self.optimizer.gradients(), loss, infinite])
@@ -190,10 +194,15 @@ class Learner:
         return loss.detach(), scores.logprobs.detach()
 
     def _micro_batches(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[MicroBatch]:
-        """`share` computes a prompt once for its rows; not under dropout, whose masks differ from row to row."""
+        """Of this process's share of `rows`, which are everyone's. `share` computes a prompt once for its rows; not under dropout, whose
+        masks differ from row to row. Of a sharded base everyone makes as many, the last of them for nothing.
+        """
         budget, device = self.choices.micro_batch_tokens, self.base.device
-        for part in split_rows(rows, budget, share=share and self._packs):
-            yield pack(part, device, self._kernel, budget, share=share) if self._packs else pad(part, device)
+        parts = split_rows(share_rows(rows, self.world), budget, share=share and self._packs)
+        for part in self.base.shards.in_step(parts):
+            micro_rows = part or [min(rows, key=lambda row: row.tokens)]
+            micro = pack(micro_rows, device, self._kernel, budget, share=share) if self._packs else pad(micro_rows, device)
+            yield micro if part else replace(micro, filler=True)
 
     def _forward(self, micro: MicroBatch, *, entropy: bool = False) -> TokenScores:
         """Scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
@@ -292,9 +301,7 @@ def _summary(updates: Sequence[_Update]) -> StepResult:
 
 def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
     """Switches the model's gradient checkpointing on; it acts only where a layer is also in training mode."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # a new name for it in transformers 6
         base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
-    return [module for module in base.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return layers(base.model)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from retrain.backends.local.devices import choose_dtype
 from retrain.backends.local.logprobs import Head
+from retrain.backends.local.sharding import shard, shards_of
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.attention import AttentionBatch
+from retrain.parallel import ALONE, World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +37,8 @@ class BaseModel:
     head: Head
     device: torch.device
     dtype: torch.dtype
+    shards: World = ALONE
+    """The processes that hold the layers in parts: every pass through them is one of all of these. ALONE: each holds all."""
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor | None = None, attention_batch: AttentionBatch | None = None) -> Tensor:
         """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our attention plugged in.
@@ -63,12 +67,13 @@ def shared_models() -> Iterator[None]:
         _shelf = before
 
 
-def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device) -> BaseModel:
+def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE) -> BaseModel:
     """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
     dtype = choose_dtype(config, device)
     _check_inference(config, device, dtype)
-    if _shelf is None:
-        return _load(config, folder_or_id, device, dtype)
+    shards = shards_of(config, world)
+    if _shelf is None or shards.size > 1:  # parts end with the processes that hold them
+        return _load(config, folder_or_id, device, dtype, shards)
     model = config.model
     source = (folder_or_id, model.revision, dtype, model.trust_remote_code, model.load_in_4bit, config.inference.attention_kernel)
     for other in [key for key in _shelf if key[:-1] != source]:
@@ -77,16 +82,22 @@ def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.devi
     if key in _shelf:
         _take_adapter_off(_shelf[key].model)
     else:
-        _shelf[key] = _load(config, folder_or_id, device, dtype)
+        _shelf[key] = _load(config, folder_or_id, device, dtype, shards)
     return _shelf[key]
 
 
-def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> BaseModel:
+def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World) -> BaseModel:
     model = _from_pretrained(config, folder_or_id, device, dtype)
     model.requires_grad_(False)
     model.eval()
     decoder = model.base_model
-    return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype)
+    if shards.size > 1:
+        shard(model, decoder, device, shards, config.model.model)
+    elif not config.model.load_in_4bit:
+        if device.type == "cpu":
+            _leave_the_file(model)
+        model.to(device)
+    return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype, shards)
 
 
 def _take_adapter_off(model: "PreTrainedModel") -> None:
@@ -121,6 +132,7 @@ def _check_inference(config: "TrainConfig", device: torch.device, dtype: torch.d
 
 
 def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+    """On the processor, where weights in the file's dtype are a map of the file; in 4 bits, on `device`."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {
@@ -142,11 +154,7 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
             f'[model] model = "{config.model.model}" cannot be loaded ({_first_line(error)}): it must be a folder with config.json and '
             'safetensors weights of a causal language model, an id that the hub or its cache can serve, or "lab", which needs neither.'
         ) from error
-    if config.model.load_in_4bit:
-        return model
-    if device.type == "cpu":
-        _leave_the_file(model)
-    return model.to(device)
+    return model
 
 
 def _leave_the_file(model: "PreTrainedModel") -> None:
