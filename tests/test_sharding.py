@@ -1,0 +1,111 @@
+"""A base of which every process holds a part computes what a whole one does, whoever has more or less to do."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_models import config_for
+from sharded import CASES, observe
+
+from retrain.backends.local.sharding import shards_of
+from retrain.config import TrainConfig, load_text
+from retrain.errors import ConfigurationError
+from retrain.parallel import ALONE, World
+
+Seen = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    """What each of two processes saw, by case. A pass that one of them leaves out is waited for until the time is up."""
+    folder = tmp_path_factory.mktemp("sharded")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    worker = Path(__file__).with_name("sharded.py")
+    process = subprocess.Popen([*launcher, str(worker), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        process.terminate()  # torchrun ends its processes
+    assert process.returncode == 0, output
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "bf16"])
+def test_a_sharded_base_samples_and_learns_what_a_whole_one_does(processes: list[Seen], case: str) -> None:
+    alone = observe(case, ALONE)
+    assert len({len(tokens) for tokens in alone["tokens"][1].values()}) > 2, "completions of several lengths"
+    for seen in (process[case] for process in processes):
+        assert seen["tokens"] == alone["tokens"]
+        np.testing.assert_allclose(seen["results"], alone["results"], rtol=1e-3, atol=1e-6)
+        for name, weight in alone["adapter"].items():
+            assert (seen["adapter"][name] - weight).norm() < 1e-3 * weight.norm(), name
+        for ours, theirs in zip(seen["logprobs"], alone["logprobs"], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-3)
+
+
+def test_a_sharded_base_in_bf16_takes_the_first_step_of_a_whole_one(processes: list[Seen]) -> None:
+    """Of 8 bits: sums in another order are another token now and then, and drift apart."""
+    alone = observe("bf16", ALONE)
+    for process in processes:
+        np.testing.assert_allclose(process["bf16"]["results"][0], alone["results"][0], rtol=0.03)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_processes_end_with_the_same_adapter(processes: list[Seen], case: str) -> None:
+    first, second = (process[case]["adapter"] for process in processes)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_each_process_holds_half_of_every_layer(processes: list[Seen]) -> None:
+    for process in processes:
+        for case in CASES:
+            assert process[case]["held"]
+            assert all(2 * here == total for here, total in process[case]["held"])
+
+
+def test_memory_is_predicted_as_what_a_process_holds(processes: list[Seen]) -> None:
+    for process in processes:
+        for case in CASES:
+            counted, predicted = process[case]["footprint"]
+            assert counted.weights == predicted.weights
+            assert counted.kept_per_token == pytest.approx(predicted.kept_per_token, rel=0.05)
+
+
+# -- what cannot be sharded -----------------------------------------------------------------------------------------------
+
+
+def test_one_process_has_nobody_to_share_with() -> None:
+    with pytest.raises(ConfigurationError, match="torchrun"):
+        shards_of(config_for(backend={"shard_base": True}), ALONE)
+    assert shards_of(config_for(), World(size=2)) is ALONE
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[model]\nload_in_4bit = true", "4 bits"),
+        ('[inference]\ndtype = "bf16"', "whole copy"),
+        ("[campaign]", "campaign"),
+    ],
+)
+def test_what_a_sharded_base_excludes_is_refused_in_one_sentence(toml: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as refusal:
+        load_text(f"{toml}\n[backend]\nshard_base = true")
+    assert len(refusal.value.problems) == 1
+
+
+def test_a_backend_that_is_not_local_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match='needs backend = "local"'):
+        load_text('[backend]\nbackend = "tinker"\nshard_base = true')
+
+
+def test_a_run_may_go_on_with_its_base_whole_or_in_parts() -> None:
+    from retrain.config.identity import config_hash, resume_differences
+
+    whole, parts = TrainConfig(), load_text("[backend]\nshard_base = true")
+    assert config_hash(whole) == config_hash(parts)
+    assert not resume_differences(whole, parts)
