@@ -4,8 +4,8 @@
 
 One pass is all forward and backward passes of a step and the optimizer's update, at learning rate 0. Each setting runs in a process of
 its own, one at a time and in turn; in each the first pass warms up and the best of the others counts. Memory is what is resident: before
-the first pass (libraries, weights, adapter) and at most during any of them. Loss and gradient are compared with each row alone in fp32
-through peft and transformers, over all parameters of the adapter.
+the first pass (libraries, weights, adapter) and at most during any of them. Loss and gradient are compared with each row alone through
+peft and transformers, over all parameters of the adapter: in fp32, and in float64, which says what of the difference is fp32's own.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ class Setting:
     """Before the first pass of a process: after it an allocator may keep memory that is free."""
     peak_gib: float = 0.0
     gradient_error: float = math.nan
+    """Relative to each row alone in fp32."""
+    exact_error: float = math.nan
+    """Relative to the same in float64."""
     failure: str = ""
 
     @property
@@ -75,7 +78,7 @@ def make_settings(arguments: argparse.Namespace, common: Mapping[str, Any]) -> l
     return made
 
 
-def measure(setting: Setting, passes: int, reference: Mapping[str, Any], gradient: Path) -> dict[str, str]:
+def measure(setting: Setting, passes: int, references: Sequence[Mapping[str, Any]], gradient: Path) -> dict[str, str]:
     """Runs one process of this setting; returns the versions it found."""
     try:
         with Worker(setting.python, setting.script, setting.settings) as worker:
@@ -90,7 +93,7 @@ def measure(setting: Setting, passes: int, reference: Mapping[str, Any], gradien
     setting.passes += answers[1:] or answers
     setting.before_gib = answers[0]["before_gib"]
     setting.peak_gib = max(setting.peak_gib, *(one["peak_gib"] for one in answers))
-    setting.gradient_error = relative_error(load_file(gradient), reference)
+    setting.gradient_error, setting.exact_error = (relative_error(load_file(gradient), reference) for reference in references)
     return versions
 
 
@@ -107,7 +110,7 @@ def rows(settings: list[Setting], loss: float) -> list[list[str]]:
     lines = []
     for setting in settings:
         if not setting.passes:
-            lines.append([setting.name, setting.failure, *["-"] * 7])
+            lines.append([setting.name, setting.failure, *["-"] * 8])
             continue
         best = setting.best
         lines.append(
@@ -115,6 +118,7 @@ def rows(settings: list[Setting], loss: float) -> list[list[str]]:
                 setting.name, f"{best['seconds']:.2f}", f"{best['seconds'] / ours:.2f}", f"{best['cpu_seconds']:.2f}",
                 f"{setting.before_gib:.2f}", f"{setting.peak_gib:.2f}", f"{setting.peak_gib - setting.before_gib:.2f}",
                 f"{abs(best['loss'] - loss):.1e}", f"{setting.gradient_error:.1e}",
+                f"{setting.exact_error:.1e}",
             ]
         )  # fmt: skip
     return lines
@@ -141,15 +145,17 @@ def main() -> None:
         }
         with Worker(sys.executable, "prepare.py", common) as prepare:
             common["vocabulary"] = prepare.ask(make="adapter", model=model, folder=common["adapter"])["vocabulary"]
-        with Worker(sys.executable, "learn_worker.py", {**common, "kind": "reference"}) as plain:
-            found = plain.ask(logprobs=common["logprobs"], gradient=str(folder / "reference.safetensors"))
-        reference = load_file(folder / "reference.safetensors")
+        references = []
+        for dtype in ("float32", "float64"):
+            with Worker(sys.executable, "learn_worker.py", {**common, "kind": "reference", "dtype": dtype}) as plain:
+                found = plain.ask(logprobs=common["logprobs"], gradient=str(folder / f"{dtype}.safetensors"))
+            references.append(load_file(folder / f"{dtype}.safetensors"))
         settings = make_settings(arguments, common)
         for _ in range(arguments.repeats):
             for setting in settings:
-                versions.append(measure(setting, arguments.passes, reference, folder / "gradient.safetensors"))
+                versions.append(measure(setting, arguments.passes, references, folder / "gradient.safetensors"))
     head = ["setting", "seconds", "time / retrain's", "CPU seconds", "GiB before", "GiB at most", "GiB of the pass", "loss difference",
-            "gradient error"]  # fmt: skip
+            "gradient error", "of float64"]  # fmt: skip
     shape = f"{arguments.prompts}x{arguments.group}x{arguments.tokens}{'-ragged' if arguments.ragged else ''}"
     lengths = "up to " if arguments.ragged else ""
     publish(
@@ -158,7 +164,8 @@ def main() -> None:
         f"{arguments.tokens} tokens",
         [
             f"fp32, LoRA r{RANK} on every linear layer, {arguments.threads} threads, loss {found['loss']:.6f}; retrain chose "
-            f"{settings[0].best['note']}. {versions_line(*versions)}.",
+            f"{settings[0].best['note']}. The fp32 reference is itself {relative_error(*references):.1e} off the float64 one. "
+            f"{versions_line(*versions)}.",
             table(head, rows(settings, found["loss"])),
         ],
         load,

@@ -34,30 +34,35 @@ _STALENESS = 0.05
 
 
 def reference(settings: dict[str, Any]) -> Answer:
-    """Each row alone, without padding, all logits in fp32. Writes the old log-probs for everybody, and its own gradient.
+    """Each row alone, without padding, all logits at once, in settings["dtype"]. Writes its gradient, and the old log-probs for everybody.
 
-    The old log-probs are off by up to _STALENESS nats, so that ratios are not 1 and the loss depends on the log-probs.
+    The old log-probs are off by up to _STALENESS nats, so that ratios are not 1 and the loss depends on the log-probs. They are those of
+    the first reference: a later one in another dtype reads them.
     """
     rng = np.random.default_rng(3)
-    base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    dtype = getattr(torch, settings.get("dtype", "float32"))
     device = settings.get("device", "cpu")
-    model = PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True).eval().to(device)
+    base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, settings["adapter"], is_trainable=True).eval().to(device, dtype)
     rows = rows_of(settings)
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         total = 0.0
-        logprobs = {}
+        written = Path(request["logprobs"])
+        logprobs = load_file(written) if written.exists() else {}
         for number, completion in enumerate(rows.completions):
             prompt = rows.prompt_of(number)
             ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None].to(device)
             logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
             new = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-            old = new.detach() + torch.from_numpy(rng.uniform(-_STALENESS, _STALENESS, len(completion)).astype(np.float32)).to(device)
+            name = f"{number:05d}"
+            if name not in logprobs:
+                logprobs[name] = new.detach().cpu().numpy() + rng.uniform(-_STALENESS, _STALENESS, len(completion)).astype(np.float32)
+            old = torch.from_numpy(logprobs[name]).to(device)
             loss = -(torch.exp(new - old) * float(rows.advantages[number])).sum() / rows.job.tokens
             loss.backward()
             total += loss.item()
-            logprobs[f"{number:05d}"] = old.cpu()
-        save_file(logprobs, request["logprobs"])
+        save_file({name: torch.from_numpy(values) for name, values in logprobs.items()}, written)
         gradient = {name.replace(".default.", "."): p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
         save_file(gradient, request["gradient"])
         return {"loss": total}
