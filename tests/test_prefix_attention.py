@@ -1,11 +1,11 @@
-"""Attention of packed rows as matrix products is plain causal attention of every row, in values and gradients."""
+"""Attention of packed rows, as matrix products or by a fused kernel, is plain causal attention of every row, in values and gradients."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.backends.local import prefix_attention
+from retrain.backends.local import packing, prefix_attention
 from retrain.backends.local.packing import PackedAttention, Segment
 from retrain.inference_engine.attention import FusedAttention
 
@@ -43,8 +43,9 @@ def row_by_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("budget", [8, 30, 1000])
-@pytest.mark.parametrize("scores", [1, 1 << 22], ids=["queries in turns", "queries at once"])
-def test_packed_rows_attend_as_single_rows_do(budget: int, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scores", "longest"), [(1, 512), (1 << 22, 512), (1, 0)], ids=["queries in turns", "queries at once", "kernel"])
+def test_packed_rows_attend_as_single_rows_do(budget: int, scores: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_LONGEST_AS_PRODUCTS", longest)
     monkeypatch.setattr(prefix_attention, "_SCORES", scores)
     monkeypatch.setattr(prefix_attention, "_FEWEST_QUERIES", 2)
     inputs = packed_inputs()

@@ -1,4 +1,4 @@
-"""Causal attention of packed rows as matrix products: on a CPU faster than the fused kernels, forward and backward.
+"""Causal attention of packed rows as matrix products: for short rows on a CPU faster than the fused kernel, forward and backward.
 
 Rows that continue one prompt score its keys in one product, and in the backward pass that product's transpose sums the prompt's
 gradient over them. Scores are made for a bounded number of queries at a time, and again in the backward pass from the saved
