@@ -49,9 +49,9 @@ def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
 
 
 def fusable(module: nn.Module) -> bool:
-    """A plain linear layer, bare or with one plain LoRA adapter on it."""
+    """A plain linear layer, bare or with one plain LoRA adapter on it, that is here whole: of a sharded one the weight is a DTensor."""
     base, lora = lora_parts(module)
-    if type(base) is not nn.Linear or not base.weight.is_floating_point():
+    if type(base) is not nn.Linear or type(base.weight) is not nn.Parameter or not base.weight.is_floating_point():
         return False
     return lora is None or (len(lora.lora_A) == 1 and not lora.merged and not any(getattr(lora, "use_dora", {}).values()))
 

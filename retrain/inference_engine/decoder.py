@@ -47,7 +47,7 @@ class Decoder:
         self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
         self._shards = shards
-        self._fused = None if shards.size > 1 else fused or FusedDecoder.of(self._base, merge=False)
+        self._fused = fused or FusedDecoder.of(self._base, merge=False)
         self.slots = {0, BASE_MODEL}
         """Adapters that a request may name."""
 
@@ -108,6 +108,7 @@ class Decoder:
 
     def prefill(self, prompts: Sequence[Int32Array], slots: Slots | None = None) -> list[PromptState]:
         """Run the prompts packed into one row; the head sees only their last tokens. `slots` [prompts] of a mixed batch."""
+        self._shards.anyone(True)
         lengths = [len(prompt) for prompt in prompts]
         batch = PromptPass(lengths, self._kernel)
         positions = np.concatenate([np.arange(length) for length in lengths])
@@ -118,30 +119,20 @@ class Decoder:
 
     def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], slots: Slots | None = None) -> Tensor:
         """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones. `slots` [R] of a mixed batch."""
+        self._shards.anyone(True)
         batch = DecodePass(arena, lengths, self._kernel)
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
 
     def keep_pace(self) -> None:
-        """Where the model is sharded, passes for nothing until no other process has any of its own. Ends what `_forward` begins."""
+        """Where the model is sharded, passes for nothing until no other has any of its own. Ends what `prefill` and `decode` begin."""
         if self._shards.size == 1:
             return
         with self.sampling({0}):
             while self._shards.anyone(False):
                 token = PromptPass([1], self._kernel)
-                self._pass(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None)
+                self._forward(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None)
 
     def _forward(
-        self,
-        token_ids: npt.NDArray[Any],
-        positions: Tensor,
-        batch: PromptPass | DecodePass,
-        logits_to_keep: Tensor | int,
-        slots: Slots | None,
-    ) -> Tensor:
-        self._shards.anyone(True)
-        return self._pass(token_ids, positions, batch, logits_to_keep, slots)
-
-    def _pass(
         self,
         token_ids: npt.NDArray[Any],
         positions: Tensor,
