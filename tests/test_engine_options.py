@@ -81,7 +81,7 @@ def test_a_grown_and_compacted_arena_keeps_every_token():
     arena.write_prompt([0, 1, 2], like)
     arena.reserve(4, 20, 3, 3)
     new = torch.randn(3, 2, 4)
-    arena.keys[0].write(torch.arange(3), torch.tensor([3, 3, 3]), new)
+    arena.keys[0].append(arena.keys[0].places(torch.tensor([3, 3, 3])), new)
     arena.move([2], [0], 4)
     kept = arena.keys[0].read(2, 4)
     assert torch.equal(kept[0, :, :3], like.keys[0]) and torch.equal(kept[0, :, 3], new[2]) and torch.equal(kept[1, :, 3], new[1])

@@ -39,27 +39,40 @@ class Norm:
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
     """[N, H] from [N, H]."""
-    return _Normed.apply(x, norm)  # type: ignore[no-any-return, no-untyped-call]
+    return _run(_Normed, x, norm)
 
 
 def project(x: Tensor, projection: Projection) -> Tensor:
     """[N, O] from [N, I]."""
-    return _Project.apply(x, projection, *_trained(projection))  # type: ignore[no-any-return, no-untyped-call]
+    return _run(_Project, x, projection, *_trained(projection))
 
 
 def norm_project(x: Tensor, norm: Norm, projection: Projection) -> Tensor:
     """[N, O], the projection of the normed residual stream [N, H]."""
-    return _NormProject.apply(x, norm, projection, *_trained(projection))  # type: ignore[no-any-return, no-untyped-call]
+    return _run(_NormProject, x, norm, projection, *_trained(projection))
 
 
 def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> Tensor:
     """[N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv 2002.05202)."""
-    return _GatedMLP.apply(x, norm, gate_up, down, *_trained(gate_up), *_trained(down))  # type: ignore[no-any-return, no-untyped-call]
+    return _run(_GatedMLP, x, norm, gate_up, down, *_trained(gate_up), *_trained(down))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [N, heads, D] by cos and sin [N, 1, D], whose halves are equal (arXiv 2104.09864)."""
-    return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+    return _run(_Rotate, x, cos, sin)
+
+
+def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """A sampler has no use for what a function keeps for its backward pass, and keeping it takes as long as a small operation."""
+    result: Tensor = function.apply(*arguments) if torch.is_grad_enabled() else function.forward(_Forgetful(), *arguments)
+    return result
+
+
+class _Forgetful:
+    """Stands for the context of a function that is never differentiated."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
 
 
 def _trained(projection: Projection) -> list[nn.Parameter]:

@@ -127,7 +127,9 @@ class FusedAttention:
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
         bias = rows.bias(window, query.dtype)
-        if softcap is None:
+        if softcap is None and prefers_products(query):
+            output = _products(grouped, key, value, bias, scaling)
+        elif softcap is None:
             output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scaling)
         else:
             output = _softcapped(grouped, key, value, bias, scaling, softcap)
@@ -183,6 +185,25 @@ class FlashAttention:
         """flash-attn counts the tokens before the query's own."""
         left = -1 if window is None else window - 1
         return {"softmax_scale": scaling, "causal": True, "window_size": (left, 0 if window else -1), "softcap": softcap or 0.0}
+
+
+def prefers_products(query: Tensor) -> bool:
+    """Whether matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
+
+    Without values, as memory is predicted, it does not matter: both ways keep about the same.
+    """
+    return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
+    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D]; without gradient."""
+    rows, heads = query.shape[:2]
+    queries, keys, values = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
+    if bias is None:
+        scores = torch.bmm(queries * scaling, keys)
+    else:
+        scores = torch.baddbmm(bias.expand(rows, heads, 1, -1).flatten(0, 1), queries, keys, alpha=scaling)
+    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, -1, value.shape[-1])
 
 
 def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:

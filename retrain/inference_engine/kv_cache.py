@@ -50,18 +50,31 @@ class Stored:
         scaled = self._largest is not None
         self._scales = torch.zeros(rows, heads, capacity, 1, dtype=torch.float32, device=like.device) if scaled else None
 
-    def write(self, rows: Tensor, positions: Tensor | slice, values: Tensor) -> None:
-        """Store `values` [len(rows), H, D] at one position per row, or [H, P, D] for all `rows` at a slice of positions."""
-        if self._scales is None:
-            self._data[rows, :, positions] = values.to(self._data.dtype)
-            return
-        assert self._largest is not None
+    def begin(self, rows: Tensor, prompt: Tensor) -> None:
+        """Store a prompt [H, P, D] as the first tokens of `rows`."""
+        for tensor, values in zip(self._tensors(), self._stored(prompt), strict=True):
+            tensor[rows, :, : values.shape[1]] = values
+
+    def append(self, places: Tensor, token: Tensor) -> None:
+        """Store one token of each row, [R, H, D], at `places` of it."""
+        for tensor, values in zip(self._tensors(), self._stored(token), strict=True):
+            _bits(tensor).view(-1, tensor.shape[-1]).index_copy_(0, places, _bits(values).reshape(len(places), -1))
+
+    def places(self, positions: Tensor) -> Tensor:
+        """[R * H], for `append`: where position `positions` [R] of rows 0 .. R-1 lies in each head, counted in tokens of one head."""
+        _, heads, capacity, _ = self._data.shape
+        of_heads = torch.arange(len(positions) * heads, device=positions.device).view(-1, heads) * capacity
+        return (of_heads + positions[:, None]).flatten()
+
+    def _stored(self, values: Tensor) -> list[Tensor]:
+        """Values [.., D] in the storage type, and where that needs them their scales [.., 1]."""
+        if self._largest is None:
+            return [values.to(self._data.dtype)]
         scales = values.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / self._largest
         quantised = values.float() / scales
         if self._data.dtype == torch.int8:
             quantised = quantised.round_()
-        self._data[rows, :, positions] = quantised.to(self._data.dtype)
-        self._scales[rows, :, positions] = scales
+        return [quantised.to(self._data.dtype), scales]
 
     def read(self, rows: int, length: int) -> Tensor:
         """[rows, H, length, D] in the model's dtype: a view where nothing has to be converted."""
@@ -84,6 +97,11 @@ class Stored:
         return [self._data] if self._scales is None else [self._data, self._scales]
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    """The same bytes in a type that every operator can copy."""
+    return tensor.view(torch.int8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
 def _grown(tensor: Tensor, capacity: int, rows: int, length: int) -> Tensor:
     larger = tensor.new_zeros(tensor.shape[0], tensor.shape[1], capacity, tensor.shape[3])
     larger[:rows, :, :length] = tensor[:rows, :, :length]
@@ -102,7 +120,7 @@ class KVArena:
     def write_prompt(self, rows: Sequence[int], prompt: PromptState) -> None:
         index = torch.tensor(rows, device=self.device)
         for stored, values in zip(self.keys + self.values, prompt.keys + prompt.values, strict=True):
-            stored.write(index, slice(0, len(prompt.token_ids)), values)
+            stored.begin(index, values)
 
     def move(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of rows `source` over rows `target`."""
@@ -165,15 +183,20 @@ class DecodePass(Cache):  # type: ignore[misc]
         """`lengths` [R] tokens already cached per row; the new token's position is the same number."""
         super().__init__(layers=[])
         self._arena, self._kernel = arena, kernel
-        self._index = torch.arange(len(lengths), device=arena.device)
+        self._count = len(lengths)
         self.positions = upload(lengths, arena.device)
+        self._places: dict[int, Tensor] = {}
+        """Of the new tokens, by the number of a layer's heads."""
         self._rows = RowLengths(self.positions + 1, int(lengths.max()) + 1, ragged=bool((lengths != lengths[0]).any()))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         keys, values = self._arena.keys[layer_idx], self._arena.values[layer_idx]
-        keys.write(self._index, self.positions, key_states[:, :, 0])
-        values.write(self._index, self.positions, value_states[:, :, 0])
-        return keys.read(len(self._index), self._rows.longest), values.read(len(self._index), self._rows.longest)
+        places = self._places.get(key_states.shape[1])
+        if places is None:
+            places = self._places[key_states.shape[1]] = keys.places(self.positions)
+        keys.append(places, key_states[:, :, 0])
+        values.append(places, value_states[:, :, 0])
+        return keys.read(self._count, self._rows.longest), values.read(self._count, self._rows.longest)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._rows.longest - 1

@@ -29,9 +29,14 @@ class Head:
     softcap: float | None = None
     """softcap * tanh(logits / softcap), after the scale (Gemma)."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the model's dtype, as the model's own does."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the model's dtype, as the model's own does.
+
+        `out` [rows, V], of the model's dtype, is memory for the product.
+        """
+        weight = self.weight.t()
+        product = torch.mm(hidden, weight, out=out) if self.bias is None else torch.addmm(self.bias, hidden, weight, out=out)
+        logits = product.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -75,9 +80,10 @@ class _ChunkedHead(torch.autograd.Function):
         entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
         logprob_gradient = torch.empty_like(hidden) if wants_gradient else None
         entropy_gradient = torch.empty_like(hidden) if wants_gradient and entropy else None
+        products = hidden.new_empty(min(rows, count), head.weight.shape[0])  # of one chunk after the other: new memory costs page faults
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
-            chunk = _Chunk(head, hidden[part], targets[part], temperature, entropy=entropy)
+            chunk = _Chunk(head, hidden[part], targets[part], temperature, products[: part.stop - start], entropy=entropy)
             logprobs[part] = chunk.logprobs
             if entropy:
                 entropies[part] = chunk.entropies()
@@ -105,9 +111,10 @@ class _Chunk:
     never negative. d log p_target / d z = (onehot - p) / T, and dH / d z = -p * (log p + H) / T.
     """
 
-    def __init__(self, head: Head, hidden: Tensor, targets: Tensor, temperature: float, *, entropy: bool) -> None:
+    def __init__(self, head: Head, hidden: Tensor, targets: Tensor, temperature: float, products: Tensor, *, entropy: bool) -> None:
+        """`products` [rows, V] is memory, which the chunk makes its own."""
         self.head, self.targets, self.temperature = head, targets, temperature
-        logits = head.logits(hidden)
+        logits = head.logits(hidden, products)
         self.capped = logits.clone() if head.softcap is not None else None
         u = logits.div_(temperature) if temperature != 1.0 else logits
         u.sub_(u.amax(-1, keepdim=True))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from retrain.backends.local.prefix_attention import Block, attend
-from retrain.inference_engine.attention import Kernel
+from retrain.inference_engine.attention import Kernel, prefers_products
 
 _LONGEST_AS_PRODUCTS = 512
 """Tokens of a segment. Of a longer one the fused kernel skips the scores that causality hides, nearly half of them, and is faster."""
@@ -66,7 +66,7 @@ class PackedAttention:
         if window is not None and window >= self._longest:
             window = None
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
-        if window is None and softcap is None and self._short and _multiplies(query):
+        if window is None and softcap is None and self._short and prefers_products(query):
             output = attend(q, k, v, *self._blocks, scaling)
         else:
             output = self._kernel_attention((q, k, v), scaling, window, softcap)
@@ -103,11 +103,6 @@ class PackedAttention:
                 order[segment.start : segment.stop] = done + np.arange(segment.length)
                 done += width
         return torch.from_numpy(order).to(self._device)
-
-
-def _multiplies(query: Tensor) -> bool:
-    """Whether products are fast here. Without values, as memory is predicted, it does not matter: both ways keep about the same."""
-    return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
 
 
 def _rows(packed: Tensor, index: Tensor, rows: int) -> Tensor:
