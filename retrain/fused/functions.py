@@ -64,8 +64,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """A sampler has no use for what a function keeps for its backward pass, and keeping it takes as long as a small operation."""
-    result: Tensor = function.apply(*arguments) if torch.is_grad_enabled() else function.forward(_Forgetful(), *arguments)
-    return result
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+    return function.forward(_Forgetful(), *arguments)  # type: ignore[no-any-return]
 
 
 class _Forgetful:
