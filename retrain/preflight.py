@@ -3,6 +3,7 @@
 from retrain.config import TrainConfig
 from retrain.config.outcomes import not_built, unused_keys
 from retrain.errors import ConfigurationError
+from retrain.parallel import World
 from retrain.sepa import maximal_lambda_note
 
 
@@ -10,6 +11,15 @@ def refuse_not_built(config: TrainConfig) -> None:
     """Raises ConfigurationError for every feature that the schema knows and this version does not have yet."""
     if problems := not_built(config):
         raise ConfigurationError(problems)
+
+
+def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
+    """Raises ConfigurationError where the base is to be held in parts and nobody is there to hold the others."""
+    if config.backend.shard_base and world.size == 1:
+        raise ConfigurationError(
+            "[backend] shard_base = true shares the frozen weights among the processes of torchrun, and there is one process here; "
+            "start the run by torchrun --nproc-per-node N -m retrain, or leave shard_base false."
+        )
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:

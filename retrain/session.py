@@ -29,7 +29,7 @@ from retrain.metrics import (
 )
 from retrain.opening import Opening, open_run
 from retrain.parallel import ALONE, World, joined
-from retrain.preflight import preflight_lines, refuse_not_built
+from retrain.preflight import preflight_lines, refuse_lone_sharding, refuse_not_built
 from retrain.rollout import Rollout, Watcher
 from retrain.sepa import SEPAController
 from retrain.startup import Parts, load_parts, run_parity_gate, training_plan
@@ -342,6 +342,7 @@ class Session:
 @contextmanager
 def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[Opening]:
     """The leader opens the folder and holds its lock; the others are told what it found."""
+    refuse_lone_sharding(config, world)
     if not world.leader:
         found: Opening | RetrainError | None = world.from_leader(None)
         if isinstance(found, RetrainError):

@@ -15,6 +15,7 @@ from retrain.backends.local.sharding import shards_of
 from retrain.config import TrainConfig, load_text
 from retrain.errors import ConfigurationError
 from retrain.parallel import ALONE, World
+from retrain.trainer import train
 
 Seen = dict[str, dict[str, Any]]
 
@@ -78,9 +79,11 @@ def test_memory_is_predicted_as_what_a_process_holds(processes: list[Seen]) -> N
 # -- what cannot be sharded -----------------------------------------------------------------------------------------------
 
 
-def test_one_process_has_nobody_to_share_with() -> None:
+def test_one_process_has_nobody_to_share_with(tmp_path: Path) -> None:
+    config = config_for(backend={"shard_base": True}, logging={"log_dir": str(tmp_path / "run")})
     with pytest.raises(ConfigurationError, match="torchrun"):
-        shards_of(config_for(backend={"shard_base": True}), ALONE)
+        train(config, quiet=True)
+    assert not (tmp_path / "run").exists(), "the folder is free for the run as it was meant"
     assert shards_of(config_for(), World(size=2)) is ALONE
 
 
