@@ -118,7 +118,7 @@ class RowLengths:
 
 
 class FusedAttention:
-    """PyTorch's fused attention, on every device; a soft cap takes plain matrix products."""
+    """PyTorch's fused attention, on every device; a soft cap takes plain matrix products, and so does decoding in float32 on a CPU."""
 
     def decode(
         self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
