@@ -15,11 +15,10 @@ def refuse_not_built(config: TrainConfig) -> None:
 
 def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
     """Raises ConfigurationError where the base is to be held in parts and nobody is there to hold the others."""
-    if config.backend.shard_base and world.size == 1:
-        raise ConfigurationError(
-            "[backend] shard_base = true shares the frozen weights among the processes of torchrun, and there is one process here; "
-            "start the run by torchrun --nproc-per-node N -m retrain, or leave shard_base false."
-        )
+    if config.backend.shard_base:
+        from retrain.backends.local.sharding import shards_of  # torch comes with it
+
+        shards_of(config, world)
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:

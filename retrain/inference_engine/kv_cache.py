@@ -56,12 +56,12 @@ class Stored:
             tensor[rows, :, : values.shape[1]] = values
 
     def append(self, places: Tensor, token: Tensor) -> None:
-        """Store one token of each row, [R, H, D], at `places` of it."""
+        """Store one token of each row, [R, H, D], where `places` [R * H] says."""
         for tensor, values in zip(self._tensors(), self._stored(token), strict=True):
             _bits(tensor).view(-1, tensor.shape[-1]).index_copy_(0, places, _bits(values).reshape(len(places), -1))
 
     def places(self, positions: Tensor) -> Tensor:
-        """[R * H], for `append`: where position `positions` [R] of rows 0 .. R-1 lies in each head, counted in tokens of one head."""
+        """[R * H] for `append`: where the tokens at `positions` [R] of rows 0 .. R-1 lie among all heads' tokens, [rows * H * C]."""
         _, heads, capacity, _ = self._data.shape
         of_heads = torch.arange(len(positions) * heads, device=positions.device).view(-1, heads) * capacity
         return (of_heads + positions[:, None]).flatten()
@@ -186,7 +186,7 @@ class DecodePass(Cache):  # type: ignore[misc]
         self._count = len(lengths)
         self.positions = upload(lengths, arena.device)
         self._places: dict[int, Tensor] = {}
-        """Of the new tokens, by the number of a layer's heads."""
+        """Of the new tokens, by the number of a layer's key-value heads: the same for all layers that have as many."""
         self._rows = RowLengths(self.positions + 1, int(lengths.max()) + 1, ragged=bool((lengths != lengths[0]).any()))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:

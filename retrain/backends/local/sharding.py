@@ -23,7 +23,14 @@ _GATHERED = 2
 
 def shards_of(config: "TrainConfig", world: World) -> World:
     """The processes that hold the base in parts; ALONE where each holds all of it."""
-    return world if config.backend.shard_base else ALONE
+    if not config.backend.shard_base:
+        return ALONE
+    if world.size == 1:
+        raise ConfigurationError(
+            "[backend] shard_base = true shares the frozen weights among the processes of torchrun, and there is one process here; "
+            "start the run by torchrun --nproc-per-node N -m retrain, or leave shard_base false."
+        )
+    return world
 
 
 def shard(model: nn.Module, decoder: nn.Module, device: torch.device, world: World, name: str) -> None:
