@@ -25,8 +25,8 @@ run: $(STAMP) ## train the lab model on arithmetic and show what it learned (min
 	$(BIN)/retrain examples/lab.toml --overwrite
 	@$(BIN)/python scripts/plot_runs.py logs/lab --output logs/lab/curve.svg
 
-test: $(STAMP) ## all tests with coverage and the ten slowest
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --durations=10
+test: $(STAMP) ## all tests with coverage and the ten slowest, one process per core
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope --cov --cov-report=term:skip-covered --durations=10
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

@@ -1,9 +1,14 @@
 """Options of the suite, and what several files need."""
 
+import os
 import resource
 from collections.abc import Iterator
 
 import pytest
+
+# The suite runs in as many processes as there are cores. Threads of one process that meet at every operator would wait for those of
+# another; child processes inherit the setting, so what they compute is the same to the last bit.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
