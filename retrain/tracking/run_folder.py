@@ -195,9 +195,8 @@ def mark(folder: Path, kind: str, **content: str) -> None:
     """Create `folder` with our marker in it; an existing marker stays."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        marker = folder / MARKER
-        if not marker.exists():
-            replace_file(marker, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n")
+        if not read_marker(folder):
+            replace_file(folder / MARKER, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n")
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigurationError(f"{folder} cannot be a folder: a file of that name is in the way; choose another path.") from error
     except OSError as error:
