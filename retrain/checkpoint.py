@@ -11,10 +11,11 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from retrain.disk import safetensors_io
+from retrain.disk import delete, safetensors_io
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.types import MachineChoices
 
@@ -24,6 +25,8 @@ STATE = "trainer_state.json"
 FINAL = "final"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _TEMPORARY = ".tmp-"
+_REPLACED = f"{_TEMPORARY}replaced-"
+_DAMAGED = "damaged-"
 
 
 @dataclass
@@ -34,6 +37,8 @@ class TrainerState:
     config_hash: str
     step: int = 0
     """Steps completed."""
+    learning: bool = False
+    """True from the first change of the weights until the step is written down. Such a state is never sealed."""
     cursor: int = 0
     """Prompts consumed; the data order itself is computed from (seed, epoch)."""
     batch_size: int = 0
@@ -48,6 +53,8 @@ class TrainerState:
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
     tracking: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Size and sha256 of each JSON lines file of the run, by its path in the run folder; empty in checkpoints of 0.1.0."""
     choices: MachineChoices | None = None
     schema_version: int = SCHEMA_VERSION
 
@@ -88,6 +95,8 @@ class CheckpointStore:
 
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
         """Commit one checkpoint. `write` puts the backend's files into the folder that it is given. Raises OSError."""
+        if state.learning:
+            raise ValueError(f"Step {state.step} is half done, and only a state between two steps is a checkpoint.")
         target = self.folder / f"step_{state.step:06d}"
 
         def fill(folder: Path) -> None:
@@ -118,28 +127,42 @@ class CheckpointStore:
             raise RunFailed(f"Checkpoint {folder} cannot be used: {problem}; checkpoints here: {have}.")
         return Checkpoint(folder, step)
 
-    def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint whose manifest verifies; each one passed over is said in a line."""
+    def newest(self, say: Callable[[str], None], beside: Callable[[Checkpoint], str] = lambda _: "") -> Checkpoint | None:
+        """The newest checkpoint whose manifest verifies; each one passed over is said in a line.
+
+        `beside` says what else, outside of its folder, keeps a checkpoint from being used; "" for nothing.
+        """
         for step in reversed(self.steps()):
-            folder = self.folder / f"step_{step:06d}"
-            problem = verify(folder)
+            found = Checkpoint(self.folder / f"step_{step:06d}", step)
+            problem = verify(found.folder) or beside(found)
             if not problem:
-                return Checkpoint(folder, step)
-            say(f"Checkpoint {folder.name} is not used: {problem}; trying the one before.")
+                return found
+            say(f"Checkpoint {found.folder.name} is not used: {problem}; trying the one before.")
         return None
 
-    def drop_after(self, step: int) -> None:
-        """Delete what lies beyond `step`: those steps are about to be made again."""
-        for later in self.steps():
-            if later > step:
-                shutil.rmtree(self.folder / f"step_{later:06d}")
+    def make_room_after(self, step: int, say: Callable[[str], None]) -> None:
+        """Nothing stands where the steps after `step` will be saved, and what a killed save left is deleted.
+
+        A checkpoint that was passed over is renamed and stays: it may still be of use.
+        """
+        for folder in [self.folder / f"step_{later:06d}" for later in self.steps() if later > step]:
+            names = (f"{_DAMAGED}{folder.name}-{number}" if number > 1 else f"{_DAMAGED}{folder.name}" for number in count(1))
+            aside = next(path for path in map(self.folder.joinpath, names) if not os.path.lexists(path))
+            folder.rename(aside)
+            say(f"{folder.name} is kept as {aside.name}.")
         for left in self.folder.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(left)
+            delete(left)
+
+    def empty(self) -> None:
+        """Delete every checkpoint, and nothing else that lies there."""
+        for path in [*self.folder.iterdir()]:
+            if _STEP_FOLDER.fullmatch(path.name) or path.name == FINAL or path.name.startswith((_DAMAGED, _TEMPORARY)):
+                delete(path)
 
     def _drop_old(self) -> None:
         if self.keep:
             for step in self.steps()[: -self.keep]:
-                shutil.rmtree(self.folder / f"step_{step:06d}")
+                delete(self.folder / f"step_{step:06d}")
 
     def rehearse(self, num_bytes: int) -> None:
         """Write and delete a file of a checkpoint's size, so that a full disk is found before step 1 and not after step 20."""
@@ -166,8 +189,7 @@ def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, conf
     """Write a folder aside, seal it with a manifest and rename it to `target`, replacing what was there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f"{_TEMPORARY}{target.name}"
-    if aside.exists():
-        shutil.rmtree(aside)
+    delete(aside)
     aside.mkdir()
     try:
         with safetensors_io():
@@ -176,7 +198,7 @@ def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, conf
         manifest = {"schema_version": SCHEMA_VERSION, "step": step, "config_hash": config_hash, "files": entries}
         write_synced(aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n")
         sync_folder(aside)
-        replaced = target.parent / f"{_TEMPORARY}replaced-{target.name}"
+        replaced = target.parent / f"{_REPLACED}{target.name}"
         if target.exists():  # rename(2) cannot replace a folder that holds files
             target.rename(replaced)
         aside.rename(target)
@@ -184,7 +206,16 @@ def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, conf
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError:
         shutil.rmtree(aside, ignore_errors=True)
+        put_back(target.parent)
         raise
+
+
+def put_back(folder: Path) -> None:
+    """Undo what `commit_folder` began and did not end: a folder that was moved out of the way, with nothing in its place, returns."""
+    for moved in folder.glob(f"{_REPLACED}*"):
+        place = folder / moved.name.removeprefix(_REPLACED)
+        if not place.exists():
+            moved.rename(place)
 
 
 def _seal(path: Path, root: Path) -> dict[str, str | int]:

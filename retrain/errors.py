@@ -36,8 +36,19 @@ class RunFailed(RetrainError, RuntimeError):
 
 
 class Interrupted(RetrainError):
-    """A signal asked the run to stop; its state was saved first. Exit 130 for SIGINT, 143 for SIGTERM."""
+    """A signal asked the run to stop; its state was saved first. Exit 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second signal: the run ends where it stands and saves nothing. The exit codes are those of Interrupted.
+
+    It is raised between any two bytecodes, so it is no Exception: code that catches what a plugin raises must not take it for that.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__("Stopped at once; the last checkpoint stays.")
         self.exit_code = 128 + signal_number

@@ -1,13 +1,16 @@
-"""Signals of a run: Ctrl-C or SIGTERM once stops at the next safe point with the state saved, twice at once; SIGUSR1 saves and goes on."""
+"""Signals of a run: Ctrl-C, SIGTERM or SIGHUP once stops at the next safe point with the state saved; SIGUSR1 saves and goes on.
+
+A second Ctrl-C or SIGTERM stops at once, and nothing is saved. A second SIGHUP does not: a terminal that closes may send several.
+"""
 
 import signal
 import threading
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
-from retrain.errors import Interrupted
+from retrain.errors import Interrupted, StoppedAtOnce
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
@@ -21,6 +24,8 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in _STOPPING:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # nohup: the run outlives its terminal
                 self._previous[number] = signal.signal(number, self._on_stop)
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
@@ -31,9 +36,10 @@ class Interrupts:
         self._previous.clear()
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self._stop is not None:
-            raise Interrupted("Stopped at once; the last checkpoint stays.", number)
-        self._stop = number
+        if self._stop is None:
+            self._stop = number
+        elif number != signal.SIGHUP:
+            raise StoppedAtOnce(number)
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self._save = True

@@ -4,20 +4,19 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from retrain.checkpoint import Checkpoint, CheckpointStore, TrainerState, replace_file
+from retrain.checkpoint import Checkpoint, CheckpointStore, TrainerState, put_back, replace_file
 from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
 from retrain.errors import ConfigurationError
 from retrain.tracking.redact import Redactor
-from retrain.tracking.run_folder import MARKER, RunFolder, kind_of, mark
+from retrain.tracking.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
@@ -49,33 +48,31 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
         )
     resuming = bool(config.resume.from_)
     folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
-    if kind_of(folder.path) == "campaign":
+    kind = kind_of(folder.path)
+    if kind == "campaign":
         raise ConfigurationError(
             f"{folder.path} holds a campaign and no single run; go on with it by its own file, or name another folder."
         )
-    if resuming and not folder.marker.is_file():
+    if kind not in ("", "run"):
+        raise ConfigurationError(f"{folder.path} is a folder of {kind} that retrain made, and holds no run; name another folder.")
+    if resuming and not kind:
         raise ConfigurationError(f"[resume] from = {str(folder.path)!r} holds no run of retrain (no {MARKER}); name a run's folder.")
-    if not resuming:
-        _check_free(folder, overwrite)
-    folder.create()
-    with writer_lock(folder):
-        if resuming and folder.config.is_file():
-            yield _reopen(config, folder)
-        else:
-            yield _open_new(config, folder, resuming)
-
-
-def _check_free(folder: RunFolder, overwrite: bool) -> None:
-    if folder.holds_run() and not overwrite:
-        raise ConfigurationError(
-            f"{folder.path} already holds a run: go on with it by --resume {folder.path}, start it anew with --overwrite, "
-            "or choose another [logging] log_dir."
-        )
-    if not folder.marker.is_file() and (taken := [path.name for path in folder.written() if path.exists()]):
+    if not kind and (taken := [path.name for path in folder.written() if path.exists()]):
         raise ConfigurationError(
             f"{folder.path} holds {', '.join(taken)} and was not made by retrain (no {MARKER}), so nothing there is overwritten; "
             "choose another [logging] log_dir or move them away."
         )
+    folder.create()
+    with writer_lock(folder):
+        if resuming and folder.holds_run():
+            yield _reopen(config, folder)
+        elif folder.holds_run() and not overwrite:
+            raise ConfigurationError(
+                f"{folder.path} already holds a run: go on with it by --resume {folder.path}, start it anew with --overwrite, "
+                "or choose another [logging] log_dir."
+            )
+        else:
+            yield _open_new(config, folder, resuming, overwrite)
 
 
 @contextmanager
@@ -96,9 +93,9 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         lock.release()
 
 
-def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool) -> Opening:
+def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> Opening:
     config = with_drawn_seed(config)
-    checkpoints = _checkpoint_folder(config, folder)
+    checkpoints = _checkpoint_folder(config, folder, overwrite)
     folder.empty()
     if checkpoints != folder.checkpoints:
         _claim(checkpoints, folder)
@@ -108,6 +105,11 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool) -> Opening
 
 
 def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
+    """Nothing in the folder is changed before it is known that the run can go on."""
+    if links := folder.links():
+        raise _not_resumable(folder, f"{links[0]} is a link, and nothing behind a link is changed", "put the file or folder itself there")
+    if not folder.config.is_file():
+        raise _not_resumable(folder, f"{folder.config.name} is missing")
     stored = load_stored(folder.config)
     changes: dict[str, object] = {"logging.log_dir": str(folder.path)}
     if config.training.seed == -1:  # drawn when the run began
@@ -118,16 +120,40 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
         raise ConfigurationError(differences)
     notes: list[str] = []
     store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
-    checkpoint = store.newest(notes.append)
+    checkpoint = _newest(store, folder, notes.append)
+    if store.folder != folder.checkpoints:
+        _sign(store.folder, folder)
     if checkpoint:
         state = checkpoint.state()
         notes.append(f"Resuming {folder.path} after {state.step} steps.")
+        folder.cut_to(state, notes.append)
     else:
         state = TrainerState(seed=config.training.seed, config_hash=config_hash(config), batch_size=config.training.batch_size)
         notes.append(f"{folder.path} has no checkpoint yet: starting at step 0.")
-    store.drop_after(state.step)
-    folder.cut_to_step(state.step if checkpoint else -1)
+        folder.forget_steps()
+    store.make_room_after(state.step, notes.append)
     return Opening(config, folder, store, state, checkpoint, tuple(notes))
+
+
+def _newest(store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to go on from; None where none was made. Raises ConfigurationError where those that were made cannot be used."""
+    put_back(store.folder)
+    passed_over: list[str] = []
+    found = store.newest(passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state()))
+    if found is None and passed_over:
+        raise _not_resumable(folder, " ".join(passed_over).removesuffix("; trying the one before."))
+    if found is None and folder.trainer_state.exists():
+        raise _not_resumable(folder, f"{folder.trainer_state.name} says that a checkpoint was made, and {store.folder} holds none")
+    for line in passed_over:
+        say(line)
+    return found
+
+
+def _not_resumable(folder: RunFolder, problem: str, remedy: str = "put back what is missing") -> ConfigurationError:
+    return ConfigurationError(
+        f"{folder.path} cannot be resumed and is left as it is: {problem}; {remedy}, start the run anew with --overwrite, which deletes "
+        "what is there, or choose another [logging] log_dir."
+    )
 
 
 def _as_stored(config: TrainConfig) -> TrainConfig:
@@ -138,8 +164,8 @@ def _as_stored(config: TrainConfig) -> TrainConfig:
 # -- checkpoints outside the run's folder --------------------------------------------------------------------------------
 
 
-def _checkpoint_folder(config: TrainConfig, folder: RunFolder) -> Path:
-    """`<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises ConfigurationError if another run's marker is there."""
+def _checkpoint_folder(config: TrainConfig, folder: RunFolder, overwrite: bool) -> Path:
+    """`<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises ConfigurationError where another run's checkpoints lie."""
     if not config.backend.adapter_path:
         return folder.checkpoints
     name = folder.path.resolve().name
@@ -149,10 +175,22 @@ def _checkpoint_folder(config: TrainConfig, folder: RunFolder) -> Path:
             "use letters, digits and ._+=- there."
         )
     target = (Path(config.backend.adapter_path).expanduser() / name).resolve()
-    if target.exists() and any(target.iterdir()) and _owner(target / MARKER) not in _own_ids(folder):
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return target
+    marker = read_marker(target)
+    if folder.checkpoint_pointer.is_file():
+        foreign = bool(_foreign(target, _pointer(folder)[1], folder))
+    else:  # the marker is made before the pointer, and the pointer goes first
+        foreign = marker.get("kind") != "checkpoints" or marker.get("run") != str(folder.path.resolve())
+    if foreign:
         raise ConfigurationError(
             f"{target} holds the checkpoints of another run, so [backend] adapter_path = {config.backend.adapter_path!r} cannot be used "
             "with this log_dir; give the run another log_dir or adapter_path."
+        )
+    if CheckpointStore(target).steps() and not overwrite:
+        raise ConfigurationError(
+            f"{target} holds checkpoints of {folder.path}, whose own files are gone: start the run anew with --overwrite, which deletes "
+            "them, or choose another [logging] log_dir."
         )
     return target
 
@@ -161,21 +199,53 @@ def _claim(target: Path, folder: RunFolder) -> None:
     """Empty `target`, mark it as this run's, and note in the run's folder where it is."""
     run_id = secrets.token_hex(8)
     if target.exists():
-        shutil.rmtree(target)  # ours: _checkpoint_folder compared the ids
-    mark(target, "checkpoints", run_id=run_id)
+        CheckpointStore(target).empty()  # ours: _checkpoint_folder looked
+    mark(target, "checkpoints")
+    _sign(target, folder, run_id)
     replace_file(folder.checkpoint_pointer, json.dumps({"path": str(target), "run_id": run_id}) + "\n")
 
 
+def _sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
+    """Write into the marker at `target` whose the checkpoints are: a run that was moved is found under its new name."""
+    here = {"run": str(folder.path.resolve())} | ({"run_id": run_id} if run_id else {})
+    marker = read_marker(target)
+    if marker | here != marker:
+        replace_file(target / MARKER, json.dumps(marker | here) + "\n")
+
+
 def stored_checkpoints(folder: RunFolder) -> Path:
-    """Where the checkpoints of an existing run lie."""
+    """Where the checkpoints of an existing run lie. Raises ConfigurationError where the pointer names a folder that is not this run's."""
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
-    return Path(json.loads(folder.checkpoint_pointer.read_text(encoding="utf-8"))["path"])
+    target, run_id = _pointer(folder)
+    if problem := _foreign(target, run_id, folder):
+        raise ConfigurationError(
+            f"{folder.checkpoint_pointer} names {target}, {problem}, so nothing there is read or changed; to make {folder.path} a run of "
+            f"its own, copy its checkpoints to {folder.checkpoints} and delete {folder.checkpoint_pointer.name}."
+        )
+    return target
 
 
-def _owner(marker: Path) -> str | None:
-    return json.loads(marker.read_text(encoding="utf-8")).get("run_id") if marker.is_file() else None
+def _pointer(folder: RunFolder) -> tuple[Path, str]:
+    """The folder of the checkpoints and the run's id. Raises ConfigurationError for a file that cannot be understood."""
+    path = folder.checkpoint_pointer
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Path(str(content["path"])), str(content["run_id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path} cannot be understood ({error}): the file was changed; put it back as it was.") from error
 
 
-def _own_ids(folder: RunFolder) -> set[str | None]:
-    return {_owner(folder.checkpoint_pointer)} - {None}
+def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
+    """Why the checkpoints at `target` are not those of the run in `folder`; "" where they are.
+
+    Their marker names the run's id and its folder. Where that is another folder, the run was moved, unless the one that is named is
+    still there: then this one is a copy.
+    """
+    marker = read_marker(target)
+    if marker.get("kind") != "checkpoints" or marker.get("run_id") != run_id:
+        return "which has no marker of this run"
+    owner = RunFolder(Path(marker.get("run", folder.path.resolve())))  # 0.1.0 named no folder
+    if owner.path == folder.path.resolve() or not owner.checkpoint_pointer.is_file() or _pointer(owner)[1] != run_id:
+        return ""
+    return f"whose checkpoints belong to {owner.path}, of which {folder.path} is a copy"

@@ -218,6 +218,7 @@ class Session:
         self.tracker.step(self._record)
         state.cursor += len(rollout.groups)
         state.step += 1
+        state.learning = False
         self._check_health(rollout, result)
 
     def _check_health(self, rollout: Rollout, result: StepResult) -> None:
@@ -271,12 +272,15 @@ class Session:
         return step > 0 and (step % self.config.training.save_every == 0 or step >= self.config.training.max_steps or self._out_of_time)
 
     def save_if_due(self) -> None:
-        if self._save_due(self.state.step) or self.interrupts.take_save_request() or self._failed_saves:
+        if self._save_due(self.state.step) or self.interrupts.take_save_request() or self._failed_saves or self.tracker.is_behind:
             self.save_now()
 
     def save_now(self) -> None:
-        """Checkpoint the state between two steps. A failure keeps the checkpoint before and is tried again after the next step."""
-        if self._saved_at == self.state.step or not self.world.leader:
+        """Checkpoint the state between two steps; within one there is none to save.
+
+        A failure keeps the checkpoint before and is tried again after the next step.
+        """
+        if self._saved_at == self.state.step or self.state.learning or not self.world.leader:
             return
         if self.ahead:
             self.ahead.drop()
@@ -284,11 +288,13 @@ class Session:
         self.state.rewards = self.parts.guard.state_dict()
         self.state.tracking = self.tracker.state()
         try:
+            self.state.files = self.tracker.sync()  # a checkpoint is never ahead of the rows of its steps
             self.store.save(self.state, self.parts.backend.save)
             replace_file(self.folder.trainer_state, self.state.to_json())
         except OSError as error:
             self._failed_saves += 1
-            sentence = f"The checkpoint of step {self.state.step} could not be written to {self.store.folder}: {error.strerror or error}"
+            where = error.filename or self.store.folder
+            sentence = f"The checkpoint of step {self.state.step} could not be written to {where}: {error.strerror or error}"
             if self._failed_saves >= _SAVE_ATTEMPTS or self.finished:
                 raise EnvironmentFailure(
                     f"{sentence}, {self._failed_saves} time(s) in a row; free space there, then go on with --resume {self.folder.path}."

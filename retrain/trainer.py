@@ -35,7 +35,8 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) 
     """Run `config` to its last step, or go on with the run that `[resume] from` names.
 
     `overwrite` empties a run folder that carries our marker; `quiet` silences standard output.
-    Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted; the steps that were done until then are saved.
+    Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted; the steps that were done until then are saved. A second
+    signal raises StoppedAtOnce, which saves nothing.
     """
     folder = Path(config.resume.from_ or config.logging.log_dir)
     with writing_to(folder, f"go on with --resume {folder}"), Session.open(config, overwrite=overwrite, quiet=quiet) as session:
@@ -64,6 +65,7 @@ def take_step(session: Session) -> None:
     session.sample_ahead(len(rollout.groups))
     clock.mark("learn")
     log_ratios = session.log_ratios(rows)
+    session.state.learning = True  # until `observe` has written the step down
     result = parts.backend.train(rows, step)
     clock.stop()
     session.observe(rollout, credit, rows, result, sepa_lambda, log_ratios)

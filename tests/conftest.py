@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.stops import MOMENTS
+
 # The suite runs in as many processes as there are cores. Threads of one process that meet at every operator would wait for those of
 # another; child processes inherit the setting, so what they compute is the same to the last bit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,9 +15,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often a run is killed at a random moment and resumed (test_run_resume.py)")
+    parser.addoption(
+        "--stops", type=int, default=4, help="at how many of 50 moments two signals stop a run (test_run_resume.py)"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "moment" in metafunc.fixturenames:
+        metafunc.parametrize("moment", MOMENTS[: metafunc.config.getoption("stops")], ids=str)
     if "kill" in metafunc.fixturenames:
         metafunc.parametrize("kill", range(metafunc.config.getoption("kills")))
 

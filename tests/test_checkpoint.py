@@ -99,7 +99,7 @@ def test_a_crash_at_any_write_leaves_the_last_good_checkpoint(tmp_path: Path, mo
         assert newest is not None
         assert newest.step in ({2} if finished else {1, 2})
         assert verify(newest.folder) == ""
-        store.drop_after(newest.step)
+        store.make_room_after(newest.step, print)
         assert not list(store.folder.glob(".tmp-*"))
 
 
@@ -144,6 +144,30 @@ def test_a_volume_that_cannot_hold_a_checkpoint_is_found_before_step_one(tmp_pat
         CheckpointStore(tmp_path / "file" / "checkpoints").rehearse(1 << 20)
     CheckpointStore(tmp_path / "checkpoints").rehearse(3_000_000)
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_state_in_the_middle_of_a_step_is_never_sealed(store: CheckpointStore) -> None:
+    state = _state(6)
+    state.learning = True
+    with pytest.raises(ValueError, match="half done"):
+        store.save(state, _write)
+    assert store.steps() == [2, 4]
+
+
+def test_a_folder_whose_replacement_fails_returns(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save_final(_state(4), _write)
+    real = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if target.name == "final" and "replaced" not in path.name:
+            raise OSError(5, "Input/output error")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        store.save_final(_state(6), _write)
+    assert verify(store.folder / "final") == ""
+    assert sorted(path.name for path in store.folder.iterdir()) == ["final", "step_000002", "step_000004"]
 
 
 def test_a_state_of_another_version_is_refused(store: CheckpointStore) -> None:

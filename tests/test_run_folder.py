@@ -13,7 +13,7 @@ import pytest
 
 from retrain import train
 from retrain.config import dump_toml
-from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.errors import ConfigurationError, Interrupted, RunFailed, StoppedAtOnce
 from retrain.session import Session
 from tests.runs import lines, small
 
@@ -196,7 +196,7 @@ def test_interrupting_twice_ends_at_once(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted, match="SIGINT"):
             session.interrupts.check()
-        with pytest.raises(Interrupted, match="at once"):
+        with pytest.raises(StoppedAtOnce, match="at once"):
             os.kill(os.getpid(), signal.SIGINT)
 
 

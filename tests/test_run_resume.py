@@ -17,6 +17,7 @@ from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.session import Session
 from tests.runs import lines, small, timeless
+from tests.stops import Placed, Random, stop_twice
 
 EVERYTHING: dict[str, Any] = {
     "algorithm": {"transform_mode": "gtpo_sepa"},
@@ -111,6 +112,18 @@ def test_a_killed_run_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, 
     process.kill()
     process.communicate()
     subprocess.run([*command, "--resume", str(folder)], env=environment, check=True)
+    assert_same_run(straight, folder)
+
+
+def test_two_signals_save_nothing_and_the_resumed_run_has_the_same_bytes(straight: Path, tmp_path: Path, moment: Placed | Random) -> None:
+    """`pytest tests/test_run_resume.py --stops 50` tries all moments."""
+    folder, file = tmp_path / "run", tmp_path / "run.toml"
+    file.write_text(dump_toml(small(folder, **EVERYTHING)), encoding="utf-8")
+    code = stop_twice(file, folder, moment, torch.get_num_threads())
+    assert code == 130
+    sealed = sorted((folder / "checkpoints").glob("step_*"))
+    assert all(int(path.name.removeprefix("step_")) % 2 == 0 for path in sealed)  # by save_every, none by the signals
+    train(small(folder, **merged(resume={"from": str(folder)})), quiet=True)
     assert_same_run(straight, folder)
 
 

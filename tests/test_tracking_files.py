@@ -1,7 +1,9 @@
 """A run's files: lines that survive a crash, numbers that JSON cannot hold, secrets that never reach the disk."""
 
+import hashlib
 import json
 import math
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.checkpoint import TrainerState
 from retrain.config import TrainConfig
 from retrain.errors import RunFailed
+from retrain.evaluation import Evaluation
 from retrain.tracking.files import RunFiles, spread
-from retrain.tracking.jsonl import JsonlWriter, encode_line, read_jsonl, truncate_to_step
-from retrain.tracking.record import EMERGENCE_FIELDS, GenerationRecord, RunSummary, StepRecord
+from retrain.tracking.jsonl import Extent, JsonlWriter, encode_line, read_jsonl, truncate_to_step
+from retrain.tracking.record import EMERGENCE_FIELDS, EvaluationRecord, GenerationRecord, RunSummary, StepRecord
 from retrain.tracking.redact import Redactor
 from retrain.tracking.run_folder import RunFolder
 from retrain.tracking.tokens import TokenTable, read_tokens, write_tokens
@@ -111,19 +115,80 @@ def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(writes) == 2 and all(data.endswith(b"\n") for data in writes)
 
 
-def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    for path in (folder.metrics, folder.emergence_steps, folder.generations):
-        with JsonlWriter(path) as writer:
-            for step in range(6):
-                writer.write({"step": step})
+def steps_of(path: Path) -> list[int]:
+    return [line["step"] for line in read_jsonl(path)]
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed with its files", "of 0.1.0"])
+def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path, sealed: bool) -> None:
+    folder, files = RunFolder(tmp_path), run_files(tmp_path, generations_every=1)
+    extents = {}
+    for step in range(6):
+        if step == 4:
+            extents = files.sync()
+        files.generations(step, [generation(step)])
+        files.step(StepRecord(step=step, condition="grpo+none"))
+    files.close()
     for step in (0, 3, 4):
         folder.step_tokens(step).parent.mkdir(exist_ok=True)
         folder.step_tokens(step).touch()
-    folder.cut_to_step(4)
+    state = TrainerState(seed=0, config_hash="", step=4, files=extents if sealed else {})
+    assert folder.missing_rows(state) == ""
+    folder.cut_to(state, print)
     for path in (folder.metrics, folder.emergence_steps, folder.generations):
-        assert [line["step"] for line in read_jsonl(path)] == [0, 1, 2, 3]
+        assert steps_of(path) == [0, 1, 2, 3]
     assert sorted(path.name for path in folder.tokens.iterdir()) == ["step_0.safetensors", "step_3.safetensors"]
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed with its files", "of 0.1.0"])
+def test_an_evaluation_that_was_cut_while_it_was_written_leaves_no_row(tmp_path: Path, sealed: bool) -> None:
+    """A checkpoint of step 4 that a signal asked for during its evaluation; the next session was killed while it wrote the rows."""
+    folder, files = RunFolder(tmp_path), run_files(tmp_path)
+    files.evaluation(Evaluation(2, problems(step=2), ks=[1]))
+    extents = files.sync()
+    files.evaluation(Evaluation(4, problems(step=4), ks=[1]))
+    files.close()
+    last = TrainerState(seed=0, config_hash="", step=4, last_evaluation=2, files=extents if sealed else {})
+    folder.cut_to(last, print)
+    assert steps_of(folder.evaluation) == [2, 2]
+
+
+def problems(step: int) -> list[EvaluationRecord]:
+    return [EvaluationRecord(step, f"problem-{index}", "task", 1, 1, 0, 1.0) for index in range(2)]
+
+
+def test_a_checkpoint_of_an_earlier_version_whose_steps_lost_a_row_is_not_used(tmp_path: Path) -> None:
+    with JsonlWriter(RunFolder(tmp_path).metrics) as writer:
+        for step in (0, 2):
+            writer.write({"step": step})
+    assert RunFolder(tmp_path).missing_rows(TrainerState(0, "", step=3)) == "metrics.jsonl has no line for step 1"
+
+
+def test_a_line_that_the_disk_refuses_is_written_whole_when_there_is_room(tmp_path: Path, small_files: None) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlWriter(path) as writer:
+        writer.write({"step": 0})
+        writer.write({"step": 1, "text": "x" * 150_000})  # 100 kB of the file is all that fits
+        assert writer.is_behind
+        writer.write({"step": 2})
+        assert steps_of(path) == [0]
+        with pytest.raises(OSError, match=r"File too large.*metrics\.jsonl"):
+            writer.sync()
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        extent = writer.sync()
+        assert not writer.is_behind
+    assert steps_of(path) == [0, 1, 2]
+    assert extent == Extent(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_an_extent_goes_on_where_an_earlier_session_ended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in range(2):
+        with JsonlWriter(path) as writer:
+            writer.write({"step": step})
+            extent = writer.sync()
+    assert extent == Extent(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def test_truncation_keeps_the_bytes_of_what_stays(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from retrain.cli.usage import COMMANDS, usage
-from retrain.errors import ConfigurationError, RetrainError
+from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
 from retrain.threads import spin_briefly
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, where a reader that went away is expected
         return code
-    except RetrainError as error:
+    except (RetrainError, StoppedAtOnce) as error:
         _say_error(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _say_error(error: RetrainError) -> None:
+def _say_error(error: RetrainError | StoppedAtOnce) -> None:
     from retrain.tracking.redact import Redactor
 
     mask = Redactor().text

@@ -3,10 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.checkpoint import replace_file
+from retrain.checkpoint import replace_file, sync_folder
 from retrain.tracking.environment import describe_environment
 from retrain.tracking.jsonl import Json, JsonlWriter, finite
 from retrain.tracking.record import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
@@ -69,10 +70,25 @@ class RunFiles(Tracker):
             writer.close()
         self._writers.clear()
 
+    @property
+    def is_behind(self) -> bool:
+        return any(writer.is_behind for writer in self._writers.values())
+
+    def sync(self) -> dict[str, Json]:
+        extents = {}
+        for path in self._folder.lines():
+            if path in self._writers or path.exists():
+                extents[path.relative_to(self._folder.path).as_posix()] = asdict(self._writer(path).sync())
+                sync_folder(path.parent)
+        return extents
+
     def _append(self, path: Path, record: Json) -> None:
+        self._writer(path).write(self._redactor.json(record))
+
+    def _writer(self, path: Path) -> JsonlWriter:
         if path not in self._writers:
             self._writers[path] = JsonlWriter(path)
-        self._writers[path].write(self._redactor.json(record))
+        return self._writers[path]
 
 
 def kept_generations(logging: "Logging", step: int, records: Sequence[GenerationRecord]) -> list[GenerationRecord]:

@@ -4,17 +4,20 @@ JSON has no NaN and no infinity; they become null, and the line's `nonfinite` na
 write and UTF-8 cannot hold, is escaped.
 """
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from retrain.checkpoint import replace_file
-from retrain.errors import EnvironmentFailure, RunFailed
+from retrain.errors import RunFailed
 
 Json = dict[str, Any]
 
@@ -54,23 +57,68 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
     raise TypeError(f"{name} = {value!r} is not a JSON value")
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How far a file reaches, and what it holds up to there: a file that is only appended to keeps its extents as beginnings."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+
+    def problem(self, path: Path) -> str:
+        """What is wrong with the beginning of the file `path`; "" if it is as it was, or if nothing was there."""
+        if not self.size:
+            return ""
+        if not path.is_file():
+            return f"{path.name} is missing"
+        if (size := path.stat().st_size) < self.size:
+            return f"{path.name} has {size} bytes instead of {self.size}"
+        with path.open("rb") as file:
+            found = _digest(file, self.size).hexdigest()
+        return "" if found == self.sha256 else f"{path.name} differs from its sha256"
+
+
 class JsonlWriter:
-    """Appends lines to one file. A torn tail that a crash left behind is cut first, so that no line is ever glued to it."""
+    """Appends lines to one file. A torn tail that a crash left behind is cut first, so that no line is ever glued to it.
+
+    What the disk refuses is kept and tried again, with the next line or by `sync`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_tail(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._size = os.fstat(self._descriptor).st_size
+        with path.open("rb") as file:
+            self._sha256 = _digest(file, self._size)
+        self._unwritten = b""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the disk refused a line that is still to be written."""
+        return bool(self._unwritten)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = encode_line(record)
+        self._unwritten += encode_line(record)
+        with suppress(OSError):  # is_behind tells, and sync raises it
+            self._write_out()
+
+    def sync(self) -> Extent:
+        """Everything written so far is on the disk, not only on its way. Raises OSError, which names the file."""
         try:
-            written = os.write(self._descriptor, line)
+            self._write_out()
+            os.fsync(self._descriptor)
         except OSError as error:
-            raise EnvironmentFailure(f"{self.path} cannot be written: {error.strerror}; free space there, then --resume.") from error
-        if written != len(line):
-            raise EnvironmentFailure(f"{self.path} took {written} of {len(line)} bytes: the disk is full; free space, then --resume.")
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        return Extent(self._size, self._sha256.hexdigest())
+
+    def _write_out(self) -> None:
+        while self._unwritten:
+            written = os.write(self._descriptor, self._unwritten)
+            self._sha256.update(self._unwritten[:written])
+            self._size += written
+            self._unwritten = self._unwritten[written:]
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -82,6 +130,15 @@ class JsonlWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _digest(file: BinaryIO, size: int) -> "hashlib._Hash":
+    """sha256 of the first `size` bytes."""
+    digest = hashlib.sha256()
+    while size > 0 and (block := file.read(min(_BLOCK, size))):
+        digest.update(block)
+        size -= len(block)
+    return digest
 
 
 def _cut_torn_tail(path: Path) -> None:

@@ -1,13 +1,16 @@
 """The places of a run's files, and the marker without which nothing is ever deleted."""
 
 import json
-import shutil
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from retrain.checkpoint import replace_file
+from retrain.checkpoint import TrainerState, replace_file
+from retrain.disk import delete
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.tracking.jsonl import truncate_to_step
+from retrain.tracking.jsonl import Extent, read_jsonl, truncate_to_step
 
 MARKER = ".retrain.json"
 """Says that retrain made a folder. Its content names the kind of folder and the format."""
@@ -104,8 +107,21 @@ class RunFolder:
         files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
         return (*folders, *files, self.checkpoint_pointer, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
 
+    def lines(self) -> tuple[Path, ...]:
+        """The files of JSON lines."""
+        return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
+
+    def remains(self) -> list[Path]:
+        """What a run left here; not the pointer to its checkpoints, which stands before the run begins."""
+        return [path for path in self.written() if path != self.checkpoint_pointer and os.path.lexists(path)]
+
     def holds_run(self) -> bool:
-        return self.marker.is_file() and self.metrics.exists()
+        """Our marker and any of a run's files: one that is missing may be the one that was lost."""
+        return kind_of(self.path) == "run" and bool(self.remains())
+
+    def links(self) -> list[Path]:
+        """Links in the places of a run's files."""
+        return [path for path in (*self.written(), *self.lines()) if path.is_symlink()]
 
     def create(self) -> None:
         """Make the folder ours. Raises ConfigurationError where a file stands in the way, EnvironmentFailure where it cannot be made."""
@@ -114,35 +130,73 @@ class RunFolder:
     def empty(self) -> None:
         """Delete what a run wrote, and nothing else: another file that lies in the folder stays."""
         for path in self.written():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            delete(path)
 
-    def cut_to_step(self, step: int) -> None:
-        """Forget the steps from `step` on in every file, before a resumed run makes them again."""
-        for path in (self.metrics, self.emergence_steps, self.generations):
-            truncate_to_step(path, step)
-        truncate_to_step(self.evaluation, step + 1)  # it counts completed steps, so the one at `step` was made of this checkpoint
+    # -- beside a checkpoint ---------------------------------------------------------------------------------------------
+
+    def missing_rows(self, state: TrainerState) -> str:
+        """What of the steps and evaluations before `state` is not here any more; "" where all is as it was."""
+        if state.files:
+            problems = (self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation))
+            return next((problem for problem in problems if problem), "")
+        # A checkpoint of 0.1.0 does not say how far the files reached.
+        here = {line.get("step") for line in read_jsonl(self.metrics)} if self.metrics.is_file() else set()
+        lost = sorted({*range(state.step)} - here)
+        return f"{self.metrics.name} has no line for step {lost[0]}" if lost else ""
+
+    def cut_to(self, state: TrainerState, say: Callable[[str], None]) -> None:
+        """Forget what came after `state`, before a resumed run makes it again."""
+        for path in self.lines():
+            extent = self._extent(path, state)
+            problem = extent.problem(path)
+            if state.files and not problem:
+                if path.is_file():
+                    os.truncate(path, extent.size)
+                continue
+            if state.files:
+                say(f"{path.relative_to(self.path)}: {problem}; what is left of it stays, and the run goes on.")
+            # An evaluation counts completed steps, and one at `state.step` may have been cut before the state knew of it.
+            truncate_to_step(path, state.last_evaluation + 1 if path == self.evaluation else state.step)
+        self._cut_tokens(state.step)
+
+    def forget_steps(self) -> None:
+        """Of a run that has no checkpoint yet."""
+        for path in self.lines():
+            path.unlink(missing_ok=True)
+        self._cut_tokens(0)
+
+    def _extent(self, path: Path, state: TrainerState) -> Extent:
+        """How far `path` reached when `state` was sealed; a file that was not there had no bytes."""
+        values = state.files.get(path.relative_to(self.path).as_posix())
+        return Extent(**values) if values else Extent(0, "")
+
+    def _cut_tokens(self, step: int) -> None:
         for path in self.tokens.glob("step_*.safetensors"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) >= step:
                 path.unlink()
 
 
+def read_marker(folder: Path) -> dict[str, Any]:
+    """The content of our marker; empty where there is none that can be read."""
+    try:
+        content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def kind_of(folder: Path) -> str:
     """What retrain made a folder for: run, checkpoints, campaign; "" where it did not."""
-    marker = folder / MARKER
-    return str(json.loads(marker.read_text(encoding="utf-8")).get("kind", "")) if marker.is_file() else ""
+    return str(read_marker(folder).get("kind", ""))
 
 
 def mark(folder: Path, kind: str, **content: str) -> None:
     """Create `folder` with our marker in it; an existing marker stays."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        marker = folder / MARKER
-        if not marker.exists():
-            replace_file(marker, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n")
+        if not read_marker(folder):
+            replace_file(folder / MARKER, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n")
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigurationError(f"{folder} cannot be a folder: a file of that name is in the way; choose another path.") from error
     except OSError as error:

@@ -4,6 +4,7 @@ Flat arrays over the step's completions; completion i owns the half-open range o
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,8 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
             aside,
             metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
         )
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
     aside.replace(path)
     sync_folder(path.parent)
 

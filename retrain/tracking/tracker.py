@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigurationError
 from retrain.tracking.record import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
@@ -55,6 +55,15 @@ class Tracker:
 
     def state(self) -> dict[str, str]:
         """What a resumed run needs to go on in the same places; goes into the checkpoint."""
+        return {}
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the disk refused something that is still to be written: a sync is due."""
+        return False
+
+    def sync(self) -> dict[str, dict[str, Any]]:
+        """Put on the disk what was told so far, and return how far each of the run's files reaches. Raises OSError."""
         return {}
 
 
@@ -116,6 +125,16 @@ class Trackers(Tracker):
         merged: dict[str, str] = {}
         for sink in self.sinks:
             merged |= sink.state()
+        return merged
+
+    @property
+    def is_behind(self) -> bool:
+        return any(sink.is_behind for sink in self.sinks)
+
+    def sync(self) -> dict[str, dict[str, Any]]:
+        merged: dict[str, dict[str, Any]] = {}
+        for sink in self.sinks:
+            merged |= sink.sync()
         return merged
 
 

@@ -1,0 +1,162 @@
+"""Runs in processes of their own that signals reach at chosen moments.
+
+The processes are forked from a server that has imported everything, so each costs a second less than a command line's.
+"""
+
+import importlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BETWEEN_SIGNALS_S = 0.02
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Just before, or after, the `call`-th call of a function."""
+
+    module: str
+    name: str
+    call: int
+    after: bool = False
+
+    def __str__(self) -> str:
+        return f"{'after' if self.after else 'before'} {self.name} {self.call}"
+
+    def arm(self, fire: Callable[[], None], folder: Path) -> None:
+        owner: Any = importlib.import_module(self.module)
+        *path, name = self.name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        real, calls = getattr(owner, name), 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == self.call and not self.after:
+                fire()
+            result = real(*args, **kwargs)
+            if calls == self.call and self.after:
+                fire()
+            return result
+
+        setattr(owner, name, counted)
+
+
+@dataclass(frozen=True)
+class Random:
+    """Some time after some step."""
+
+    seed: int
+
+    def __str__(self) -> str:
+        return f"random {self.seed}"
+
+    def arm(self, fire: Callable[[], None], folder: Path) -> None:
+        def wait_and_fire() -> None:
+            rng, metrics = random.Random(self.seed), folder / "metrics.jsonl"
+            wanted = rng.randrange(0, 11)
+            while not (folder / ".retrain.json").exists() or (wanted and (not metrics.exists() or count(metrics) < wanted)):
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.3))
+            fire()
+
+        threading.Thread(target=wait_and_fire, daemon=True).start()
+
+
+def count(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+_PLACED = (
+    Placed("retrain.backends.local.learner", "Learner._update", 10),  # the second of a step's four updates
+    Placed("retrain.session", "Session.observe", 4),
+    Placed("retrain.tracking.jsonl", "JsonlWriter.write", 60),
+    Placed("retrain.backends.local.optimizer", "AdapterOptimizer.step", 19, after=True),
+    Placed("retrain.sepa", "SEPAController.observe", 6, after=True),
+    Placed("retrain.tracking.files", "RunFiles.step", 5, after=True),
+    Placed("retrain.tracking.files", "RunFiles.evaluation", 2),
+    Placed("retrain.rewards.guard", "FailureGuard.observe", 7),
+    Placed("retrain.checkpoint", "sync_folder", 9),
+    Placed("retrain.checkpoint", "CheckpointStore.save", 2, after=True),
+)
+_RANDOM = tuple(Random(seed) for seed in range(40))
+MOMENTS = (*_PLACED[:2], *_RANDOM[:2], *_PLACED[2:], *_RANDOM[2:])
+"""Ten placed and forty random ones."""
+
+
+def stop_twice(file: Path, folder: Path, moment: Placed | Random, threads: int) -> int:
+    """Run a configuration, send two Ctrl-C 20 ms apart at the moment, and return the exit code of the command line."""
+    return _in_its_own_process(_run_until_stopped, str(file), str(folder), moment, threads)
+
+
+def hang_up(file: Path, folder: Path, threads: int) -> int:
+    """Run a configuration in a terminal that closes after the second step."""
+    master, slave = os.openpty()
+    try:
+        process = _start(_run_in_terminal, str(file), os.ttyname(slave), threads)
+        deadline = time.monotonic() + 120
+        while (not (folder / "metrics.jsonl").exists() or count(folder / "metrics.jsonl") < 2) and time.monotonic() < deadline:
+            os.set_blocking(master, False)
+            try:
+                os.read(master, 1 << 16)  # a terminal that nobody reads holds the run up
+            except BlockingIOError:
+                time.sleep(0.01)
+    finally:
+        os.close(slave)
+        os.close(master)
+    process.join(120)
+    return process.exitcode if process.exitcode is not None else -1
+
+
+def _in_its_own_process(target: Callable[..., None], *arguments: Any) -> int:
+    process = _start(target, *arguments)
+    process.join(240)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _start(target: Callable[..., None], *arguments: Any) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["retrain.trainer", "retrain.backends.local.backend", "transformers", "peft", "tests.stops"])
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def _run_until_stopped(file: str, folder: str, moment: Placed | Random, threads: int) -> None:
+    def fire() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(_BETWEEN_SIGNALS_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    moment.arm(fire, Path(folder))
+    _run(file, threads, "--quiet")
+
+
+def _run_in_terminal(file: str, terminal: str, threads: int) -> None:
+    os.setsid()
+    descriptor = os.open(terminal, os.O_RDWR)  # the first one that a new session opens is its controlling terminal
+    for number in (0, 1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    _run(file, threads)
+
+
+def _run(file: str, threads: int, *flags: str) -> None:
+    import torch
+
+    from retrain.cli.main import main
+
+    torch.set_num_threads(threads)
+    sys.exit(main([file, *flags]))
