@@ -7,11 +7,16 @@ import re
 
 _MARKER = re.compile(
     r"""
-    \\(?:boxed|fbox)\s*(?P<braced>\{)        # \boxed{...}, \fbox {...}
-    | \\boxed\ (?P<bare>[^$\n]*[^\s$][^$\n]*)  # Hendrycks' second form: \boxed 5, up to the next $ or the end of the line
+    \\(?:boxed|fbox)\s*+(?P<brace>\{)       # \boxed{...}, \fbox {...}
+    | \\boxed\ (?=[^\S\n]*+[^\s$])           # Hendrycks' second form: \boxed 5, up to the next $ or the end of the line
     """,
     re.VERBOSE,
 )
+_BARE = re.compile(r"[^$\n]*+")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or what is none: an escaped brace, a line break, the first letter of a command."""
+LONGEST_ANSWER = 1 << 16
+"""Characters of a box; a longer one is no answer and is not read to its end."""
 _END_OF_THOUGHT = "</think>"
 
 
@@ -22,37 +27,24 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
     """
     if after_think:
         text = text.rpartition(_END_OF_THOUGHT)[2]
-    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    while start >= 0:
-        marker = _MARKER.match(text, start)
-        if marker is not None:
-            return _content(text, marker)
-        start = max(text.rfind(r"\boxed", 0, start), text.rfind(r"\fbox", 0, start))
-    return None
-
-
-def _content(text: str, marker: "re.Match[str]") -> str | None:
-    if marker["braced"] is None:
-        return marker["bare"].strip()
-    start = marker.end()
-    end = closing_brace(text, start)
-    return None if end is None else text[start:end].strip()
+    last = None
+    for last in _MARKER.finditer(text):
+        pass
+    if last is None:
+        return None
+    start, limit = last.end(), last.end() + LONGEST_ANSWER
+    if last["brace"]:
+        end = closing_brace(text[:limit], start)
+        return None if end is None else text[start:end].strip()
+    bare = _BARE.match(text, start, limit)
+    return bare.group().strip() if bare else None
 
 
 def closing_brace(text: str, start: int) -> int | None:
     """Index of the brace that closes the group whose content starts at `start`; None if the text ends first."""
     depth = 1
-    position = start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2  # an escaped brace, a line break, or the first letter of a command
-            continue
-        if character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return position
-        position += 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return brace.start()
     return None

@@ -95,14 +95,14 @@ def _braced_first(text: str) -> str:
 def _brace_fractions(text: str) -> str:
     r"""`\frac12` and `\frac1{2}` are `\frac{1}{2}`. A fraction with a single character left leaves the whole string as it is."""
     first, *rest = text.split(r"\frac")
-    done = first
+    done = [first]
     for tail in rest:
         if not tail:
             raise _NotNormalizable(text)
         if tail[0] == "{":
-            done += r"\frac" + tail
+            done.append(r"\frac" + tail)
         elif len(tail) == 1:
             return text
         else:
-            done += r"\frac{" + tail[0] + "}" + _braced_first(tail[1:])
-    return done
+            done.append(r"\frac{" + tail[0] + "}" + _braced_first(tail[1:]))
+    return "".join(done)

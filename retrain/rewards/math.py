@@ -16,9 +16,9 @@ MAX_NESTING = 12
 MAX_DIGITS = 4
 """Digits of a number in an exponent or before a factorial sign."""
 
-_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
-_DOLLARS = re.compile(r"\$+(.*)(?<!\\)\$+", re.DOTALL)
-_SPACING = re.compile(r"\\[!,]|\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|(?<![a-zA-Z0-9])\s+|\s+(?![a-zA-Z0-9])")
+_INTEGER = re.compile(r"([+-]?)([0-9]++)")
+_SPACING = re.compile(r"\\[!,]|\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|(?<![a-zA-Z0-9\s])\s++|(?<!\s)\s++(?![a-zA-Z0-9])")
+"""A run of white space is looked at from its first character only, and never given back: linear on any text."""
 _LONG_NUMBER = re.compile(rf"(?<![\d.])\d{{{MAX_DIGITS + 1}}}")
 _EXPONENT = re.compile(r"\^(?:(?P<open>[{(])|(?P<number>-?[\d.]+)(?P<tower>\^)?)")
 _FACTORIAL = re.compile(r"(?:(?P<close>[)}\]])|(?P<number>\d+))!")
@@ -42,8 +42,14 @@ def settled(answer: str, reference: str) -> bool | None:
 def bare(answer: str) -> str:
     """The answer without what stands around it: white space, dollars, a final full stop (math-verify finds "5." unequal to "5")."""
     answer = answer.strip().removesuffix(".")
-    dollars = _DOLLARS.fullmatch(answer)
-    return dollars[1].strip() if dollars else answer
+    if not answer.startswith("$"):
+        return answer
+    opened = answer.lstrip("$")
+    inside = opened.rstrip("$")
+    if inside.endswith("\\"):
+        inside = opened[: len(inside) + 1]  # this dollar is a character
+    closed = len(inside) < len(opened) or (not opened and len(answer) > 1)
+    return inside.strip() if closed else answer
 
 
 def tidy(answer: str) -> str:
@@ -53,7 +59,8 @@ def tidy(answer: str) -> str:
 
 def _signed(integer: "re.Match[str]") -> tuple[bool, str]:
     """Comparable at any length: Python's int refuses more than 4,300 digits."""
-    return integer[1] == "-" and integer[2] != "0", integer[2]
+    digits = integer[2].lstrip("0")
+    return integer[1] == "-" and bool(digits), digits
 
 
 def is_refused(answer: str) -> bool:

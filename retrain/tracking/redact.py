@@ -27,7 +27,7 @@ _SHAPES = re.compile(
   | \bAKIA[0-9A-Z]{16}\b                                          # AWS
   | \bAIza[A-Za-z0-9_-]{30,}                                      # Google
   | \bxox[abprs]-[A-Za-z0-9-]{10,}                                # Slack
-  | \beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+   # JSON web token
+  | (?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+   # JSON web token
   | (?<=\bBearer\s)[A-Za-z0-9._~+/-]{8,}=*
     """,
     re.VERBOSE,

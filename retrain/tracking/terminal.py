@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 
 _ESCAPE_SEQUENCES = re.compile(
     r"""
@@ -27,15 +28,9 @@ def one_line(text: str, limit: int = 120) -> str:
 
 def without_escapes(pieces: Sequence[str]) -> list[str]:
     """The pieces of one text without its escape sequences, each of which may run over several pieces."""
-    text = "".join(pieces)
-    dropped = {place for match in _ESCAPE_SEQUENCES.finditer(text) for place in range(*match.span())}
-    if not dropped:
-        return list(pieces)
-    kept, start = [], 0
-    for piece in pieces:
-        kept.append("".join(character for place, character in enumerate(piece, start) if place not in dropped))
-        start += len(piece)
-    return kept
+    text = _ESCAPE_SEQUENCES.sub(lambda sequence: "\0" * len(sequence.group()), "".join(pieces))
+    ends = accumulate(map(len, pieces))
+    return [text[end - len(piece) : end].replace("\0", "") for piece, end in zip(pieces, ends, strict=True)]
 
 
 def visible(text: str) -> str:
