@@ -5,6 +5,9 @@ A message is one sentence: what is wrong, where (file, section, key, value), wha
 
 from collections.abc import Sequence
 
+MOST_SENTENCES = 20
+"""Problems that are told at once."""
+
 
 class RetrainError(Exception):
     """The run failed (exit 1)."""
@@ -15,13 +18,17 @@ class RetrainError(Exception):
 class ConfigurationError(RetrainError, ValueError):
     """Wrong usage or configuration: anything the user can mend in a file or flag before step 0 (exit 2).
 
-    `problems` holds one sentence each, so that all the mistakes of a file are told at once.
+    `problems` holds one sentence each, so that all the mistakes of a file are told at once, MOST_SENTENCES of them and how many more
+    there are; `unsaid` counts those that were not even made into sentences.
     """
 
     exit_code = 2
 
-    def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+    def __init__(self, problems: str | Sequence[str], unsaid: int = 0) -> None:
+        found = (problems,) if isinstance(problems, str) else tuple(problems)
+        unsaid += len(found[MOST_SENTENCES:])
+        rest = (f"There are {unsaid:,} more problems; mend these first.",) if unsaid else ()
+        self.problems: tuple[str, ...] = (*found[:MOST_SENTENCES], *rest)
         super().__init__("\n".join(self.problems))
 
 

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.names import PLUGIN_GROUP
+from retrain.config.suggestions import nearest
 from retrain.errors import ConfigurationError, RetrainError
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
         if hasattr(module, attribute):
             return getattr(module, attribute)
         public = [item for item in vars(module) if not item.startswith("_")]
-        close = get_close_matches(attribute, public, n=1)
-        tried.append(f"{candidate} (has no {attribute}" + (f", but {close[0]})" if close else ")"))
+        close = nearest(attribute, public)
+        tried.append(f"{candidate} (has no {attribute}" + (f", but {close})" if close else ")"))
     raise ConfigurationError(f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, _folders(config)))} and sys.path.")
 
 
@@ -304,8 +304,8 @@ def _where(kind: str, name: str, config: "TrainConfig") -> str:
 
 
 def _suggestion(name: str, names: list[str]) -> str:
-    close = get_close_matches(name, names, n=1)
-    hint = f'; did you mean "{close[0]}"?' if close else "."
+    close = nearest(name, names)
+    hint = f'; did you mean "{close}"?' if close else "."
     return f"; it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function{hint}"
 
 

@@ -5,8 +5,10 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,3 +177,32 @@ def test_importing_retrain_loads_no_model_library() -> None:
     code = "import sys, retrain; sys.stdout.write(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {name.split(".")[0] for name in loaded} & (HEAVY | {"numpy", "pydantic"})
+
+
+def test_every_declared_dependency_is_imported_by_the_package() -> None:
+    """A core dependency or an extra comes with the code that needs it; the tools of the dev extra are run, not imported."""
+    declared = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: wanted for name, wanted in declared["optional-dependencies"].items() if name != "dev"}
+    named = {constant for path in modules() for constant in imported_names(path)}
+    for where, requirements in {"dependencies": declared["dependencies"], **extras}.items():
+        for requirement in requirements:
+            name = re.match(r"[A-Za-z0-9._-]+", requirement).group()  # type: ignore[union-attr]
+            assert IMPORTED_AS.get(name, name.replace("-", "_")) in named, f"{where}: {name} is imported nowhere"
+    pinned = {line.partition("==")[0] for line in (PACKAGE.parent / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line}
+    wanted = [*declared["dependencies"], *(item for group in declared["optional-dependencies"].values() for item in group)]
+    assert pinned <= {re.match(r"[A-Za-z0-9._-]+", item).group() for item in wanted}  # type: ignore[union-attr]
+
+
+IMPORTED_AS = {"python-dotenv": "dotenv"}
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Top-level packages that a module imports, by a statement or by `import_module` and the functions that wrap it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name.partition(".")[0] for alias in names)
+            case ast.ImportFrom(module=str(module)):
+                yield module.partition(".")[0]
+            case ast.Call(func=called, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(called).endswith(("import_module", "import_extra")):
+                yield name.partition(".")[0]

@@ -1,6 +1,5 @@
 """`retrain help [config [SECTION]]`: the short page, or every key of the configuration with its flag."""
 
-import difflib
 from typing import Annotated
 
 import typer
@@ -26,11 +25,12 @@ def reference(section: str) -> str:
     """Every key, or those of one section. Raises ConfigurationError for a section that does not exist."""
     from retrain.config.keys import section_models
     from retrain.config.reference import help_text
+    from retrain.config.suggestions import nearest
 
     names = tuple(section_models())
     if section and section not in names:
-        near = difflib.get_close_matches(section, names, n=1)
+        near = nearest(section, names)
         raise ConfigurationError(
-            f"{section!r} is not a section; {f'did you mean {near[0]}?' if near else 'sections are ' + ', '.join(names) + '.'}"
+            f"{section!r} is not a section; {f'did you mean {near}?' if near else 'sections are ' + ', '.join(names) + '.'}"
         )
     return help_text(section or None)

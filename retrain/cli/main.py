@@ -3,7 +3,6 @@
 Nothing heavy is imported here: a command's module is imported when the command is called.
 """
 
-import difflib
 import importlib
 import io
 import os
@@ -57,8 +56,10 @@ def is_path(argument: str) -> bool:
 
 
 def _unknown(argument: str) -> str:
-    near = difflib.get_close_matches(argument, COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean `retrain {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}."
+    from retrain.config.suggestions import nearest
+
+    near = nearest(argument, COMMANDS, cutoff=0.5)
+    hint = f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
     return f"{argument!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
 
 

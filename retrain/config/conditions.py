@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.config.aliases import ALIASES
 from retrain.config.origin import Origin
+from retrain.config.suggestions import nearest
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def _paths(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _homes(name: str) -> list[str]:
     """The keys of a run that are called `name`."""
-    from retrain.config.keys import all_keys
+    from retrain.config.keys import homes_of
 
-    return [key.path for key in all_keys() if key.name == name and key.section not in FOR_ALL]
+    return [path for path in homes_of(name) if path.partition(".")[0] not in FOR_ALL]
 
 
 def _settable(path: str) -> bool:
@@ -71,8 +72,7 @@ def _settable(path: str) -> bool:
 
 def unknown_setting(name: str) -> str:
     """Why a condition cannot set `name`, as the end of a sentence."""
-    from retrain.config.keys import all_keys, keys_by_path
-    from retrain.config.names import nearest
+    from retrain.config.keys import all_keys, key_meant, keys_by_path
 
     if name in GIVEN_BY_CAMPAIGN:
         return f"{name} is not for a condition; {GIVEN_BY_CAMPAIGN[name]}"
@@ -80,7 +80,8 @@ def unknown_setting(name: str) -> str:
         return f"{name} is not for a condition; [{name.partition('.')[0]}] belongs to the whole campaign"
     if homes := _homes(name):
         return f"{name} is a key of several sections; write {' or '.join(homes)}"
-    near = nearest(name, [*OWN_KEYS, *keys_by_path(), *(key.name for key in all_keys())])
+    meant = key_meant(name.rpartition(".")[2])
+    near = meant.path if meant else nearest(name, [*OWN_KEYS, *keys_by_path(), *(key.name for key in all_keys())])
     hint = f"did you mean {near}?" if near else "a condition has advantage_mode and transform_mode, or algorithm_mode, a label, and any key"
     return f"{name} is not a key of a condition; {hint}"
 

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from retrain.config.aliases import ALIASES
 from retrain.config.names import BUILTIN_NAMES
 from retrain.config.schema import Condition, Section, TrainConfig
+from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
 BARE_SECTIONS = ("model", "algorithm", "training", "optimizer", "backend", "logging")
@@ -114,6 +115,26 @@ def all_keys() -> tuple[Key, ...]:
 @cache
 def keys_by_path() -> dict[str, Key]:
     return {key.path: key for key in all_keys()}
+
+
+@cache
+def _homes() -> dict[str, tuple[str, ...]]:
+    homes: dict[str, tuple[str, ...]] = {}
+    for key in all_keys():
+        homes[key.name] = (*homes.get(key.name, ()), key.path)
+    return homes
+
+
+def homes_of(name: str) -> tuple[str, ...]:
+    """The paths of every section's key that is called `name`."""
+    return _homes().get(name, ())
+
+
+def key_meant(name: str) -> Key | None:
+    """The key that another trainer calls `name`, or the only key of that name in any section; dashes are underscores here."""
+    homes = homes_of(name.lower().replace("-", "_"))
+    path = synonym(name) or (homes[0] if len(homes) == 1 else "")
+    return keys_by_path().get(path)
 
 
 @cache

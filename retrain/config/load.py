@@ -5,7 +5,6 @@ Precedence: defaults < file < RETRAIN_<SECTION>_<KEY> < flags. No plugin is impo
 
 import os
 import secrets
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,9 @@ from retrain.config.merging import deep_merge
 from retrain.config.origin import Origin
 from retrain.config.overrides import Override, Overrides, parse_overrides, variable_overrides
 from retrain.config.schema import TrainConfig
-from retrain.config.sentences import Place, field_sentences, violations_of, wrong_paths
+from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
 from retrain.errors import ConfigurationError
+from retrain.parsing import ParseError, parse_toml
 
 DEFAULT_FILE = "retrain.toml"
 Sections = dict[str, Any]
@@ -96,13 +96,9 @@ def read_toml(file: Path, named: bool = True) -> Sections:
 
 def _parse_toml(text: str, name: str) -> Sections:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{name} is not valid TOML: {_lower_first(str(error))}.") from error
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
+        return parse_toml(text)
+    except ParseError as error:
+        raise ConfigurationError(f"{name} {error}.") from error
 
 
 def _flags_only(argv: Sequence[str]) -> Overrides:
@@ -163,26 +159,27 @@ def _validate(data: Sections, origin: Origin) -> TrainConfig:
     try:
         config = TrainConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigurationError(_all_problems(error, data, place)) from error
+        raise ConfigurationError(*_all_problems(error, data, place)) from error
     config._origin = origin
     if problems := arm_problems(config):
         raise ConfigurationError(problems)
     return config
 
 
-def _all_problems(error: ValidationError, data: Sections, place: Place) -> list[str]:
-    """Wrong values first; then, with those left out, the rules between the keys that remain."""
-    sentences = field_sentences(error, data, place)
-    violations = violations_of(error)
-    wrong = wrong_paths(error)
+def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple[list[str], int]:
+    """Sentences about wrong values, then, with those left out, about the rules between the keys that remain; and how many more there are."""
+    details = details_of(error)
+    sentences, unsaid = field_sentences(details, data, place)
+    violations = violations_of(details)
+    wrong = wrong_paths(details)
     if wrong:
         try:
             TrainConfig.model_validate(_without(data, wrong))
         except ValidationError as second:
-            violations = [*violations, *violations_of(second)]
+            violations = [*violations, *violations_of(details_of(second))]
     touched = {path if "." in path else f"{path}." for path in wrong}
     rules = [v for v in violations if not any(key in touched or f"{key.partition('.')[0]}." in touched for key in v.keys)]
-    return list(dict.fromkeys([*sentences, *(place.sentence(violation) for violation in rules)]))
+    return list(dict.fromkeys([*sentences, *(place.sentence(violation) for violation in rules)])), unsaid
 
 
 def _without(data: Sections, paths: set[str]) -> Sections:

@@ -5,7 +5,6 @@ path. Nothing is imported here: a dotted path that leads nowhere is found when t
 """
 
 import re
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 BUILTIN_NAMES: dict[str, tuple[str, ...]] = {
@@ -84,12 +83,6 @@ def is_data_location(source: str) -> bool:
 
 def names_of(kind: str) -> tuple[str, ...]:
     return BUILTIN_NAMES[kind] + tuple(sorted(_registered.get(kind, ())))
-
-
-def nearest(word: str, candidates: "list[str] | tuple[str, ...]") -> str | None:
-    """The candidate that a typing mistake most likely meant, or None when nothing is close."""
-    close = get_close_matches(word.lower(), candidates, n=1, cutoff=0.6)
-    return close[0] if close else None
 
 
 def last_part(name: str) -> str:

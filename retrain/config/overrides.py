@@ -6,14 +6,15 @@ for it.
 """
 
 import re
-import tomllib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.merging import deep_merge
-from retrain.errors import ConfigurationError
+from retrain.config.suggestions import nearest
+from retrain.errors import MOST_SENTENCES, ConfigurationError
+from retrain.parsing import ParseError, parse_toml
 
 if TYPE_CHECKING:
     from retrain.config.keys import Key
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 VARIABLE_PREFIX = "RETRAIN_"
 
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
+_MOST_DIGITS = 4300
+"""Python converts no longer text to an integer."""
 _TOML_STRUCTURE = ("[", "{", '"', "'")
 
 
@@ -67,7 +70,7 @@ def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = 
     `own_flags` are the caller's flags, which go to the rest: name to whether a value follows. An unknown flag is a
     ConfigurationError that names the nearest; all of them are told at once.
     """
-    return _Parser(list(argv), own_flags or {}).parse()
+    return _Parser(argv, own_flags or {}).parse()
 
 
 def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
@@ -89,13 +92,15 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
 
 def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
     """A sentence for a variable of one of our sections, or close to one of ours; empty for what other programs may use."""
-    from retrain.config.keys import section_models
+    from retrain.config.keys import key_meant, section_models
 
-    section = name.removeprefix(VARIABLE_PREFIX).partition("_")[0].lower()
-    near = get_close_matches(name, variables, n=1, cutoff=0.6 if section in section_models() else 0.9)
-    if not near and section not in section_models():
+    section, _, rest = name.removeprefix(VARIABLE_PREFIX).lower().partition("_")
+    ours = section in section_models()
+    meant = key_meant(rest) if ours else None
+    near = meant.variable if meant else nearest(name, variables, cutoff=0.6 if ours else 0.9)
+    if not near and not ours:
         return ""
-    return f"environment {name} sets no key; {f'did you mean {near[0]}?' if near else 'variables are RETRAIN_<SECTION>_<KEY>.'}"
+    return f"environment {name} sets no key; {f'did you mean {near}?' if near else 'variables are RETRAIN_<SECTION>_<KEY>.'}"
 
 
 def convert(key: "Key", text: str) -> Any:
@@ -111,7 +116,7 @@ def convert(key: "Key", text: str) -> Any:
 def _scalar(kinds: frozenset[type], text: str) -> Any:
     if bool in kinds and text in ("true", "false"):
         return text == "true"
-    if int in kinds and _INTEGER.fullmatch(text):
+    if int in kinds and _INTEGER.fullmatch(text) and len(text) < _MOST_DIGITS:
         return int(text)
     if float in kinds:
         try:
@@ -139,8 +144,8 @@ def _whole_table(text: str) -> Any:
 
 def _toml(text: str) -> dict[str, Any] | None:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        return parse_toml(text)
+    except ParseError:
         return None
 
 
@@ -181,19 +186,20 @@ def _key_of(path: str) -> "Key":
 class _Parser:
     """Walks over the arguments once."""
 
-    def __init__(self, argv: list[str], own_flags: Mapping[str, bool]) -> None:
+    def __init__(self, argv: Sequence[str], own_flags: Mapping[str, bool]) -> None:
         from retrain.config.keys import flags
 
-        self._argv = argv
+        self._argv = deque(argv)
         self._own = own_flags
         self._flags = flags()
         self._values: dict[str, Override] = {}
         self._rest: list[str] = []
         self._problems: list[str] = []
+        self._unsaid = 0
 
     def parse(self) -> Overrides:
         while self._argv:
-            argument = self._argv.pop(0)
+            argument = self._argv.popleft()
             if argument == "--":
                 self._rest.extend(self._argv)
                 break
@@ -205,18 +211,18 @@ class _Parser:
             else:
                 self._read(name, text if equals else None)
         if self._problems:
-            raise ConfigurationError(self._problems)
+            raise ConfigurationError(self._problems, self._unsaid)
         return Overrides(tuple(self._values.values()), tuple(self._rest))
 
     def _pass_on(self, argument: str, takes_value: bool) -> None:
         self._rest.append(argument)
         if takes_value and self._argv:
-            self._rest.append(self._argv.pop(0))
+            self._rest.append(self._argv.popleft())
 
     def _read(self, flag: str, text: str | None) -> None:
         path, inside, negated = self._find(flag)
         if path is None:
-            self._problems.append(self._unknown(flag))
+            self._refuse_unknown(flag)
             return
         key = _key_of(path)
         if negated:
@@ -273,12 +279,12 @@ class _Parser:
         following = self._argv[0] if self._argv else None
         if bool in key.kinds:
             if following in ("true", "false", *key.choices):
-                return self._argv.pop(0)
+                return self._argv.popleft()
             return "true"
         if following is None or following.startswith("--"):
             self._problems.append(f"flag {flag} needs a value: {key.allowed}.")
             return None
-        return self._argv.pop(0)
+        return self._argv.popleft()
 
     def _set(self, path: str, value: Any, flag: str, adds: bool = False) -> None:
         before = self._values.get(path)
@@ -286,9 +292,13 @@ class _Parser:
             value, adds = deep_merge(before.value, value), before.adds
         self._values[path] = Override(path, value, f"flag {flag}", adds)
 
-    def _unknown(self, flag: str) -> str:
-        from retrain.config.keys import keys_by_path
+    def _refuse_unknown(self, flag: str) -> None:
+        from retrain.config.keys import key_meant, keys_by_path
 
+        if len(self._problems) >= MOST_SENTENCES:
+            self._unsaid += 1
+            return
         dotted = [f"--{path}" for path in keys_by_path()] if "." in flag else []
-        near = get_close_matches(flag, [*self._flags, *self._own, *dotted], n=1)
-        return f"{flag} is not a flag; {f'did you mean {near[0]}?' if near else '`retrain help config` lists them all.'}"
+        meant = key_meant(flag.removeprefix("--"))
+        near = meant.flag if meant else nearest(flag, [*self._flags, *self._own, *dotted])
+        self._problems.append(f"{flag} is not a flag; {f'did you mean {near}?' if near else '`retrain help config` lists them all.'}")

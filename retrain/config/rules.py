@@ -5,15 +5,17 @@ of them, so they need neither the model nor the machine; what needs those is ref
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from retrain.config.names import BUILTIN_NAMES, GROUP_RELATIVE_ADVANTAGES, RECIPES, SEPA_TRANSFORMS, UNCERTAINTY_ALIASES
+from retrain.config.suggestions import nearest
 from retrain.config.toml import toml_value
 from retrain.config.violations import Violation
+from retrain.errors import MOST_SENTENCES
 
 if TYPE_CHECKING:
     from retrain.config.schema import Condition, TrainConfig
@@ -350,7 +352,7 @@ def _labels_are_unique(config: "TrainConfig") -> Iterator[Violation]:
 @_campaign_rule
 def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
     seeds = config.campaign.seeds if config.campaign else []
-    if repeated := [seed for index, seed in enumerate(seeds) if seed in seeds[:index]]:
+    if repeated := [seed for seed, count in Counter(seeds).items() if count > 1]:
         yield Violation(
             ("campaign.seeds",), f"[campaign] seeds names {repeated[0]} twice; a repeated seed is the same run, not another sample"
         )
@@ -388,11 +390,11 @@ def _option_violations(error: ValidationError) -> Iterator[Violation]:
     from retrain.config.keys import describe_field
     from retrain.config.schema import PrimeRLOptions
 
-    for problem in error.errors(include_url=False):
+    for problem in error.errors(include_url=False)[:MOST_SENTENCES]:
         name, value = str(problem["loc"][0]), problem["input"]
         if problem["type"] == "extra_forbidden":
-            near = get_close_matches(name, PrimeRLOptions.model_fields, n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else f"; known are {', '.join(PrimeRLOptions.model_fields)}"
+            near = nearest(name, PrimeRLOptions.model_fields)
+            hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(PrimeRLOptions.model_fields)}"
             yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
         else:
             allowed = describe_field(PrimeRLOptions.model_fields[name])

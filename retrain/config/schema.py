@@ -31,10 +31,10 @@ from retrain.config.values import (
     check_arguments,
     check_devices,
     check_grams,
+    check_holdable,
     check_label,
     check_svd_device,
     check_table,
-    check_text,
     parse_devices,
     parse_grams,
     table_from_json,
@@ -66,8 +66,8 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        return check_text(value)
+    def _is_holdable(cls, value: Any) -> Any:
+        return check_holdable(value)
 
 
 class Backend(Section):

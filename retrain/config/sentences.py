@@ -1,7 +1,8 @@
 """From pydantic's list of errors to one sentence each: place, section, key, value, what is allowed, the nearest name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,10 +11,11 @@ from pydantic_core import ErrorDetails
 from retrain.config.aliases import ALIASES
 from retrain.config.conditions import unknown_setting
 from retrain.config.keys import Key, all_keys, keys_by_path, section_models
-from retrain.config.names import nearest
 from retrain.config.origin import Origin
+from retrain.config.suggestions import nearest, synonym
 from retrain.config.toml import toml_value
 from retrain.config.violations import RuleViolations, Violation
+from retrain.errors import MOST_SENTENCES
 
 LEGACY_PREFIX = "prime_rl_"
 LONGEST_VALUE = 80
@@ -52,31 +54,34 @@ def _finish(text: str) -> str:
     return text if text.endswith(("?", ".")) else text + "."
 
 
-def violations_of(error: ValidationError) -> list[Violation]:
-    """The broken rules inside a ValidationError."""
+def details_of(error: ValidationError) -> list[ErrorDetails]:
+    """pydantic's account of each problem, made once: there may be a hundred thousand."""
+    return error.errors(include_url=False)
+
+
+def violations_of(details: Iterable[ErrorDetails]) -> list[Violation]:
+    """The broken rules among the problems."""
     found: list[Violation] = []
-    for detail in error.errors(include_url=False):
+    for detail in details:
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, RuleViolations):
             found.extend(cause.violations)
     return found
 
 
-def _field_errors(error: ValidationError) -> list[ErrorDetails]:
-    return [detail for detail in error.errors(include_url=False) if detail["loc"]]
-
-
-def wrong_paths(error: ValidationError) -> set[str]:
+def wrong_paths(details: Iterable[ErrorDetails]) -> set[str]:
     """ "section" or "section.key" of every value that is wrong by itself."""
-    return {".".join(map(str, detail["loc"][:2])) for detail in _field_errors(error)}
+    return {".".join(map(str, detail["loc"][:2])) for detail in details if detail["loc"]}
 
 
-def field_sentences(error: ValidationError, data: Mapping[str, Any], place: Place) -> list[str]:
-    """One sentence for each wrong value; the members of a union count as one."""
+def field_sentences(problems: Iterable[ErrorDetails], data: Mapping[str, Any], place: Place) -> tuple[list[str], int]:
+    """One sentence for each of the first wrong values, and how many more there are; the members of a union count as one."""
     grouped: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
-    for detail in _field_errors(error):
-        grouped.setdefault(_group(detail["loc"]), []).append(detail)
-    return [_sentence(loc, details, data, place) for loc, details in grouped.items()]
+    for detail in problems:
+        if detail["loc"]:
+            grouped.setdefault(_group(detail["loc"]), []).append(detail)
+    first = islice(grouped.items(), MOST_SENTENCES)
+    return [_sentence(loc, details, data, place) for loc, details in first], max(0, len(grouped) - MOST_SENTENCES)
 
 
 def _group(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -123,6 +128,9 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
         )
     own = [key.name for key in all_keys() if key.section == section]
     others = [key.section for key in all_keys() if key.name == name]
+    if meant := synonym(name):
+        home, _, known = meant.partition(".")
+        return f"[{section}] {name} is not a key; did you mean {'' if home == section else f'[{home}] '}{known}?"
     near = nearest(name, own)
     if near:
         return f"[{section}] {name} is not a key; did you mean {near}?"
@@ -169,6 +177,8 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
         return "holds a number out of range" if isinstance(value, list) else "is out of range"
     if kind in ("too_short", "string_too_short"):
         return "is empty"
+    if int in key.kinds and isinstance(value, str) and value.lstrip("+-").isdecimal():
+        return "has too many digits"
     if type(value) not in key.kinds and not (type(value) is int and float in key.kinds):
         return _WHAT_IT_IS.get(type(value), f"is a {type(value).__name__}")
     if isinstance(value, list):

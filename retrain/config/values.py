@@ -1,6 +1,5 @@
 """Values with a grammar of their own: devices, strategic grams, names that a plugin may add to."""
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -11,7 +10,9 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from retrain.config.names import BUILTIN_NAMES, UNCERTAINTY_ALIASES, is_known, names_of, nearest
+from retrain.config.names import BUILTIN_NAMES, UNCERTAINTY_ALIASES, is_known, names_of
+from retrain.config.suggestions import nearest
+from retrain.parsing import ParseError, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
@@ -104,9 +105,9 @@ def _split_grams(text: str) -> list[str]:
     if not text.lstrip().startswith("["):
         return text.split(",")
     try:
-        parts = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise refuse(f"starts like a JSON array and is none ({error.msg} at character {error.pos})") from error
+        parts = parse_json(text)
+    except ParseError as error:
+        raise refuse(f"starts like a JSON array and {error}") from error
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         raise refuse("is a JSON array whose items are not all strings")
     return parts
@@ -119,13 +120,13 @@ def check_grams(value: str | list[str]) -> str | list[str]:
 
 def check_table(table: dict[str, Any]) -> dict[str, Any]:
     """Refuse what neither JSON nor a stored configuration can say: nan, inf, dates, and null outside of JSON."""
-    _check_item(table, may_hold_null=False)
+    _check_item(check_holdable(table), may_hold_null=False)
     return table
 
 
 def check_arguments(table: dict[str, Any]) -> dict[str, Any]:
     """The same for a table that may come as JSON, which has null."""
-    _check_item(table, may_hold_null=True)
+    _check_item(check_holdable(table), may_hold_null=True)
     return table
 
 
@@ -144,8 +145,11 @@ def _check_item(item: Any, may_hold_null: bool) -> None:
         raise refuse(f"holds {item}, which is a {type(item).__name__}; write it as a string")
 
 
-def check_text(value: Any) -> Any:
-    """Refuse text with half a character (a lone surrogate, as from an argument that is not UTF-8): no file can hold it."""
+def check_holdable(value: Any) -> Any:
+    """Refuse what no later step can hold: nesting without end, integers beyond 64 bits, and text with an unpaired surrogate,
+    as from an argument that is not UTF-8, which no file can hold."""
+    if problem := unholdable(value):
+        raise refuse(problem)
     if any(0xD800 <= ord(character) <= 0xDFFF for text in _texts(value) for character in text):
         raise refuse("holds half a character, as text that is not UTF-8 does")
     return value
@@ -170,9 +174,9 @@ def table_from_json(value: Any) -> Any:
     if not value.strip():
         return {}
     try:
-        table = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise refuse(f"is not JSON ({error.msg} at character {error.pos})") from error
+        table = parse_json(value)
+    except ParseError as error:
+        raise refuse(str(error)) from error
     if not isinstance(table, dict):
         raise refuse("is JSON, but not an object")
     return table

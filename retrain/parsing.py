@@ -1,0 +1,83 @@
+"""TOML and JSON from outside, as data whose depth and numbers every later step can hold.
+
+The standard parsers raise RecursionError for deep nesting and a bare ValueError for an integer of more than 4,300 digits, and they let
+through nesting and integers on which a later step would fail. Here everything that is wrong with a text is one ParseError.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import RunFailed
+
+MAX_DEPTH = 100
+MAX_INTEGER = 2**63 - 1
+"""What TOML promises, and what a tensor or a column of a table holds."""
+
+
+class ParseError(ValueError):
+    """Why a text is no TOML, or no JSON: the end of a sentence that names the text, without its full stop."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Raises ParseError."""
+    return _parse(tomllib.loads, text, "TOML")  # type: ignore[no-any-return]  # a document is a table
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Raises ParseError."""
+    return _parse(json.loads, text, "JSON")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that anybody may have changed; what lacks in it is the caller's affair.
+
+    Raises RunFailed for a file that holds no JSON object, EnvironmentFailure's OSErrors pass.
+    """
+    try:
+        content = parse_json(path.read_bytes())
+    except ParseError as error:
+        raise RunFailed(f"{path} {error}: the file was changed or the disk is damaged.") from error
+    if not isinstance(content, dict):
+        raise RunFailed(f"{path} holds {json_kind(content)} where an object is expected: the file was changed or another program wrote it.")
+    return content
+
+
+def json_kind(value: Any) -> str:
+    """What a JSON value is, with its article."""
+    kinds = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return kinds[type(value)]
+
+
+def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any:
+    try:
+        value = loads(text)
+    except RecursionError:
+        raise ParseError(f"nests deeper than {MAX_DEPTH} levels") from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ParseError(f"is not valid {language}: {_lower_first(str(error))}") from error
+    except ValueError:  # Python converts no longer digits to an integer
+        raise ParseError("holds an integer of more than 4,300 digits; integers have at most 64 bits") from None
+    if problem := unholdable(value):
+        raise ParseError(problem)
+    return value
+
+
+def unholdable(value: Any, depth: int = 0) -> str:
+    """Why a parsed value is deeper or larger than later steps hold, as the end of a sentence; "" for any other."""
+    if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+        return "holds an integer of more than 64 bits"
+    if not isinstance(value, dict | list):
+        return ""
+    if depth == MAX_DEPTH:
+        return f"nests deeper than {MAX_DEPTH} levels"
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list | int) and (problem := unholdable(item, depth + 1)):
+            return problem
+    return ""
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
