@@ -1,12 +1,13 @@
 """The forward pass of a dense decoder (Llama, Qwen 2 and 3, Mistral) over the parameters of a transformers model.
 
 It stands in for the model's own forward in the sampler and in the learner: fewer and larger operations, the same function. Whether
-it is the same is tried on a few tokens; a model that it does not fit keeps its own forward.
+it is the same is tried on a few tokens, and past the sliding window on a shrunken copy; a model that it does not fit keeps its own forward.
 Shape letters: B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -23,9 +24,13 @@ from retrain.fused.projection import AdapterLayer, Projection, fusable
 from retrain.inference_engine.attention import AttentionBatch, FusedAttention
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
+_WINDOW_IN_CONFIG = {"mistral"}
+"""Families whose attention reads the sliding window from its configuration; elsewhere it has one of its own, or none."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 """Of the hidden states of a probe, relative to their largest."""
 _PROBE_TOKENS = 16
+_SHRUNKEN_WINDOW = 6
+"""Tokens: a probe reaches far past it."""
 
 
 class Cache(Protocol):
@@ -39,7 +44,8 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
-        self.window: int | None = getattr(attention, "sliding_window", None)
+        settings = attention.config if attention.config.model_type in _WINDOW_IN_CONFIG else attention
+        self.window: int | None = getattr(settings, "sliding_window", None)
         self.attention_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
         self.query_norm: nn.Module | None = getattr(attention, "q_norm", None)
         self.key_norm: nn.Module | None = getattr(attention, "k_norm", None)
@@ -112,22 +118,28 @@ class FusedDecoder:
         self._version: tuple[Any, ...] | None = None
 
     @classmethod
-    def of(cls, model: Any, *, merge: bool) -> "FusedDecoder | None":
-        """None where the model is of another family, its layers are quantised or adapted in another way, or the probe differs."""
+    def of(cls, model: Any, *, merge: bool, say: Callable[[str], None] | None = None) -> "FusedDecoder | None":
+        """None where the model is of another family, its layers are quantised or adapted in another way, or a probe differs.
+
+        `say` is told in a line where the family is a known one and the probe differs.
+        """
         if model.config.model_type not in _FAMILIES or model.config.hidden_act != "silu":
             return None
-        decoder = model.base_model
-        linears = [
-            linear
-            for layer in decoder.layers
-            for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
-            for linear in (getattr(part, f"{name}_proj") for name in names)
-        ]
-        if not all(map(fusable, linears)):
+        if not all(map(fusable, _linears(model.base_model))):
             return None
         fused = cls(model, merge)
-        weightless = linears[0].weight.is_meta  # a model without weights has no values to compare
-        return fused if weightless or fused._reproduces(decoder) else None
+        difference = fused._difference(model.base_model)
+        if difference <= 1:
+            small = shrunken(model)
+            difference = cls(small, merge=False)._difference(small.base_model)
+        if difference <= 1:
+            return fused
+        if say is not None:
+            say(
+                f"{type(model).__name__} keeps its own, slower forward pass: the fused one differs from it on a probe by "
+                f"{difference:.1e} times what rounding allows."
+            )
+        return None
 
     @property
     def adapter_copy_bytes(self) -> int:
@@ -209,13 +221,50 @@ class FusedDecoder:
         return self._head(hidden)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _reproduces(self, decoder: Any) -> bool:
-        """Whether the hidden states of a probe are the model's own."""
+    def _difference(self, decoder: Any) -> float:
+        """Largest difference of a probe's hidden states from the model's own, in units of what is allowed; 0 for a model without weights."""
+        if self._embed.weight.is_meta:
+            return 0.0
         ids = torch.arange(min(_PROBE_TOKENS, self._embed.num_embeddings), device=self._embed.weight.device).unsqueeze(0)
         expected = decoder(input_ids=ids, use_cache=False).last_hidden_state
         self.refresh()
         found = self.hidden_states(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0), _Whole())
-        return bool((found - expected).abs().max() <= _TOLERANCE[expected.dtype] * expected.abs().max())
+        return float((found - expected).abs().max() / expected.abs().max()) / _TOLERANCE[expected.dtype]
+
+
+def _linears(decoder: Any) -> list[nn.Module]:
+    return [
+        getattr(part, f"{name}_proj")
+        for layer in decoder.layers
+        for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+        for name in names
+    ]
+
+
+def shrunken(model: Any) -> Any:
+    """A narrow random model of the same class and settings, one layer of each type, whose sliding window is shorter than the probe.
+
+    float32, on the CPU; the generators of random numbers are left as they were.
+    """
+    config = deepcopy(model.config)
+    types = sorted(set(getattr(config, "layer_types", None) or ()))
+    groups = config.num_attention_heads // config.num_key_value_heads
+    config.head_dim = model.base_model.layers[0].self_attn.head_dim  # kept: factors of the rotary embedding may be given for each of it
+    config.num_attention_heads, config.num_key_value_heads = 2 * groups, 2
+    config.hidden_size, config.intermediate_size, config.vocab_size = 8 * config.num_attention_heads, 24, _PROBE_TOKENS
+    config.num_hidden_layers = max(1, len(types))
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    config._attn_implementation = "eager"
+    if types:
+        config.layer_types = types
+    if getattr(config, "sliding_window", None) is not None:
+        config.sliding_window = _SHRUNKEN_WINDOW
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        small = type(model)(config).float().eval().requires_grad_(False)
+        torch.manual_seed(0)
+        for parameter in small.parameters():
+            parameter.normal_(std=0.3)
+    return small
 
 
 class _Whole:

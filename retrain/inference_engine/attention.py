@@ -1,8 +1,8 @@
 """Our own attention behind transformers' attention interface, so that model definitions run unpatched.
 
-While the sampler or the learner runs, the model's configuration names the kernel registered here. transformers then builds no
-mask, and every attention layer hands its queries, keys and values to `attend`, with the batch that was passed to the forward.
-The batch knows which tokens a query may see. Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
+While the sampler or the learner runs, the model's configuration names the kernel registered here. Every attention layer then hands its
+queries, keys and values to `attend`, with the batch that was passed to the forward. The batch knows which tokens a query may see; in place
+of a mask, transformers passes the width of the layer's sliding window (`_window_mask`). Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
 """
 
 from collections.abc import Iterator
@@ -48,9 +48,10 @@ def missing(model: Any) -> str:
 @contextmanager
 def plugged_in(model: Any) -> Iterator[None]:
     """Inside, every attention layer of a transformers model calls `attend`; the forward needs `attention_batch=`."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(KERNEL, attend)  # doing it twice is harmless
+    AttentionMaskInterface.register(KERNEL, _window_mask)
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     before = [config._attn_implementation for config in configs]
     try:
@@ -60,6 +61,14 @@ def plugged_in(model: Any) -> Iterator[None]:
     finally:
         for config, kernel in zip(configs, before, strict=True):
             config._attn_implementation = kernel
+
+
+def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
+    """[1, 1, 1, 1] int64 on the CPU: the window of a sliding-window mask, 0 for a causal one. transformers' mask signature.
+
+    Some families (Qwen2-MoE, Phi-MoE) name the window to the mask alone and not to the attention function.
+    """
+    return torch.full((1, 1, 1, 1), local_size or 0, dtype=torch.int64, device="cpu")
 
 
 def attend(
@@ -74,15 +83,19 @@ def attend(
     attention_batch: AttentionBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature; returns [B, T, Hq, D]."""
-    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    """transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds, as in transformers' own attention."""
+    unknown = [f"the attention argument {name}" for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    if attention_mask is not None and (attention_mask.dtype != torch.int64 or attention_mask.numel() != 1):
+        unknown.append("an attention mask of its own")
+    if attention_batch is None:
+        unknown.append("an attention layer that drops keyword arguments")
     if attention_batch is None or unknown:
-        what = f"the attention argument {unknown[0]}" if unknown else "an attention layer that drops keyword arguments"
         raise ConfigurationError(
-            f'[inference] engine = "pytorch" cannot decode {type(module).__name__}, which uses {what}; '
+            f'[inference] engine = "pytorch" cannot decode {type(module).__name__}, which uses {unknown[0]}; '
             'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
         )
-    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, sliding_window, softcap)
+    window = sliding_window if attention_mask is None else int(attention_mask) or None
+    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, window, softcap)
     return output.transpose(1, 2).contiguous(), None
 
 

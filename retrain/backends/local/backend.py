@@ -56,7 +56,9 @@ class LocalBackend(Backend):
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
         self._adapter = Adapter(self._base, config)
         self._choices = choices or world.from_leader(choose(config, self._base))
-        self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter)
+        notes: list[str] = []
+        self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter, say=notes.append)
+        self.notes += tuple(notes)
         aggregation = cast("Aggregation", effective_aggregation(config))
         self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world)
         self._sampler_adapter: Adapter | None = None

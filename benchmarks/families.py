@@ -1,0 +1,179 @@
+"""Log-probs of the sampler and of the learner beside transformers' own forward pass in float64, for a tiny random model of each family.
+
+    python benchmarks/families.py
+
+Prompts and completions reach past every sliding window, every layer has a LoRA adapter that changes it, and completions of one prompt
+share its pass. What is compared is the log-prob of every sampled token.
+"""
+
+import argparse
+import warnings
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from report import add_output, load_average, publish, table, versions_line
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from retrain.backends.local.adapter import Adapter
+from retrain.backends.local.learner import Learner
+from retrain.backends.local.model import BaseModel, find_head
+from retrain.config import TrainConfig
+from retrain.fused.decoder import FusedDecoder
+from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.types import MachineChoices, Row
+
+_VOCABULARY, _LAYERS, _WINDOW = 61, 4, 12
+_TEMPERATURE, _GROUP, _PROMPT_TOKENS, _MAX_TOKENS = 0.7, 3, (25, 40), 24
+_SHAPE: dict[str, Any] = {
+    "vocab_size": _VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": _LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 3, "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+_HEAD = {"head_dim": 16}  # wider than hidden_size / heads, where a family lets it be
+_SLIDES = {"sliding_window": _WINDOW}
+_SOME_SLIDE = {**_SLIDES, "use_sliding_window": True, "max_window_layers": 2}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_HEAD, "attention_bias": True, "mlp_bias": True, "rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 64}},
+    "mistral": {**_HEAD, **_SLIDES},
+    "qwen2": {**_HEAD, **_SOME_SLIDE, "rope_parameters": {**_YARN, "original_max_position_embeddings": 64}},
+    "qwen3": {**_HEAD, **_SOME_SLIDE, "attention_bias": True},
+    "ministral": {**_HEAD, **_SLIDES},
+    "gemma": _HEAD,
+    "gemma2": {**_HEAD, **_SLIDES, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**_HEAD, **_SLIDES, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "phi": {},
+    "phi3": _SLIDES,
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.25},
+    "cohere2": {**_HEAD, **_SLIDES, "logit_scale": 0.25, "sliding_window_pattern": 2},
+    "olmo": {"clip_qkv": 1.0},
+    "olmo2": {},
+    "olmo3": _SLIDES,
+    "starcoder2": _SLIDES,
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": _LAYERS, "n_positions": 256},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "smollm3": {**_SOME_SLIDE, "no_rope_layer_interval": 2},
+    "exaone4": {**_SLIDES, "sliding_window_pattern": 2},
+    "seed_oss": _HEAD,
+    "helium": {"head_dim": 8},
+    "glm4": _HEAD,
+    "apertus": {},
+    "mixtral": {**_SLIDES, "num_local_experts": 4},
+    "olmoe": {**_EXPERTS, "clip_qkv": 1.0},
+    "arcee": _HEAD,
+    "qwen2_moe": {**_SOME_SLIDE, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**_HEAD, **_SOME_SLIDE, **_EXPERTS},
+}
+"""With the settings of their configurations that change the forward pass."""
+
+
+@dataclass(frozen=True)
+class Result:
+    fused: bool
+    """Whether the fused forward pass stands in for the family's own."""
+    windows: str
+    """The window, of the tokens of the longest row."""
+    tokens: int
+    engine: float
+    """Largest |log-prob - transformers' in float64| of a sampled token, nats."""
+    learner: float
+
+
+def tiny_model(family: str) -> Any:
+    """Random weights, large enough that attention is far from uniform; norms near 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[family](**{**_SHAPE, **FAMILIES[family]})
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
+    return model.eval().requires_grad_(False)
+
+
+def compare(family: str) -> Result:
+    """Samples a few completions and has the learner and transformers score them."""
+    config = TrainConfig.model_validate({"model": {"lora_rank": 2}, "training": {"temperature": _TEMPERATURE, "max_tokens": _MAX_TOKENS}})
+    device = torch.device("cpu")
+    model = tiny_model(family)
+    base = BaseModel(model, model.base_model, find_head(model, model.base_model, family), device, torch.float32)
+    adapter = Adapter(base, config)
+    rng = np.random.default_rng(5)
+    for parameter in adapter.parameters.values():
+        parameter.data = torch.from_numpy(rng.normal(0, 0.1, parameter.shape).astype(np.float32))
+    fused = FusedDecoder.of(model, merge=True)
+    choices = MachineChoices(threads=1, decode_rows=4, decode_tokens=1024, micro_batch_tokens=512, gradient_checkpointing=False)
+    learner = Learner(base, adapter, config, choices, config.loss.aggregation, fused)
+    rows = sample_rows(TorchEngine(adapter.peft_model, [3], device, decode_rows=4, fused=fused), rng)
+    scored = learner.logprobs(rows)
+    expected = reference(model, rows)
+    return Result(
+        fused is not None,
+        f"{_WINDOW} of {max(len(row.token_ids) for row in rows)}" if "sliding_window" in FAMILIES[family] else "none",
+        sum(row.num_actions for row in rows),
+        max(float(np.abs(row.logprobs - own).max()) for row, own in zip(rows, expected, strict=True)),
+        max(float(np.abs(ours - own).max()) for ours, own in zip(scored, expected, strict=True)),
+    )
+
+
+def sample_rows(engine: TorchEngine, rng: np.random.Generator) -> list[Row]:
+    prompts = [rng.integers(4, _VOCABULARY, length).astype(np.int32) for length in _PROMPT_TOKENS]
+    requests = [SampleRequest(prompt, _GROUP, _MAX_TOKENS, _TEMPERATURE, NoiseKey(1, 0, 0, i)) for i, prompt in enumerate(prompts)]
+    rows = []
+    for one in engine.sample(requests):
+        prompt = prompts[one.request]
+        span = (len(prompt), len(prompt) + len(one.token_ids))
+        ids = np.concatenate([prompt, one.token_ids])
+        rows.append(Row(ids, (span,), one.logprobs, np.zeros(len(one.token_ids), np.float32), group=one.request, truncated=False))
+    return rows
+
+
+@torch.no_grad()
+def reference(model: Any, rows: list[Row]) -> list[np.ndarray]:
+    """[T] of each row, by the family's own forward and eager attention in float64, a row at a time."""
+    exact = deepcopy(model).double()
+    exact.config._experts_implementation = "eager"  # grouped products have no float64
+    found = []
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids).long()
+        logprobs = torch.log_softmax(exact(input_ids=ids[None], use_cache=False).logits[0].double() / _TEMPERATURE, -1)
+        found.append(logprobs[:-1].gather(1, ids[1:, None])[row.spans[0][0] - 1 :, 0].numpy())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    add_output(parser)
+    arguments = parser.parse_args()
+    load = load_average()
+    lines = []
+    for family in arguments.families:
+        found = compare(family)
+        forward = "fused" if found.fused else "own"
+        lines.append([family, forward, found.windows, found.tokens, f"{found.engine:.1e}", f"{found.learner:.1e}"])
+    publish(
+        "families",
+        f"Log-probs of {len(lines)} model families beside transformers in float64",
+        [
+            "Largest difference of a sampled token's log-prob in nats; sampler and learner compute in float32, with a LoRA adapter on every "
+            f"linear layer. {versions_line({'torch': torch.__version__, 'transformers': transformers.__version__})}.",
+            table(["family", "forward pass", "sliding window", "tokens", "sampler", "learner"], lines),
+        ],
+        load,
+        arguments.output,
+    )
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", FutureWarning)
+    main()

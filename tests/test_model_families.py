@@ -1,0 +1,58 @@
+"""Sampler and learner give the log-probs of transformers' own forward pass in float64, past every window of every family."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retrain.errors import ConfigurationError
+from retrain.fused import decoder
+from retrain.fused.decoder import FusedDecoder
+from retrain.inference_engine.attention import FusedAttention, attend
+from retrain.inference_engine.kv_cache import PromptPass
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from families import FAMILIES, compare, tiny_model  # noqa: E402
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
+WINDOWED = ("mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampler_and_learner_compute_the_familys_own_log_probs(family: str) -> None:
+    found = compare(family)
+    assert found.fused == (family in FUSED)
+    assert found.engine < 1e-4 and found.learner < 1e-4
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_fused_forward_without_the_familys_window_is_found_out_and_said(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, family, {**FAMILIES[family], "sliding_window": 4096})  # longer than a probe, as a real one is
+    model, lines = tiny_model(family), list[str]()
+    assert FusedDecoder.of(model, merge=False, say=lines.append) is not None and not lines
+
+    class Windowless(decoder._Layer):
+        def __init__(self, layer: Any) -> None:
+            super().__init__(layer)
+            self.window = None
+
+    monkeypatch.setattr(decoder, "_Layer", Windowless)
+    assert FusedDecoder.of(model, merge=False, say=lines.append) is None
+    assert len(lines) == 1 and "keeps its own" in lines[0] and type(model).__name__ in lines[0]
+
+
+def test_the_shrunken_copy_leaves_model_and_random_numbers_as_they_are() -> None:
+    model = tiny_model("mistral")
+    before, generator = model.config.to_dict(), torch.random.get_rng_state()
+    small = decoder.shrunken(model)
+    assert small.config.sliding_window < decoder._PROBE_TOKENS and type(small) is type(model)
+    assert model.config.to_dict() == before and torch.equal(torch.random.get_rng_state(), generator)
+
+
+def test_a_mask_that_a_layer_made_itself_is_refused() -> None:
+    one = torch.zeros(1, 2, 1, 8)
+    batch = PromptPass([1], FusedAttention())
+    with pytest.raises(ConfigurationError, match="an attention mask of its own"):
+        attend(torch.nn.Linear(1, 1), one, one, one, torch.zeros(1, 2, 1, 1), attention_batch=batch)
