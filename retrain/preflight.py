@@ -113,8 +113,8 @@ def _dropout_note(config: TrainConfig) -> str:
     if not config.lora.dropout:
         return ""
     effect = (
-        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 hold its effect and are not 1, "
-        "1 and 0 before the first update"
+        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 hold its effect and are not "
+        "1, 1 and 0 before the first update"
     )
     if config.loss.old_logprobs == "recomputed":
         return f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
