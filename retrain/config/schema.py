@@ -224,7 +224,7 @@ DEFAULT_CLIPS = {"importance_sampling": (0.0, 0.0), "ppo": (0.2, 0.2), "gspo": (
 
 
 class Loss(Section):
-    """The policy loss."""
+    """The policy loss (formulas and divisors: docs/losses.md)."""
 
     mode: Literal["importance_sampling", "ppo", "gspo", "cispo"] = key("importance_sampling", "Per-token objective.")
     clip_low: float | None = key(
@@ -248,10 +248,8 @@ class Loss(Section):
     correction_high: float = key(5.0, "Correction weights above this drop the token (icepop).", gt=0)
     aggregation: Literal["token_mean", "sequence_mean", "constant", "sum"] = key(
         "token_mean",
-        "How token losses become an update's loss. token_mean and sequence_mean average over its completions that have an advantage, "
-        "whether they were cut into micro-batches or shared among processes; constant divides by max_tokens times its share of all "
-        "judged completions of the step, those without an advantage and truncated ones too; sum does not divide. Unset is token_mean, "
-        "or constant with algorithm_mode dr_grpo.",
+        "How token losses become an update's loss: the means are over the completions with an advantage, constant divides by max_tokens "
+        "for every judged completion of the step, sum by nothing; unset is token_mean, or constant with algorithm_mode dr_grpo.",
         meaningful_unset=True,
     )
     kl_coef: float = key(
@@ -271,7 +269,7 @@ class Loss(Section):
     old_logprobs: Literal["sampler", "recomputed"] = key(
         "sampler",
         "Log-probs the ratio is taken against: as sampled, or recomputed by the learner before the first update, under the same dropout "
-        "masks; unset is sampler, or recomputed with mode gspo where the model or the sampler computes in half precision.",
+        "masks; unset is sampler, or recomputed with mode gspo in half precision.",
         meaningful_unset=True,
     )
     mask_truncated: bool = key(
