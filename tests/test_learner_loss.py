@@ -95,11 +95,12 @@ def test_the_clip_counts_the_tokens_that_lost_their_gradient(name: str) -> None:
 
 
 def test_gspo_counts_sequences() -> None:
-    lengths, old = [2, 3, 1, 1], torch.zeros(7)
-    new = torch.tensor([0.1, 0.1, 0.1, -0.1, 0.0, -0.5, 0.3])
-    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 0.0])
-    tokens = ActionTokens(new, old, old, advantages, torch.ones(7), lengths)
-    assert clip_counts(tokens, LossSettings(mode="gspo", clip_low=0.01, clip_high=0.01)).tolist() == [2, 3]
+    """The last one's ratio is above the clip, which takes the gradient of one of its two tokens with an advantage."""
+    lengths, old = [2, 3, 1, 1, 3], torch.zeros(10)
+    new = torch.tensor([0.1, 0.1, 0.1, -0.1, 0.0, -0.5, 0.3, 0.2, 0.2, 0.2])
+    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 0.0, 1.0, -1.0, 0.0])
+    tokens = ActionTokens(new, old, old, advantages, torch.ones(10), lengths)
+    assert clip_counts(tokens, LossSettings(mode="gspo", clip_low=0.01, clip_high=0.01)).tolist() == [2.5, 4]
 
 
 @settings(deadline=None)  # the first backward pass of a process takes its time

@@ -11,6 +11,7 @@ from learner_models import config_for, distance, gradients, make_learner, make_r
 from learner_reference import reference_loss, row_scores
 
 from retrain import train
+from retrain.backends import build_backend
 from retrain.backends.local.learner import Learner
 from retrain.parallel import World
 from retrain.types import Row, StepResult
@@ -213,6 +214,20 @@ def test_gspo_in_half_precision_recomputes_old_log_probs_unless_told_otherwise()
     _, reinforce = _trained_in_bf16(old_logprobs="recomputed", **whole)
     assert told.clip_fraction > 0.2 and unset.clip_fraction == 0
     assert distance(gradient, reinforce) < 1e-6 < 0.1 < distance(clipped_gradient, reinforce)
+
+
+def test_what_gspo_does_about_rounding_is_said_at_the_start() -> None:
+    said: dict[str, list[str]] = {}
+    for name, loss in {"unset": {}, "sampler": {"old_logprobs": "sampler"}, "recomputed": {"old_logprobs": "recomputed"}}.items():
+        for dtype in ("bf16", "fp32"):
+            config = config_for(model={"dtype": dtype}, loss={"mode": "gspo", **loss})
+            said[f"{name} {dtype}"] = []
+            build_backend(config, [3], None, said[f"{name} {dtype}"].append).close()
+    found = {name: next((line for line in told if "gspo" in line), "") for name, told in said.items()}
+    assert "as old_logprobs is unset, the learner recomputes" in found["unset bf16"]
+    assert "takes gradient away on policy (clip_fraction)" in found["sampler bf16"]
+    assert "the learner recomputes" in found["recomputed bf16"] and "unset" not in found["recomputed bf16"]
+    assert not any(found[name] for name in found if name.endswith("fp32"))
 
 
 def test_gspo_in_float32_keeps_the_samplers_log_probs() -> None:

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -589,8 +590,9 @@ class TrainConfig(Section):
         return canonical_keys(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
-    def _consistent(self) -> "TrainConfig":
-        violations = broken_rules(self)
+    def _consistent(self, info: ValidationInfo) -> "TrainConfig":
+        judged = info.context is None or info.context["rules"]
+        violations = broken_rules(self) if judged else []
         if violations:
             raise RuleViolations(violations)
         return self

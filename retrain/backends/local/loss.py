@@ -269,12 +269,15 @@ def clipped_tokens(tokens: ActionTokens, settings: LossSettings) -> Tensor:
 
 
 def clip_counts(tokens: ActionTokens, settings: LossSettings) -> Tensor:
-    """[2] float: clipped tokens, and all tokens with a policy gradient to lose; in gspo sequences, which are clipped as a whole."""
+    """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo sequences, each with the share of its tokens: it is
+    clipped as a whole unless its tokens' advantages differ in sign.
+    """
     active = (tokens.advantages != 0) & (tokens.weights != 0)
-    counted = torch.stack([clipped_tokens(tokens, settings) & active, active]).float()
+    counts = torch.stack([clipped_tokens(tokens, settings) & active, active]).float()
     if settings.mode == "gspo":
-        counted = torch.stack([(sequence_means(row, tokens.lengths) > 0).float() for row in counted])
-    return counted.sum(dim=1)
+        clipped, present = (sequence_means(row, tokens.lengths) for row in counts)
+        counts = torch.stack([clipped / present.clamp(min=1e-9), (present > 0).float()])
+    return counts.sum(dim=1)
 
 
 # --- whole-batch forms ---------------------------------------------------------------------------------------------
