@@ -171,7 +171,7 @@ class Learner:
         """
         if sampler_is_raw:
             batch = [replace(row, sampler=own, old=own) for row, own in zip(batch, self.score(batch), strict=True)]
-        if not self._recompute:
+        if not batch or not self._recompute:
             return batch
         parts = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
         old = {row.number: own for part in parts for row, own in zip(part, self.score(part, masks_of=step), strict=True)}
