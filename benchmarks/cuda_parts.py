@@ -230,7 +230,8 @@ def _gradients(bench: Bench, model: dict[str, str], folder: Path) -> Iterator[li
 def _ratio(bench: Bench, model: dict[str, str]) -> Iterator[list[str]]:
     with bench.worker("growth_point.py", LIMITS["parity"], **model) as worker:
         found = worker.ask(completions=4 * GROUP, tokens=bench.sizes.slice_tokens)
-    yield ["ratio of rows just sampled before the first update: furthest from 1", f"{abs(found['ratio_max'] - 1):.1e}", "1e-4"]
+    farthest = max(found["ratio_max"] - 1, 1 - found["ratio_min"])
+    yield ["ratio of rows just sampled before the first update: furthest from 1", f"{farthest:.1e}", "1e-4"]
 
 
 # -- a whole step --------------------------------------------------------------------------------------------------------

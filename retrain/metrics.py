@@ -42,7 +42,11 @@ class StepClock:
 
 @dataclass(frozen=True)
 class RewardStatistics:
-    """Over all completions of a step, skipped groups included."""
+    """Over the first draw of every prompt of a step, skipped groups included.
+
+    Not over the groups that took the place of uniform ones: these are selected by their rewards. Nor over all draws together, in which
+    a prompt weighs more the more often it is drawn, i.e. the nearer to always right or always wrong it is.
+    """
 
     completions: int
     judged: int
@@ -58,7 +62,7 @@ class RewardStatistics:
 
 
 def reward_statistics(rollout: Rollout) -> RewardStatistics:
-    pairs = [pair for group in rollout.groups for pair in zip(group.completions, group.scores, strict=True)]
+    pairs = [pair for group in rollout.first_draws for pair in zip(group.completions, group.scores, strict=True)]
     rewards = [score.reward for _, score in pairs if score.reward is not None]
     truncated = [score.reward for completion, score in pairs if completion.finish_reason is FinishReason.LENGTH]
     return RewardStatistics(
@@ -81,18 +85,24 @@ def result_fields(result: StepResult) -> dict[str, Any]:
         "loss_is_placeholder": placeholder,
         "ratio_mean": result.ratio_mean,
         "ratio_max": result.ratio_max,
+        "ratio_min": result.ratio_min,
         "mismatch_k1": result.mismatch_k1,
         "mismatch_k3": result.mismatch_k3,
         "ess": result.ess,
+        "clip_fraction": result.clip_fraction,
         "grad_norm": result.grad_norm,
         "nonfinite_updates": result.nonfinite_updates,
     }
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
-    """What credit assignment reports; groups that could not be judged are skipped for another reason than their rewards."""
+    """What credit assignment reports, over all groups of the step: those that could not be judged are skipped for another reason than
+    their rewards.
+    """
     fields = asdict(credit.statistics)
     fields["groups_skipped_other"] += dropped_groups
+    if groups := len(credit.groups) + dropped_groups:
+        fields["informative_fraction"] = sum(group.informative for group in credit.groups) / groups
     return fields
 
 
@@ -103,7 +113,6 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
         "max_token_hit_rate": statistics.truncated / statistics.completions if statistics.completions else None,
         "truncated_reward_mean": statistics.truncated_reward_mean,
         "completion_tokens_mean": statistics.completion_tokens_mean,
-        "reward_could_not_judge": statistics.completions - statistics.judged,
     }
 
 
@@ -133,7 +142,7 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> li
 
 
 def token_table(credit: Credit, with_planning: bool, log_ratios: Sequence[Float32Array] | None = None) -> TokenTable:
-    """Every judged token of the step with its advantage after each stage. `log_ratios`, [T] each, are those of `credit.rows()`."""
+    """Every judged token of the step with its advantage after each stage. `log_ratios`, [T] each, are of the judged completions."""
     tokens = credit.tokens
     prompts = [group.prompt.token_ids for group in credit.sources]
     completions = [(group.slot, completion) for group in credit.sources for completion in group.completions]
@@ -149,21 +158,10 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Sequence[Float3
         advantages=credit.stages_float32(),
         rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
         truncated=np.array([completion.finish_reason is FinishReason.LENGTH for _, completion in completions], np.uint8),
-        log_ratios=None if log_ratios is None else _of_all_tokens(credit, log_ratios),
+        log_ratios=None if log_ratios is None else np.concatenate([np.zeros(0, np.float32), *log_ratios]),
         prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
         prompt_token_ids=np.concatenate([np.zeros(0, np.int32), *prompts]),
     )
-
-
-def _of_all_tokens(credit: Credit, of_rows: Sequence[Float32Array]) -> Float32Array:
-    """[n] from the values of the rows that were trained on, NaN for the tokens of every other completion."""
-    values = iter(of_rows)
-    parts = [
-        next(values) if group.informative and len(completion.token_ids) else np.full(len(completion.token_ids), np.nan, np.float32)
-        for source, group in zip(credit.sources, credit.groups, strict=True)
-        for completion in source.completions
-    ]
-    return np.concatenate([np.zeros(0, np.float32), *parts])
 
 
 def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:

@@ -2,6 +2,7 @@
 
 from retrain.config import TrainConfig
 from retrain.config.outcomes import not_built, unused_keys
+from retrain.config.schema import DEFAULT_CLIPS
 from retrain.errors import ConfigurationError
 from retrain.parallel import World
 from retrain.sepa import maximal_lambda_note
@@ -46,15 +47,34 @@ def _origin_lines(config: TrainConfig) -> list[str]:
     ]
 
 
+_ROOM = 0.01
+"""How far a bound must be from 1 for the mismatch of sampler and learner in float32 never to reach it."""
+
+
 def _loss_note(config: TrainConfig) -> str:
-    """With one update a batch the ratio is 1 up to the mismatch of sampler and learner, so no clip can act (decision D29)."""
+    """With one update per step the ratio is 1 up to the mismatch of sampler and learner, so a clip around 1 cannot act (decision D29)."""
     loss, training = config.loss, config.training
-    if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1:
+    if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1 or not _clip_leaves_one_alone(config):
         return ""
     return (
-        f'[loss] mode = "{loss.mode}" with one update a batch: the ratio is 1 up to the mismatch of sampler and learner, so every mode '
-        "gives the same gradient; the clip matters from [training] updates_per_batch or minibatches = 2 on."
+        f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch of sampler and learner, so the gradient '
+        "is that of importance_sampling; the clip matters from [training] updates_per_batch or minibatches = 2 on, and clip_fraction "
+        "says how much it does."
     )
+
+
+def _clip_leaves_one_alone(config: TrainConfig) -> bool:
+    """Whether the first update's ratios lie inside the clip, whatever the device: they are 1 against recomputed log-probs. Against the
+    sampler's they hold rounding, dropout, and in split mode a step of learning.
+    """
+    loss = config.loss
+    low, high = loss.clips if loss.mode != "cispo" else (1 - loss.clips[0], loss.clips[1] - 1)
+    if loss.old_logprobs == "recomputed":
+        return low > 0 and high > 0
+    if config.lora.dropout or len(config.backend.device_list) > 1:
+        return False
+    recomputed_if_rounded = loss.mode == "gspo" and not config.is_set("loss.old_logprobs")
+    return min(low, high) >= (min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM)
 
 
 def _split_note(config: TrainConfig) -> str:
@@ -62,7 +82,12 @@ def _split_note(config: TrainConfig) -> str:
     if len(config.backend.device_list) < 2:
         return ""
     loss = config.loss
-    if loss.old_logprobs == "sampler":
+    if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
+        correction = (
+            'the ratio of [loss] mode = "gspo" is against the log-probs of the weights that sampled, but in half precision against '
+            'recomputed ones, which corrects nothing: set old_logprobs = "recomputed" and correction = "tis" there'
+        )
+    elif loss.old_logprobs == "sampler":
         correction = f'the ratio of [loss] mode = "{loss.mode}" is against the log-probs of the weights that sampled'
     elif loss.correction != "none":
         correction = f'[loss] correction = "{loss.correction}" weights the tokens by learner over sampler'
@@ -84,13 +109,16 @@ def _sharding_note(config: TrainConfig) -> str:
 
 
 def _dropout_note(config: TrainConfig) -> str:
-    """The sampler never drops anything, the learner does: its ratio against the sampled log-probs holds the masks too."""
-    if not config.lora.dropout or config.loss.old_logprobs == "recomputed":
+    """The sampler never drops anything, the learner does: its log-probs against the sampled ones hold the masks too."""
+    if not config.lora.dropout:
         return ""
-    return (
-        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_max and mismatch hold its effect and are not 1 and 0 "
-        'before the first update; set [loss] old_logprobs = "recomputed" to take the ratio under the same masks.'
+    effect = (
+        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 hold its effect and are not "
+        "1, 1 and 0 before the first update"
     )
+    if config.loss.old_logprobs == "recomputed":
+        return f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
+    return f'{effect}, and so does the loss\'s ratio; set [loss] old_logprobs = "recomputed" to take that under the same masks.'
 
 
 def _back_pressure_note(config: TrainConfig) -> str:

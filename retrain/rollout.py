@@ -5,7 +5,7 @@ The trainer's half of the stream: it turns prompts into requests, completions in
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from retrain.data import Prompt
 from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
@@ -41,12 +41,24 @@ class Rollout:
     """The groups of one step in prompt order, with what they cost."""
 
     groups: list[Group]
+    """The last draw of each prompt, which credit is assigned for."""
+    drawn: list[Group] = field(default_factory=list)
+    """Every draw: the first one of each prompt in prompt order, then the redraws."""
     tokens: int = 0
     """Prompt and completion tokens of everything sampled, redraws included."""
-    redrawn: int = 0
     sample_seconds: float = 0.0
     reward_seconds: float = 0.0
     """Time spent waiting for scores after the last completion."""
+
+    @property
+    def first_draws(self) -> list[Group]:
+        """One draw of each prompt, which no reward has selected."""
+        return self.drawn[: len(self.groups)]
+
+    @property
+    def redrawn(self) -> int:
+        """Groups that were drawn anew, each as often as it was."""
+        return len(self.drawn) - len(self.groups)
 
 
 class Sampler:
@@ -69,10 +81,10 @@ class Sampler:
         for attempt in range(plan.redraws + 1):
             fresh = self._draw_shared(pending, step, plan, attempt * plan.group_size, watcher, rollout)
             drawn.update(fresh)
+            rollout.drawn += [fresh[slot] for slot in sorted(fresh)]
             pending = {slot: prompts[slot] for slot, group in fresh.items() if _is_uniform(group)}
             if not pending:
                 break
-            rollout.redrawn += len(pending) if attempt < plan.redraws else 0
         rollout.groups = [drawn[slot] for slot in range(len(prompts))]
         return rollout
 

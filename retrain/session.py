@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from retrain.advantages.pipeline import Credit
 from retrain.ahead import Ahead
+from retrain.backends.rows import is_trained
 from retrain.checkpoint import replace_file
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFailed
@@ -164,10 +165,17 @@ class Session:
         self.ahead.start(lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher))
 
     def log_ratios(self, rows: Sequence[Row]) -> list[Float32Array] | None:
-        """[T] of each row, learner - sampler log-prob before the step; None in a step whose tokens nobody stores."""
+        """[T] of each row, learner - sampler log-prob before the step, NaN for a row that is not trained; None in a step whose tokens
+        nobody stores.
+        """
         if not self.world.from_leader(self.tracker.wants_tokens(self.state.step)):  # in a parallel run all processes score, or none
             return None
-        return [own - row.logprobs for own, row in zip(self.parts.backend.logprobs(rows), rows, strict=True)]
+        trained = [is_trained(row, self.config.loss) for row in rows]
+        own = iter(self.parts.backend.logprobs([row for row, scored in zip(rows, trained, strict=True) if scored]))
+        return [
+            next(own) - row.logprobs if scored else np.full(row.num_actions, np.nan, np.float32)
+            for row, scored in zip(rows, trained, strict=True)
+        ]
 
     def observe(
         self,
@@ -198,7 +206,9 @@ class Session:
             sepa_lambda=sepa_lambda if uses_sepa else None,
             sepa_gate_open=self.sepa.gate_open if uses_sepa else None,
             sepa_gate_step=self.sepa.gate_step if uses_sepa else None,
-            num_datums=len(rows),
+            reward_could_not_judge=sum(score.reward is None for group in rollout.drawn for score in group.scores),
+            num_datums=sum(is_trained(row, self.config.loss) for row in rows),
+            groups_redrawn=rollout.redrawn,
             batch_size=len(rollout.groups),
             next_batch_size=state.batch_size,
             group_size=self.plan.group_size,
@@ -235,7 +245,7 @@ class Session:
                 "update: start a new run from them ([lora] init_from) with a lower [training] lr, [loss] max_grad_norm = 1.0 or "
                 '[model] dtype = "fp32".'
             )
-        self.parts.guard.observe([score for group in rollout.groups for score in group.scores])
+        self.parts.guard.observe([score for group in rollout.drawn for score in group.scores])
 
     # -- what is due between steps -------------------------------------------------------------------------------------
 

@@ -130,9 +130,13 @@ class Row:
     """Rows of one number share their prompt."""
     truncated: bool = False
     """The completion ended by length, not by EOS."""
+    counted: int | None = None
+    """Tokens that a mean of the policy term is over. None: all T. 0: the row has no policy term, only those of KL and entropy."""
 
     @classmethod
-    def from_completion(cls, prompt: Prompt, completion: Completion, advantages: Float32Array, group: int) -> "Row":
+    def from_completion(
+        cls, prompt: Prompt, completion: Completion, advantages: Float32Array, group: int, counted: int | None = None
+    ) -> "Row":
         """A single-turn row: every sampled token is an action, the sampled EOS included."""
         start, count = len(prompt.token_ids), len(completion.token_ids)
         return cls(
@@ -142,11 +146,16 @@ class Row:
             advantages=np.asarray(advantages, np.float32),
             group=group,
             truncated=completion.finish_reason is FinishReason.LENGTH,
+            counted=counted,
         )
 
     @property
     def num_actions(self) -> int:
         return sum(stop - start for start, stop in self.spans)
+
+    @property
+    def num_counted(self) -> int:
+        return self.num_actions if self.counted is None else self.counted
 
     def action_positions(self) -> Iterator[int]:
         for start, stop in self.spans:
@@ -155,15 +164,18 @@ class Row:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one call to `Backend.train` did. Ratio statistics are taken before the first optimizer step."""
+    """What one call to `Backend.train` did.
+
+    Ratio statistics are over the action tokens of all trained rows, each taken once: before the first optimizer step where old
+    log-probs are recomputed, else in the first pass, where from its second minibatch on the updates before are in them.
+    """
 
     loss: float | None
-    """Mean over the updates of this step; None when no row was given."""
+    """Mean over the updates of this step; None when no row was trained."""
     grad_norm: float | None
     ratio_mean: float | None
     """exp(learner - sampler log-prob) over action tokens."""
     ratio_max: float | None
-    """The ratio farthest from 1 in log space."""
     mismatch_k1: float | None
     """mean(old - new)."""
     mismatch_k3: float | None
@@ -177,6 +189,10 @@ class StepResult:
     """The name of the first such tensor."""
     loss_is_placeholder: bool = False
     """True where an asynchronous backend reports a number that is not this step's loss."""
+    ratio_min: float | None = None
+    clip_fraction: float | None = None
+    """Tokens (gspo: sequences) whose policy gradient the clip took away, or whose weight it bounded (cispo), over all of the step's
+    updates and of all that have an advantage."""
 
 
 @dataclass(frozen=True)

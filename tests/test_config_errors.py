@@ -68,6 +68,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("icepop bounds", "[loss]\ncorrection_low = 9.0", "correction_low = 9.0 is above correction_high = 5.0"),
     ("dual clip", "[loss]\ndual_clip = 0.5", "dual_clip = 0.5 would clip tokens on policy"),
     ("cispo bounds", '[loss]\nmode = "cispo"\nclip_low = 2\nclip_high = 1', "clip_low = 2.0 is above clip_high = 1.0"),
+    ("cispo default bound", '[loss]\nmode = "cispo"\nclip_low = 5', "clip_low = 5.0 is above clip_high = 4.0 (its default)"),
+    ("k1 as a loss", '[loss]\nkl_coef = 0.1\nkl_estimator = "k1"', 'kl_estimator = "k1" as a loss term has an expected gradient of 0'),
     ("ppo clip", '[loss]\nmode = "ppo"\nclip_low = 1', "clip_low = 1.0 would clip the ratio at 1 - clip_low"),
     ("batch bounds", "[backpressure]\nmin_batch_size = 65", "min_batch_size = 65 is above max_batch_size = 64"),
     ("no turns", "[environment]\nmax_turns = 0", "max_turns = 0 would end every episode before it starts"),

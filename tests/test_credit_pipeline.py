@@ -23,6 +23,7 @@ from retrain.advantages.transforms import (
     sepa_amplify_clamped,
     sepa_pool,
 )
+from retrain.backends.rows import is_trained
 from retrain.config import TrainConfig
 from retrain.config.names import BUILTIN_NAMES, RECIPES
 from retrain.errors import ConfigurationError, RunFailed
@@ -232,13 +233,14 @@ def test_rho_masks_under_every_transform(transform: str, rho: float, scope: str,
         assert ((after != 0) == ((credit.assigned.uncertainty >= tau) & (before != 0))).all()
 
 
-def test_the_kept_denominator_turns_the_mean_over_all_into_the_mean_over_kept() -> None:
+def test_the_kept_denominator_counts_the_kept_tokens_of_each_row() -> None:
     base = {"surprisal_mask_rho": 0.3}
-    every = assign(config("none", algorithm=base), [mixed()])
-    kept = assign(config("none", algorithm={**base, "surprisal_mask_denominator": "kept"}), [mixed()])
-    count = int((kept.assigned.final != 0).sum())
-    assert count == 2
-    assert kept.assigned.final.mean() == pytest.approx(every.assigned.final.sum() / count)
+    every = assign(config("none", algorithm=base), [mixed()]).rows()
+    kept = assign(config("none", algorithm={**base, "surprisal_mask_denominator": "kept"}), [mixed()]).rows()
+    assert [row.num_counted for row in every] == [row.num_actions for row in every]
+    assert [row.num_counted for row in kept] == [int((row.advantages != 0).sum()) for row in kept]
+    assert sum(row.num_counted for row in kept) == 2
+    assert all(np.array_equal(one.advantages, other.advantages) for one, other in zip(every, kept, strict=True))
 
 
 def test_groups_without_advantage_do_not_set_the_threshold() -> None:
@@ -268,12 +270,14 @@ def test_entropy_mask_without_rho_is_refused() -> None:
         CreditPipeline(config("entropy_mask"), pieces)
 
 
-def test_uniform_groups_give_no_rows_and_are_counted_by_cause() -> None:
+def test_uniform_groups_have_no_policy_term_and_are_counted_by_cause() -> None:
     pair = [completion([4], [-0.5]), completion([4, 4], [-0.5, -0.1])]
     groups = [group(rewards, pair) for rewards in ([1.0, 1.0], [0.0, 0.0], [0.5, 0.5], [0.7, 0.2])]
     credit = assign(config("none", "grpo"), groups)
     assert [given.skip_reason for given in credit.groups] == ["all_correct", "all_wrong", "all_wrong", ""]
-    assert {row.group for row in credit.rows()} == {3}
+    rows = credit.rows()
+    assert [row.num_counted for row in rows] == [0, 0, 0, 0, 0, 0, 1, 2]
+    assert not any(row.advantages.any() for row in rows if row.group != 3)
     s = credit.statistics
     assert (s.groups_skipped_all_correct, s.groups_skipped_all_wrong, s.groups_skipped_other) == (1, 2, 0)
     assert s.informative_fraction == 0.25
@@ -288,7 +292,7 @@ def test_a_group_that_maxrl_cannot_use_is_skipped_for_another_reason() -> None:
 
 def test_reinforce_trains_on_uniform_groups() -> None:
     pair = [completion([4], [-0.5]), completion([4], [-0.1])]
-    assert len(assign(config("none", "reinforce"), [group([1.0, 1.0], pair)]).rows()) == 2
+    assert [row.num_counted for row in assign(config("none", "reinforce"), [group([1.0, 1.0], pair)]).rows()] == [1, 1]
 
 
 def test_rows_hold_prompt_and_actions_in_float32() -> None:
@@ -299,9 +303,10 @@ def test_rows_hold_prompt_and_actions_in_float32() -> None:
     assert rows[1].logprobs.tolist() == [-1.5, -0.25]
 
 
-def test_a_completion_without_tokens_gives_no_row() -> None:
+def test_a_completion_without_tokens_is_counted_and_not_trained() -> None:
     credit = assign(config(), [group([1.0, 0.0], [completion([], []), completion([4], [-0.1])])])
-    assert [row.num_actions for row in credit.rows()] == [1]
+    assert [row.num_actions for row in credit.rows()] == [0, 1]
+    assert [is_trained(row, config().loss) for row in credit.rows()] == [False, True]
 
 
 def test_a_step_without_groups_is_assigned_nothing() -> None:

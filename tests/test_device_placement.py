@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.adapter import Adapter
-from retrain.backends.local.learner import Learner
+from retrain.backends.local.learner import Learner, _Weights
 from retrain.backends.local.logprobs import Head
 from retrain.backends.local.micro_batches import LearnerRow
 from retrain.backends.local.model import BaseModel
@@ -83,6 +83,6 @@ def test_a_learning_pass_stays_on_its_device(own_forward: bool, checkpointing: b
         learner = Learner(base, adapter, config, choices, "token_mean", fused)
         rows = [LearnerRow(number, row, row.logprobs, row.logprobs, row.logprobs) for number, row in enumerate(make_rows())]
         for micro in learner._micro_batches(rows, share=not dropout):
-            part, logprobs = learner._backward(micro, [1.0] * len(micro.rows), 0)
-            assert {part.device, logprobs.device} == {DEVICE}
+            part = learner._backward(micro, [_Weights(1.0, 1.0)] * len(micro.rows), 0)
+            assert {tensor.device for tensor in part} == {DEVICE}
         assert {gradient.device for gradient in learner.optimizer.gradients()} == {DEVICE}

@@ -19,6 +19,7 @@ from retrain.explain import explain
 from retrain.explain.schedule import schedule_campaign
 from retrain.explain.text import to_text
 from retrain.explain.timing import StepTime
+from retrain.preflight import notes
 
 CAMPAIGN: dict[str, Any] = {
     "model": {"model": "lab", "lora_rank": 4},
@@ -128,7 +129,7 @@ def test_the_exit_code_says_whether_it_would_be_refused(tmp_path: Path, engine: 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"loss": {"mode": "ppo"}}, "every mode gives the same gradient"),
+        ({"loss": {"mode": "ppo"}}, "the gradient is that of importance_sampling"),
         ({"algorithm": {"transform_mode": "gtpo_sepa"}, "training": {"max_steps": 500}}, "reaches at most 0.898"),
         ({"backpressure": {"enabled": True, "max_batch_size": 32}}, "from 2 to between 1 and 32 prompts a step"),
     ],
@@ -138,6 +139,28 @@ def test_what_may_surprise_in_a_run_is_a_warning(tmp_path: Path, sections: dict[
     assert not explain(small(tmp_path)).warnings
     (warning,) = explain(small(tmp_path, **sections)).warnings
     assert words in warning
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"loss": {"mode": "gspo"}}, True),
+        ({"loss": {"mode": "gspo", "old_logprobs": "sampler"}}, False),
+        ({"loss": {"mode": "gspo", "old_logprobs": "recomputed"}}, True),
+        ({"loss": {"mode": "cispo"}}, True),
+        ({"loss": {"mode": "cispo", "clip_high": 0.5}}, False),
+        ({"loss": {"mode": "cispo", "clip_low": 1.0, "clip_high": 2.0}}, False),
+        ({"loss": {"mode": "ppo", "clip_high": 0.0}}, False),
+        ({"loss": {"mode": "ppo"}, "lora": {"dropout": 0.1}}, False),
+        ({"loss": {"mode": "ppo"}, "backend": {"devices": "gpu:0,gpu:1"}}, False),
+        ({"loss": {"mode": "ppo"}, "training": {"minibatches": 2}}, False),
+    ],
+    ids=str,
+)
+def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_clip(
+    tmp_path: Path, sections: dict[str, Any], said: bool
+) -> None:
+    assert any("the gradient is that of importance_sampling" in note for note in notes(small(tmp_path, **sections))) is said
 
 
 # -- time and cost -------------------------------------------------------------------------------------------------------

@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.backends.local.loss import (
     ActionTokens,
+    KLEstimator,
     LossSettings,
     cispo_weight,
+    clip_counts,
     clipped_terms,
     gspo_ratio,
     icepop_weight,
@@ -44,6 +46,7 @@ def test_sequence_mean_gives_every_sequence_with_tokens_the_same_weight(lengths:
 @given(LENGTHS, st.integers(1, 100))
 def test_constant_divides_by_sequences_times_max_tokens(lengths: list[int], max_tokens: int) -> None:
     assert sequence_weights(lengths, "constant", max_tokens) == [1 / (len(lengths) * max_tokens)] * len(lengths)
+    assert sequence_weights(lengths, "constant", max_tokens, completions=40) == [1 / (40 * max_tokens)] * len(lengths)
 
 
 def test_constant_without_max_tokens_is_an_error() -> None:
@@ -51,20 +54,70 @@ def test_constant_without_max_tokens_is_an_error() -> None:
         sequence_weights([3], "constant", 0)
 
 
+@pytest.mark.parametrize(("estimator", "divergence"), [("k1", None), ("k2", "KL(policy || base)"), ("k3", "KL(base || policy)")])
+def test_the_expected_gradient_of_each_kl_term_is_that_of_its_divergence(estimator: KLEstimator, divergence: str | None) -> None:
+    """Over all tokens of a small vocabulary, each weighed by the policy that draws it."""
+    draw = torch.Generator().manual_seed(4)
+    logits = torch.randn(7, generator=draw, dtype=torch.float64).requires_grad_()
+    policy, base = logits.log_softmax(0), torch.randn(7, generator=draw, dtype=torch.float64).log_softmax(0)
+    (found,) = torch.autograd.grad((policy.detach().exp() * kl_term(policy, base, estimator)).sum(), logits, retain_graph=True)
+    exact = {
+        "KL(policy || base)": (policy.exp() * (policy - base)).sum(),
+        "KL(base || policy)": (base.exp() * (base - policy)).sum(),
+        None: 0.0 * policy.sum(),
+    }
+    (wanted,) = torch.autograd.grad(exact[divergence], logits)
+    torch.testing.assert_close(found, wanted)
+
+
+CLIPS = {
+    "importance_sampling": ({}, [True, False, False, False, False]),
+    "ppo": ({"clip_low": 0.2, "clip_high": 0.2}, [True, False, True, False, False]),
+    "ppo, dual clip": ({"mode": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5}, [True, True, True, False, False]),
+    "cispo": ({"clip_high": 1.5}, [True, True, False, False, False]),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_the_clip_counts_the_tokens_that_lost_their_gradient(name: str) -> None:
+    """Log-ratios 25 (beyond the clamp), 0.5, -0.5, 0 and, without an advantage, 1; in cispo the weight is bounded instead."""
+    settings, expected = CLIPS[name]
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, 0.0], dtype=torch.float64)
+    old, weights = torch.zeros(5, dtype=torch.float64), torch.full((5,), 0.2, dtype=torch.float64)
+    new = torch.tensor([25.0, 0.5, -0.5, 0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    tokens = ActionTokens(new, old, old, advantages, weights, [2, 3])
+    chosen = LossSettings(**{"mode": name, **settings})
+    policy_loss(tokens, chosen).backward()
+    assert new.grad is not None
+    if chosen.mode != "cispo":
+        assert ((new.grad == 0) & (advantages != 0)).tolist() == expected
+    assert clip_counts(tokens, chosen).tolist() == [sum(expected), 4]
+
+
+def test_gspo_counts_sequences() -> None:
+    """The last one's ratio is above the clip, which takes the gradient of one of its two tokens with an advantage."""
+    lengths, old = [2, 3, 1, 1, 3], torch.zeros(10)
+    new = torch.tensor([0.1, 0.1, 0.1, -0.1, 0.0, -0.5, 0.3, 0.2, 0.2, 0.2])
+    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 0.0, 1.0, -1.0, 0.0])
+    tokens = ActionTokens(new, old, old, advantages, torch.ones(10), lengths)
+    assert clip_counts(tokens, LossSettings(mode="gspo", clip_low=0.01, clip_high=0.01)).tolist() == [2.5, 4]
+
+
+@settings(deadline=None)  # the first backward pass of a process takes its time
 @given(LENGTHS.filter(lambda lengths: sum(lengths) > 0), st.integers(0, 999))
 def test_on_policy_all_modes_have_the_gradient_of_reinforce(lengths: list[int], seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     old = -torch.rand(sum(lengths), generator=draw, dtype=torch.float64) - 0.1
     advantages = torch.randn(sum(lengths), generator=draw, dtype=torch.float64)
     weights = token_weights(lengths, "token_mean")
-    for settings in (
+    for chosen in (
         LossSettings(),
         LossSettings(mode="ppo", clip_low=0.2, clip_high=0.2),
         LossSettings(mode="gspo", clip_low=3e-4, clip_high=4e-4),
         LossSettings(mode="cispo", clip_high=4.0),
     ):
         new = old.clone().requires_grad_()
-        policy_loss(ActionTokens(new, old, old, advantages, weights, lengths), settings).backward()
+        policy_loss(ActionTokens(new, old, old, advantages, weights, lengths), chosen).backward()
         torch.testing.assert_close(new.grad, -advantages * weights)
 
 

@@ -130,9 +130,11 @@ def test_one_bad_minibatch_does_not_stop_the_others() -> None:
     assert all(bool(torch.isfinite(value).all()) for value in weights(learner).values())
 
 
-def test_no_rows_is_no_update() -> None:
-    result = make_learner(config_for()).train([], 0)
-    assert (result.loss, result.grad_norm, result.updates) == (None, None, 0)
+@pytest.mark.parametrize("loss", [{}, {"old_logprobs": "recomputed", "kl_coef": 0.1}], ids=str)
+def test_no_rows_is_no_update(loss: dict[str, Any]) -> None:
+    learner = make_learner(config_for(loss=loss, training={"minibatches": 2}))
+    result = learner.train([], 0)
+    assert (result.loss, result.grad_norm, result.updates, result.clip_fraction, result.ratio_min) == (None, None, 0, None, None)
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------

@@ -55,6 +55,17 @@ def test_types_do_not_depend_on_the_data(trained: Path, tmp_path: Path) -> None:
     assert isinstance(retrain.load_runs(trained)["uncertainty_kind"].dtype, pd.CategoricalDtype)
 
 
+def test_a_run_that_could_not_be_started_any_more_is_read_and_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ran under the rules of an earlier version: k1 was no refused loss term then."""
+    folder = write_run(tmp_path / "old", 1, finished=False, max_steps=3)
+    config = folder / "config.toml"
+    config.write_text(config.read_text() + '\n[loss]\nkl_coef = 0.1\nkl_estimator = "k1"\n')
+    assert StoredRun(folder).config.loss.kl_estimator == "k1"
+    assert len(retrain.load_runs(folder)) == 2
+    assert main(["--resume", str(folder)]) == 2
+    assert 'kl_estimator = "k1" as a loss term' in capsys.readouterr().err
+
+
 def test_a_finished_run_says_so_and_gives_its_last_evaluation(trained: Path) -> None:
     first, second = find_runs(trained)
     assert (first.seed, second.seed, first.steps, first.unfinished) == (1, 2, 2, "")

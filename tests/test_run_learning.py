@@ -1,17 +1,24 @@
 """What a whole run must get right: one policy, shared noise, groups that say what they were, a gate that stops what is broken."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from retrain import train
 from retrain.errors import RunFailed
+from retrain.inference_engine.base import InferenceEngine, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
-from retrain.types import Completion
+from retrain.metrics import reward_statistics
+from retrain.rewards import Scorer, ScoreRequest
+from retrain.rollout import Sampler, SamplingPlan, Watcher
+from retrain.tracking import RunFolder
+from retrain.tracking.tokens import read_tokens
+from retrain.types import Completion, Example, FinishReason, Outcome, Prompt, Score
 from tests.runs import lines, small, timeless
 
 
@@ -71,6 +78,46 @@ def test_dynamic_sampling_redraws_uniform_groups_with_the_same_prompt(tmp_path: 
     drawn = lines(tmp_path / "on" / "emergence" / "generations.jsonl")
     assert {g["prompt_id"] for g in drawn} == {g["prompt_id"] for g in lines(tmp_path / "off" / "emergence" / "generations.jsonl")}
     assert max(g["sample"] for g in drawn) >= 4
+    assert off["groups_redrawn"] == 0 < on["groups_redrawn"]
+    for rate in ("correct_rate", "running_correct_rate", "mean_reward", "completion_tokens_mean", "max_token_hit_rate"):
+        assert on[rate] == off[rate], "what a redraw gives is selected by its rewards, so the first draws are what is averaged"
+
+
+@pytest.mark.parametrize("success", [(0.2, 0.2), (0.0, 0.4), (1.0, 0.5)], ids=str)
+def test_redraws_do_not_bias_the_correct_rate(success: tuple[float, float]) -> None:
+    """Prompts of these two probabilities of success, groups of 4 with up to 8 redraws, over 400 steps."""
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(Example(str(p), "", info={"p": p}), "", np.zeros(1, np.int32)) for p in success * 4]
+    scorer = cast(Scorer, ScorerOf(rng))
+    sampler = Sampler(cast(InferenceEngine, EngineOf()), scorer, lambda ids: "", lambda: 0.0)
+    plan = SamplingPlan(group_size=4, max_tokens=1, temperature=1.0, seed=0, stream=0, redraws=8)
+    watcher = Watcher(lambda: None, lambda completion: None)
+    steps = [sampler.draw(prompts, step, plan, watcher) for step in range(400)]
+    assert sum(rollout.redrawn for rollout in steps) > 1000
+    assert np.mean([reward_statistics(rollout).correct_rate for rollout in steps]) == pytest.approx(np.mean(success), abs=0.02)
+
+
+class EngineOf:
+    """One token for every completion."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for number, request in enumerate(requests):
+            for sample in range(request.first_sample, request.first_sample + request.count):
+                yield Completion(number, sample, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
+
+
+class ScorerOf:
+    """Right with the probability that the prompt says."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+
+    def submit(self, request: ScoreRequest) -> Future[Score]:
+        assert request.example is not None and request.example.info is not None
+        right = bool(self.rng.random() < request.example.info["p"])
+        future: Future[Score] = Future()
+        future.set_result(Score(Outcome.RIGHT if right else Outcome.WRONG, float(right)))
+        return future
 
 
 def test_what_could_not_be_judged_is_left_out_of_its_group_and_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +135,20 @@ def test_what_could_not_be_judged_is_left_out_of_its_group_and_of_training(tmp_p
         of_step = [g for g in generations if g["step"] == record["step"]]
         rewards = [g["reward"] for g in of_step if g["reward"] is not None]
         assert record["reward_could_not_judge"] == len(of_step) - len(rewards)
+        skipped = sum(record[f"groups_skipped_{reason}"] for reason in ("all_correct", "all_wrong", "other"))
+        assert record["informative_fraction"] == 1 - skipped / record["batch_size"]
         assert record["mean_reward"] == pytest.approx(np.mean(rewards))
+
+
+def test_truncated_completions_that_the_loss_leaves_out_are_not_counted_as_trained(tmp_path: Path) -> None:
+    training, logging = {"max_steps": 1, "batch_size": 4, "max_tokens": 8}, {"generations_per_step": 99, "tokens_every": 1}
+    train(small(tmp_path / "run", loss={"mask_truncated": True}, training=training, logging=logging), quiet=True)
+    (record,) = lines(tmp_path / "run" / "metrics.jsonl")
+    generations = lines(tmp_path / "run" / "emergence" / "generations.jsonl")
+    ended = [g for g in generations if g["finish_reason"] == "stop" and g["advantage"]]
+    assert record["num_datums"] == len(ended) < len([g for g in generations if g["advantage"]])
+    log_ratios = read_tokens(RunFolder(tmp_path / "run").step_tokens(0)).log_ratios
+    assert np.count_nonzero(~np.isnan(log_ratios)) == sum(g["num_tokens"] for g in ended)
 
 
 def test_a_step_without_informative_groups_is_logged_and_changes_no_weight(tmp_path: Path) -> None:

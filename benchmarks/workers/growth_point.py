@@ -131,6 +131,7 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
             "micro_batch": f"{choices.micro_batch_tokens:,}{', checkpointing' if choices.gradient_checkpointing else ''}",
             "fused": point.backend._fused is not None,
             "ratio_max": result.ratio_max if result else None,
+            "ratio_min": result.ratio_min if result else None,
         }
 
     return answer

@@ -67,6 +67,8 @@ class Assigned:
     """[n] what SEPA or a plugin made of it; None without such a step."""
     informative: BoolArray
     """[P]"""
+    counted: Int64Array
+    """[N] tokens of each completion that a mean of the policy term is over; 0 outside the informative groups and the loss."""
     kept_fraction: float | None
     tau: float | None
 
@@ -88,13 +90,12 @@ class Credit:
     sources: Sequence[Group]
 
     def rows(self) -> list[Row]:
-        """The sequences to learn from: completions of the informative groups, none without a token."""
+        """All judged completions in their order. Those of other than informative groups have advantages and `counted` of 0."""
+        counted = iter(self.assigned.counted.tolist())
         return [
-            Row.from_completion(source.prompt, completion, advantages.astype(np.float32), number)
+            Row.from_completion(source.prompt, completion, (advantages * group.informative).astype(np.float32), number, next(counted))
             for number, (source, group) in enumerate(zip(self.sources, self.groups, strict=True))
-            if group.informative
             for completion, advantages in zip(source.completions, group.token_advantages, strict=True)
-            if len(completion.token_ids)
         ]
 
     def stages_float32(self) -> dict[str, Float32Array]:
@@ -114,7 +115,7 @@ class CreditPipeline:
         self.notes: list[str] = []
         """Sentences to print at the start of the run."""
         self._pieces = pieces
-        self._aggregation = effective_aggregation(config)
+        effective_aggregation(config)  # refuses what contradicts the algorithm
         algorithm = config.algorithm
         parts = condition_parts(config)
         self._algorithm = None if parts else resolve_algorithm(algorithm.algorithm_mode, config, self.notes)
@@ -177,13 +178,18 @@ class CreditPipeline:
             episode, stages, pooled = self._run_composed(tokens, step, lam, uncertainty)
         final = next(reversed(stages.values()))
         informative = _informative(tokens, final)
+        trained = informative[tokens.group_of] & tokens.in_loss
+        counted = np.where(trained, tokens.segments.lengths, 0)
         kept_fraction, tau = None, None
         if self.config.algorithm.surprisal_mask_rho > 0 and uncertainty is not None:
-            stages["surprisal_mask"], kept_fraction, tau = self._mask(tokens, final, uncertainty, informative)
-            final = stages["surprisal_mask"]
+            keep, tau = self._mask(tokens, uncertainty, trained)
+            stages["surprisal_mask"] = final = np.where(keep, final, 0.0)
+            kept = np.where(trained, tokens.segments.sums(keep.astype(np.float64)), 0).astype(np.int64)
+            kept_fraction = float(kept.sum() / counted.sum()) if counted.any() else None
+            counted = kept if self.config.algorithm.surprisal_mask_denominator == "kept" else counted
         for token in np.flatnonzero(~np.isfinite(final)):
             raise ValueError(f"{tokens.token_place(int(token))}: the advantage is {final[token]}, it must be a finite number")
-        return Assigned(episode, stages, uncertainty, pooled, informative, kept_fraction, tau)
+        return Assigned(episode, stages, uncertainty, pooled, informative, counted, kept_fraction, tau)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -302,12 +308,9 @@ class CreditPipeline:
         with user_code(f'post_process of transform "{self.spec.name}" on group {context.group}', RunFailed):
             return self.spec.post_process(token_advantages, context)
 
-    def _mask(
-        self, tokens: StepTokens, advantages: Float64Array, uncertainty: Float64Array, informative: BoolArray
-    ) -> tuple[Float64Array, float | None, float | None]:
-        """Zero the advantages below the threshold. Only tokens that would be trained set it; masked ones still count as actions."""
+    def _mask(self, tokens: StepTokens, uncertainty: Float64Array, trained: BoolArray) -> tuple[BoolArray, float | None]:
+        """The tokens [n] whose advantage is kept, and the step's threshold. Only tokens of the `trained` completions [N] set it."""
         algorithm, segments = self.config.algorithm, tokens.segments
-        trained = segments.spread(informative[tokens.group_of] & tokens.in_loss).astype(np.bool_)
         completions = np.repeat(np.arange(len(segments)), segments.lengths)
         pools: dict[str, tuple[Int64Array, int]] = {
             "batch": (np.zeros(segments.total, dtype=np.int64), 1),
@@ -315,28 +318,8 @@ class CreditPipeline:
             "completion": (completions, len(segments)),
         }
         pool, count = pools[algorithm.surprisal_mask_scope]
-        result = top_rho(uncertainty, np.where(trained, pool, -1), count, algorithm.surprisal_mask_rho)
-        masked = np.where(result.keep, advantages, 0.0)
-        total, kept = int(trained.sum()), int((result.keep & trained).sum())
-        if algorithm.surprisal_mask_denominator == "kept":
-            masked = masked * self._kept_scale(tokens, result.keep, trained)
-        tau = result.thresholds[0] if algorithm.surprisal_mask_scope == "batch" else None
-        return masked, (kept / total if total else None), tau
-
-    def _kept_scale(self, tokens: StepTokens, keep: BoolArray, trained: BoolArray) -> Float64Array:
-        """[n] factors that turn the learner's mean over all tokens into the mean over the kept ones.
-
-        Exact because every loss is homogeneous in the advantage. The mean is that of the step (token_mean) or of the sequence
-        (sequence_mean); the other aggregations do not divide by tokens.
-        """
-        segments = tokens.segments
-        if self._aggregation == "token_mean":
-            kept = int((keep & trained).sum())
-            return np.full(segments.total, int(trained.sum()) / kept if kept else 1.0)
-        if self._aggregation == "sequence_mean":
-            kept_counts = segments.sums(keep.astype(np.float64))
-            return segments.spread_floats(segments.lengths / np.maximum(kept_counts, 1.0))
-        return np.ones(segments.total)
+        result = top_rho(uncertainty, np.where(trained[completions], pool, -1), count, algorithm.surprisal_mask_rho)
+        return result.keep, (result.thresholds[0] if algorithm.surprisal_mask_scope == "batch" else None)
 
     # -- what is recorded --------------------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ class CreditStatistics:
     surprisal_tau: float | None = None
     """The mask's threshold; None with the mask off, and where every group or completion has its own."""
     informative_fraction: float | None = None
-    """Of the groups."""
+    """Of the groups: those in which some token has an advantage."""
     groups_skipped_all_correct: int = 0
     groups_skipped_all_wrong: int = 0
     groups_skipped_other: int = 0

@@ -19,7 +19,7 @@ WINDOW = 50
 """Steps at the end of training whose mean stands for a run."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
 _FIELDS = tuple(field.name for field in fields(StepRecord) if field.type in (int | None, float | None))
-_RATES = frozenset({"correct_rate", "auc", "informative_fraction", "max_token_hit_rate"})
+_RATES = frozenset({"correct_rate", "auc", "informative_fraction", "max_token_hit_rate", "clip_fraction"})
 _BY_REWARD = frozenset({"correct_rate", "auc", "mean_reward", "truncated_reward_mean", "informative_fraction"})
 """Metrics of training that are what the training's reward makes them."""
 
@@ -43,7 +43,9 @@ class Metric:
         config = run.config
         if self.k is not None:
             return judge_words(judging_rewards(config), config.reward)
-        return judge_words(training_rewards(config), config.reward) if self.name in _BY_REWARD else ""
+        if self.name not in _BY_REWARD:
+            return ""
+        return judge_words(training_rewards(config), config.reward) + (_selection(run) if self.name != "informative_fraction" else "")
 
     def of(self, run: StoredRun) -> float | None:
         """None where the run does not have it."""
@@ -80,6 +82,15 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
     what = "training correct rate" if name == "correct_rate" else name
     short = max((run.steps for run in runs), default=WINDOW) <= WINDOW
     return Metric(name, f"mean {what} of {'all' if short else f'the last {WINDOW}'} steps", is_rate=name in _RATES)
+
+
+def _selection(run: StoredRun) -> str:
+    """Words for rewards that were averaged over the groups that dynamic_sampling left, as they were before `groups_redrawn` was recorded;
+    later runs average over the first draws, whatever is redrawn.
+    """
+    redraws = run.config.training.dynamic_sampling
+    recorded = any(record.groups_redrawn is not None for record in run.last_metrics(1))
+    return f" in the last of up to {redraws + 1} draws of each group" if redraws and not recorded else ""
 
 
 def held_out(run: StoredRun, k: int) -> float | None:

@@ -55,7 +55,7 @@ class StoredRun:
 
     @cached_property
     def config(self) -> TrainConfig:
-        return load_stored(self.folder.config)
+        return load_stored(self.folder.config, to_read=True)
 
     @property
     def condition(self) -> str:

@@ -47,6 +47,9 @@ def _local(
         say(note)
     say(f"Loading train model: {config.model.model} on {device}...")
     backend = LocalBackend(config, choices, eos_ids=eos_ids, world=world)
+    for line in backend.notes:
+        if line != note:
+            say(line)
     say(backend.trainable_parameters_line())
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={sampler is not None}).")
     return backend

@@ -4,12 +4,15 @@ A causal model reads token i and predicts token i + 1. Every backend takes its i
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from retrain.types import Int32Array, Row
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Loss
 
 
 class Shifted(NamedTuple):
@@ -30,6 +33,13 @@ def shift(row: Row) -> Shifted:
 def needed_tokens(row: Row) -> int:
     """Tokens that a forward pass over the row must read: all up to the last predictor. The last action is only a target."""
     return row.spans[-1][1] - 1 if row.num_actions else 0
+
+
+def is_trained(row: Row, loss: "Loss") -> bool:
+    """Whether the loss has a term for the row: a policy term, or one of KL or entropy, which rows without an advantage have too."""
+    if not row.num_actions or (loss.mask_truncated and row.truncated):
+        return False
+    return row.num_counted > 0 or loss.kl_coef > 0 or loss.entropy_coef > 0
 
 
 def check_rows(rows: Sequence[Row]) -> None:

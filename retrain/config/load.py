@@ -55,9 +55,13 @@ def load_text(text: str, path: Path | None = None) -> TrainConfig:
     return _build(_parse_toml(text, str(path or "the configuration")), [], path)
 
 
-def load_stored(path: str | Path) -> TrainConfig:
-    """The configuration that a run's folder holds, untouched by the variables of this process."""
-    return load_config(path, environ={})
+def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
+    """The configuration that a run's folder holds, untouched by the variables of this process.
+
+    `to_read`: what ran under the rules of an earlier version is read, though it could not be started or resumed any more.
+    """
+    file = Path(path)
+    return _build(read_toml(file), [], file, rules=not to_read)
 
 
 def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python") -> TrainConfig:
@@ -108,7 +112,7 @@ def _flags_only(argv: Sequence[str]) -> Overrides:
     return parsed
 
 
-def _build(data: Sections, given: list[Override], file: Path | None) -> TrainConfig:
+def _build(data: Sections, given: list[Override], file: Path | None, *, rules: bool = True) -> TrainConfig:
     data, _ = moved_aliases(data)  # before the merge, so that a flag for the key wins over its alias in the file
     given = [replace(override, path=ALIASES.get(override.path, override.path)) for override in given]
     if isinstance(data.get("campaign"), dict):
@@ -117,7 +121,7 @@ def _build(data: Sections, given: list[Override], file: Path | None) -> TrainCon
         given = _without_campaign(given)
     places = {f"{section}.{name}": "file" for section, keys in data.items() if isinstance(keys, dict) for name in keys}
     places |= {override.path: override.origin for override in given}
-    return _validate(_merge(data, given), Origin(file, places))
+    return _validate(_merge(data, given), Origin(file, places), rules=rules)
 
 
 def _for_campaign(override: Override) -> Override:
@@ -154,10 +158,10 @@ def _merge(data: Sections, given: Sequence[Override]) -> Sections:
     return merged
 
 
-def _validate(data: Sections, origin: Origin) -> TrainConfig:
+def _validate(data: Sections, origin: Origin, *, rules: bool = True) -> TrainConfig:
     place = Place(origin)
     try:
-        config = TrainConfig.model_validate(data)
+        config = TrainConfig.model_validate(data, context={"rules": rules})
     except ValidationError as error:
         raise ConfigurationError(*_all_problems(error, data, place)) from error
     config._origin = origin

@@ -222,6 +222,11 @@ UNUSED: tuple[Unused, ...] = (
         lambda c: c.algorithm.surprisal_mask_rho == 0,
         "surprisal_mask_rho is 0",
     ),
+    Unused(
+        ("algorithm.surprisal_mask_denominator",),
+        lambda c: c.loss.aggregation in ("constant", "sum") or all(x.algorithm_mode == "dr_grpo" for x in c.conditions),
+        'aggregation "constant" and "sum" take no mean over tokens',
+    ),
     Unused(("gtpo.*",), _no_transform_of(GTPO_TRANSFORMS), "no transform here uses GTPO weights"),
     Unused(("gtpo.norm", "gtpo.negative"), lambda c: c.gtpo.beta == 0, "beta is 0"),
     Unused(("hicra.*",), _no_transform_of(HICRA_TRANSFORMS), "no transform here uses HICRA"),

@@ -189,15 +189,28 @@ def _bounds_are_in_order(config: "TrainConfig") -> Iterator[Violation]:
             ("loss.dual_clip",),
             f"[loss] dual_clip = {loss.dual_clip} would clip tokens on policy; give 0 (off) or a number above 1, such as 3",
         )
-    if loss.mode == "cispo" and loss.clip_low is not None and loss.clip_high is not None and loss.clip_low > loss.clip_high:
+    low, high = loss.clips
+    if loss.mode == "cispo" and low > high:
+        unset = " (its default)" if loss.clip_high is None else ""
         yield Violation(
             ("loss.clip_low", "loss.clip_high", "loss.mode"),
-            f'[loss] clip_low = {loss.clip_low} is above clip_high = {loss.clip_high}, and with mode = "cispo" they bound the ratio itself',
+            f'[loss] clip_low = {low} is above clip_high = {high}{unset}, and with mode = "cispo" they bound the ratio itself; '
+            f"give a clip_low of at most {high}, or raise clip_high",
         )
     if pressure.min_batch_size > pressure.max_batch_size:
         yield Violation(
             ("backpressure.min_batch_size", "backpressure.max_batch_size"),
             f"[backpressure] min_batch_size = {pressure.min_batch_size} is above max_batch_size = {pressure.max_batch_size}",
+        )
+
+
+@_rule
+def _k1_is_no_loss_term(config: "TrainConfig") -> Iterator[Violation]:
+    if config.loss.kl_coef > 0 and config.loss.kl_estimator == "k1":
+        yield Violation(
+            ("loss.kl_estimator", "loss.kl_coef"),
+            '[loss] kl_estimator = "k1" as a loss term has an expected gradient of 0, so it would add noise and no pull towards the base; '
+            'use "k2" for KL(policy || base), or "k3" for KL(base || policy)',
         )
 
 

@@ -158,7 +158,7 @@ def _lengths(data: ReportData) -> Drawn | None:
 
 def _signal(data: ReportData) -> Drawn | None:
     title = "Informative groups"
-    note = "The fraction of the groups with at least two different rewards; the others have no gradient."
+    note = "The fraction of the groups in which some token has an advantage; the others add nothing to the policy gradient."
     return line_figure(data, "signal", title, {"informative_fraction": ""}, percent=True, note=note)
 
 

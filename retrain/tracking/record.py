@@ -36,9 +36,10 @@ class StepRecord(_Record):
     """True where `reported_loss` is not this step's loss."""
 
     mean_reward: float | None = None
-    """Over all judged completions of the step."""
+    """Over the judged completions of the first draw of every prompt, skipped groups included: what a redraw gives is selected by its
+    rewards. `correct_rate`, `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over the same completions."""
     correct_rate: float | None = None
-    """Fraction of all judged completions above the reward's correct threshold, skipped groups included."""
+    """Fraction of the judged completions above the reward's correct threshold; also what opens SEPA's gate."""
     running_correct_rate: float | None = None
     """The same over all steps so far; it lags and is no primary metric."""
     sepa_lambda: float | None = None
@@ -47,9 +48,9 @@ class StepRecord(_Record):
     """The step whose correct rate opened the gate."""
 
     num_datums: int | None = None
-    """Completions that were trained on."""
+    """Completions that were trained on: with an advantage in their group, or any with a KL or entropy term."""
     informative_fraction: float | None = None
-    """Fraction of the groups with at least two different rewards."""
+    """Groups in which some token has an advantage, over all groups of the step; the others are counted by groups_skipped_*."""
     max_token_hit_rate: float | None = None
     """Fraction of the completions that ended by length."""
     truncated_reward_mean: float | None = None
@@ -58,16 +59,22 @@ class StepRecord(_Record):
     """Prompts used in this step."""
     next_batch_size: int | None = None
     group_size: int | None = None
+    groups_redrawn: int | None = None
+    """Draws beyond the first of a prompt (dynamic_sampling)."""
     completion_tokens_mean: float | None = None
 
     ratio_mean: float | None = None
-    """exp(learner - sampler log-prob) before the first optimizer step."""
+    """exp(learner - sampler log-prob), each token once: before the first optimizer step where old log-probs are recomputed, else in the
+    first pass, where from its second minibatch on the updates before are in it. The learner drops out as in training."""
     ratio_max: float | None = None
-    """The ratio farthest from 1 in log space."""
+    ratio_min: float | None = None
     mismatch_k1: float | None = None
     mismatch_k3: float | None = None
     ess: float | None = None
     """Effective sample size of the ratios as a fraction of the tokens."""
+    clip_fraction: float | None = None
+    """Tokens (gspo: sequences) whose policy gradient the clip took away, or whose weight it bounded (cispo), as a fraction of those with
+    an advantage, over all updates of the step."""
     grad_norm: float | None = None
     nonfinite_updates: int | None = None
     """Updates that were skipped because something was not finite."""

@@ -13,7 +13,7 @@ from retrain.advantages.algorithms import effective_aggregation
 from retrain.backends.base import Backend, BackendCapabilities
 from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.devices import choose_device, half_precision_note
-from retrain.backends.local.learner import Learner
+from retrain.backends.local.learner import Learner, old_logprobs_note
 from retrain.backends.local.machine import choose
 from retrain.backends.local.model import BaseModel, load_base_model
 from retrain.fused.decoder import FusedDecoder
@@ -47,8 +47,6 @@ class LocalBackend(Backend):
         """`eos_ids`: the tokens that end a completion, where the caller has them already; else the tokenizer is loaded for them."""
         self.config = config
         device, note, sampler_device = choose_device(config, world)
-        self.notes: tuple[str, ...] = tuple(filter(None, (note, half_precision_note(config, device))))
-        """Lines that the user should see at the start."""
         if device.type == "cuda":  # read at the first product; without it cuBLAS may sum in another order, and torch warns of that
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if choices is not None:
@@ -60,6 +58,10 @@ class LocalBackend(Backend):
         self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter, say=notes.append)
         self.notes += tuple(notes)
         aggregation = cast("Aggregation", effective_aggregation(config))
+        self.notes: tuple[str, ...] = tuple(
+            filter(None, (note, half_precision_note(config, device), old_logprobs_note(config, self._base.dtype)))
+        )
+        """Lines that the user should see at the start."""
         self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world)
         self._sampler_adapter: Adapter | None = None
         if sampler_device is None:

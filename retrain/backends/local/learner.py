@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.logprobs import TokenScores, score_tokens
-from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings, policy_loss, sequence_weights
+from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings, clip_counts, policy_loss, sequence_weights
 from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, minibatch_split, pack, pad, share_rows, split_rows
 from retrain.backends.local.model import BaseModel
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.local.sharding import layers
-from retrain.backends.rows import check_rows
+from retrain.backends.rows import check_rows, is_trained
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
 from retrain.parallel import ALONE, World
@@ -37,13 +37,33 @@ class _Update:
 
     loss: float = math.nan
     grad_norm: float = math.nan
+    clipped: float = 0.0
+    clippable: float = 0.0
+    """Both as `clip_counts` has them."""
     nonfinite: str = ""
     """The tensor that made the update be skipped; empty if it was done."""
 
 
+class _Weights(NamedTuple):
+    """Of each token of one row: of its policy term, and of its KL and entropy terms."""
+
+    policy: float
+    regulariser: float
+
+
+class _Part(NamedTuple):
+    """What one micro-batch adds to its update, detached."""
+
+    loss: Tensor
+    logprobs: Tensor
+    """[A]"""
+    clip: Tensor
+    """[2] `clip_counts`."""
+
+
 @dataclass
 class _Ratios:
-    """Log-ratios learner - sampler of action tokens, gathered before the first optimizer step."""
+    """Log-ratios learner - sampler of action tokens, each gathered once."""
 
     differences: list[Float32Array] = field(default_factory=list)
 
@@ -59,7 +79,8 @@ class _Ratios:
             return replace(
                 result,
                 ratio_mean=float(w.mean()),
-                ratio_max=float(w[np.argmax(np.abs(d))]),
+                ratio_max=float(w.max()),
+                ratio_min=float(w.min()),
                 mismatch_k1=float(-d.mean()),
                 mismatch_k3=float((np.expm1(d) - d).mean()),
                 ess=float(w.sum() ** 2 / (len(w) * np.square(w).sum())),
@@ -89,8 +110,8 @@ class Learner:
         self.temperature = config.training.temperature
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
-        self._recompute = config.loss.old_logprobs == "recomputed"
-        self._mask_truncated = config.loss.mask_truncated
+        self._recompute = recomputes_old_logprobs(config, base.dtype)
+        self._loss = config.loss
         self._kernel: Kernel = FlashAttention() if config.inference.attention_kernel == "flash" else FusedAttention()
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
@@ -98,22 +119,20 @@ class Learner:
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """One step. `sampler_is_raw`: the recorded log-probs are not of the sampled policy, so the learner's own replace them (D22)."""
         check_rows(rows)
-        batch = [
-            LearnerRow(number, row, row.logprobs, row.logprobs)
-            for number, row in enumerate(rows)
-            if row.num_actions and not (self._mask_truncated and row.truncated)
-        ]
+        batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if is_trained(row, self._loss)]
         ratios = _Ratios()
-        batch = self._with_old_logprobs(batch, ratios, sampler_is_raw)
-        recomputed = bool(ratios.differences)
+        batch = self._with_old_logprobs(batch, step, sampler_is_raw)
+        if self._recompute:
+            ratios.differences = [row.old - row.sampler for row in batch]
         if self.settings.kl_coef:
             references = self.score(batch, reference=True)
             batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
         updates: list[_Update] = []
         for turn in range(self._passes if batch else 0):
+            gathers = ratios if turn == 0 and not self._recompute else None
             for part in minibatch_split(batch, self._minibatches, self.seed, step, turn):
-                updates.append(self._update(part, step, None if recomputed or updates else ratios))
-        if not recomputed:
+                updates.append(self._update(part, step, len(rows) / self._minibatches, gathers))
+        if not self._recompute:
             ratios.differences = [part for parts in self.world.gather(ratios.differences) for part in parts]
         return ratios.into(_summary(updates))
 
@@ -124,14 +143,18 @@ class Learner:
         scores = iter(self.score(filled))
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
-    def score(self, rows: Sequence[LearnerRow], *, reference: bool = False) -> list[Float32Array]:
-        """The learner's log-probs of each row, or those of the frozen base with the adapter off."""
+    def score(self, rows: Sequence[LearnerRow], *, reference: bool = False, masks_of: int | None = None) -> list[Float32Array]:
+        """The learner's log-probs of each row, or those of the frozen base with the adapter off; under the dropout masks of step
+        `masks_of`, where it is given.
+        """
+        masked = masks_of is not None and self.adapter.drops
         found: dict[int, Float32Array] = {}
         with torch.no_grad(), self._attention(), ExitStack() as stack:
             if reference:
                 stack.enter_context(self.adapter.disabled())
-            for micro in self._micro_batches(rows, share=True):
-                logprobs = self._forward(micro).logprobs
+            for micro in self._micro_batches(rows, share=not masked):
+                with nullcontext() if masks_of is None else self._dropout(micro, masks_of):
+                    logprobs = self._forward(micro).logprobs
                 if not micro.filler:
                     found.update(_by_row(micro, logprobs))
         for part in self.world.gather(found):
@@ -140,41 +163,59 @@ class Learner:
 
     # -- one update -------------------------------------------------------------------------------------------------
 
-    def _with_old_logprobs(self, batch: list[LearnerRow], ratios: _Ratios, sampler_is_raw: bool) -> list[LearnerRow]:
-        """Recomputed in one pass before the first update, where the configuration or a raw engine asks for it."""
-        if not batch or not (self._recompute or sampler_is_raw):
-            return batch
-        old = self.score(batch)
-        if sampler_is_raw:
-            batch = [replace(row, sampler=own) for row, own in zip(batch, old, strict=True)]
-        for row, own in zip(batch, old, strict=True):
-            ratios.add(own, row.sampler)
-        return [replace(row, old=own) for row, own in zip(batch, old, strict=True)]
+    def _with_old_logprobs(self, batch: list[LearnerRow], step: int, sampler_is_raw: bool) -> list[LearnerRow]:
+        """Recomputed before the first update, where the configuration or a raw engine asks for it.
 
-    def _update(self, rows: Sequence[LearnerRow], step: int, ratios: _Ratios | None) -> _Update:
-        """Gradient of one optimizer batch and, if everything is finite, one step. `ratios` gathers the first forward pass."""
+        The configuration's are computed as the first pass will compute them, under the same masks and in the same micro-batches, so
+        that the ratio of the first update is exactly 1. A raw engine's are of the policy that sampled, which drops nothing.
+        """
+        if sampler_is_raw:
+            batch = [replace(row, sampler=own, old=own) for row, own in zip(batch, self.score(batch), strict=True)]
+        if not batch or not self._recompute:
+            return batch
+        parts = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
+        old = {row.number: own for part in parts for row, own in zip(part, self.score(part, masks_of=step), strict=True)}
+        return [replace(row, old=old[row.number]) for row in batch]
+
+    def _update(self, rows: Sequence[LearnerRow], step: int, completions: float, ratios: _Ratios | None) -> _Update:
+        """Gradient of one optimizer batch and, if everything is finite, one step. `completions` is the batch's share of those that were
+        drawn, trained or not; `ratios` gathers the forward pass.
+        """
         name = _nonfinite_input(rows)
         if name:
             return _Update(nonfinite=name)
         self.optimizer.zero_gradients()
-        weights = sequence_weights([row.row.num_actions for row in rows], self.settings.aggregation, self.settings.max_tokens)
-        weight_of = {row.number: weight for row, weight in zip(rows, weights, strict=True)}
+        weights = self._weights(rows, completions)
         loss = torch.zeros((), device=self.base.device)
         infinite = torch.zeros((), device=self.base.device)
+        clip = torch.zeros(2, device=self.base.device)
         for micro in self._micro_batches(rows, share=not self.adapter.drops):
-            own = [0.0 if micro.filler else weight_of[row.number] for row in micro.rows]
-            part_loss, logprobs = self._backward(micro, own, step)
-            loss += part_loss
-            infinite += torch.isfinite(logprobs).logical_not().sum()
+            own = [_Weights(0.0, 0.0) if micro.filler else weights[row.number] for row in micro.rows]
+            part = self._backward(micro, own, step)
+            loss += part.loss
+            infinite += torch.isfinite(part.logprobs).logical_not().sum()
+            clip += part.clip
             if ratios is not None and not micro.filler:
-                for row, new in zip(micro.rows, _by_row(micro, logprobs).values(), strict=True):
+                for row, new in zip(micro.rows, _by_row(micro, part.logprobs).values(), strict=True):
                     ratios.add(new, row.sampler)
-        self.world.sum([*self.optimizer.gradients(), loss, infinite])
+        self.world.sum([*self.optimizer.gradients(), loss, infinite, clip])
         norm = self.optimizer.gradient_norm()
-        update = _Update(loss.item(), norm.item(), self._nonfinite(infinite, loss, norm))
+        clipped, clippable = clip.tolist()
+        update = _Update(loss.item(), norm.item(), clipped, clippable, self._nonfinite(infinite, loss, norm))
         if not update.nonfinite:
             self.optimizer.step(step, norm)
         return update
+
+    def _weights(self, rows: Sequence[LearnerRow], completions: float) -> dict[int, _Weights]:
+        """By row number, of all rows of the optimizer batch, whichever process computes them.
+
+        The policy term is averaged over the rows that have one and the tokens that count in it; KL and entropy are averaged over all rows,
+        so that switching them on changes nothing in the policy term.
+        """
+        aggregation, most = self.settings.aggregation, self.settings.max_tokens
+        policy = sequence_weights([row.row.num_counted for row in rows], aggregation, most, completions)
+        regulariser = sequence_weights([row.row.num_actions for row in rows], aggregation, most, completions)
+        return {row.number: _Weights(own, other) for row, own, other in zip(rows, policy, regulariser, strict=True)}
 
     def _nonfinite(self, infinite_logprobs: Tensor, loss: Tensor, norm: Tensor) -> str:
         if infinite_logprobs:
@@ -185,13 +226,14 @@ class Learner:
             return f"gradient of {self.optimizer.nonfinite_gradient()}"
         return ""
 
-    def _backward(self, micro: MicroBatch, weights: Sequence[float], step: int) -> tuple[Tensor, Tensor]:
-        """Adds the micro-batch's gradient; returns its share of the loss and its log-probs, detached."""
+    def _backward(self, micro: MicroBatch, weights: Sequence[_Weights], step: int) -> _Part:
+        """Adds the micro-batch's gradient."""
         with self._training(micro, step):
             scores = self._forward(micro, entropy=self.settings.entropy_coef != 0)
-            loss = policy_loss(_action_tokens(micro, scores, weights), self.settings)
+            tokens = _action_tokens(micro, scores, weights)
+            loss = policy_loss(tokens, self.settings)
             loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), scores.logprobs.detach()
+        return _Part(loss.detach(), scores.logprobs.detach(), clip_counts(tokens, self.settings))
 
     def _micro_batches(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[MicroBatch]:
         """Of this process's share of `rows`, which are everyone's. `share` computes a prompt once for its rows; not under dropout, whose
@@ -239,27 +281,66 @@ class Learner:
         for layer in self._checkpointed:
             layer.training = True  # of this module alone: the base's own dropouts below it stay off
         try:
-            numbers, lengths = [row.number for row in micro.rows], [row.tokens for row in micro.rows] if micro.attention else None
-            active = self.adapter.dropout.active(step, numbers, self.base.device, lengths) if self.adapter.drops else nullcontext()
-            with self._attention(), active:
+            with self._attention(), self._dropout(micro, step):
                 yield
         finally:
             for layer in self._checkpointed:
                 layer.training = False
 
+    def _dropout(self, micro: MicroBatch, step: int) -> AbstractContextManager[None]:
+        """The masks of `step` act inside, where the adapter has dropout."""
+        if not self.adapter.drops:
+            return nullcontext()
+        numbers, lengths = [row.number for row in micro.rows], [row.tokens for row in micro.rows] if micro.attention else None
+        return self.adapter.dropout.active(step, numbers, self.base.device, lengths)
 
-def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[float]) -> ActionTokens:
+
+def recomputes_old_logprobs(config: "TrainConfig", dtype: torch.dtype) -> bool:
+    """What `[loss] old_logprobs` says; unset, whether mode = "gspo" meets rounding that its narrow clip would take for a change of the
+    policy. `dtype` is the base's.
+    """
+    if config.is_set("loss.old_logprobs") or config.loss.mode != "gspo":
+        return config.loss.old_logprobs == "recomputed"
+    return rounds(config, dtype)
+
+
+def old_logprobs_note(config: "TrainConfig", dtype: torch.dtype) -> str:
+    """What rounding means for gspo, in a sentence; "" where nothing is rounded."""
+    if config.loss.mode != "gspo" or not rounds(config, dtype):
+        return ""
+    clip = "({:g}, {:g})".format(*config.loss.clips)
+    rounding = f"in half precision rounding alone can move a sequence's ratio past its clip {clip}"
+    if recomputes_old_logprobs(config, dtype):
+        chosen = "" if config.is_set("loss.old_logprobs") else "as old_logprobs is unset, "
+        return f'[loss] mode = "gspo": {rounding}; {chosen}the learner recomputes old log-probs before the first update of each step.'
+    return (
+        f'[loss] old_logprobs = "sampler" with mode = "gspo": {rounding}, so it takes gradient away on policy (clip_fraction); '
+        'leave old_logprobs unset, or give "recomputed".'
+    )
+
+
+def rounds(config: "TrainConfig", dtype: torch.dtype) -> bool:
+    """Whether learner or sampler computes in less than float32, so that their log-probs of one token differ by more than its rounding."""
+    return dtype != torch.float32 or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
+
+
+def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[_Weights]) -> ActionTokens:
     rows = micro.rows
+
+    def repeated(of_rows: Sequence[float]) -> Tensor:
+        return micro.flat([np.full(length, value, np.float32) for length, value in zip(micro.lengths, of_rows, strict=True)])
+
     references = [row.reference for row in rows if row.reference is not None]
     return ActionTokens(
         new=scores.logprobs,
         old=micro.flat([row.old for row in rows]),
         sampler=micro.flat([row.sampler for row in rows]),
         advantages=micro.flat([row.row.advantages for row in rows]),
-        weights=micro.flat([np.full(length, weight, np.float32) for length, weight in zip(micro.lengths, weights, strict=True)]),
+        weights=repeated([weight.policy for weight in weights]),
         lengths=micro.lengths,
         reference=micro.flat(references) if references else None,
         entropy=scores.entropies,
+        regulariser_weights=repeated([weight.regulariser for weight in weights]),
     )
 
 
@@ -284,6 +365,7 @@ def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
 def _summary(updates: Sequence[_Update]) -> StepResult:
     """Loss and gradient norm are means over the updates that were done; NaN where there was none among some."""
     done = [update for update in updates if not update.nonfinite]
+    clippable = sum(update.clippable for update in done)
     skipped = [update for update in updates if update.nonfinite]
     return StepResult(
         loss=(float(np.mean([update.loss for update in done])) if done else math.nan) if updates else None,
@@ -296,6 +378,7 @@ def _summary(updates: Sequence[_Update]) -> StepResult:
         updates=len(done),
         nonfinite_updates=len(skipped),
         nonfinite_tensor=skipped[0].nonfinite if skipped else "",
+        clip_fraction=sum(update.clipped for update in done) / clippable if clippable else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 Tensors are flat, [N] over the action tokens of all sequences one after the other; `lengths` says how many belong to each.
 A loss is a weighted sum of per-token terms, and the weights carry the whole normalisation. They are computed once for an
-optimizer batch, before its first backward, so that micro-batches cannot change the gradient.
+optimizer batch, before its first backward and from the rows of all processes, so that neither micro-batches nor processes
+can change the gradient.
 
 Sources: importance sampling and CISPO as Tinker defines them, PPO (1707.06347), dual clip (1912.09729), DAPO's higher upper
 clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr. GRPO's constant denominator (2503.20783).
@@ -22,14 +23,6 @@ Mode = Literal["importance_sampling", "ppo", "gspo", "cispo"]
 Correction = Literal["none", "tis", "icepop"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
-
-DEFAULT_CLIPS: dict[Mode, tuple[float, float]] = {
-    "importance_sampling": (0.0, 0.0),
-    "ppo": (0.2, 0.2),
-    "gspo": (3e-4, 4e-4),
-    "cispo": (0.0, 4.0),
-}
-"""(clip_low, clip_high) of a mode where the configuration leaves them unset; importance sampling has no clip."""
 
 LOG_RATIO_CLAMP = 20.0
 """exp(20) is 5e8: far outside any useful ratio and far inside float32, so a mismatch cannot overflow."""
@@ -51,7 +44,7 @@ class LossSettings:
     correction_high: float = 5.0
     aggregation: Aggregation = "token_mean"
     max_tokens: int = 0
-    """The constant aggregation divides by sequences * max_tokens."""
+    """The constant aggregation divides by completions * max_tokens."""
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
@@ -60,11 +53,11 @@ class LossSettings:
     @classmethod
     def from_config(cls, config: "TrainConfig", aggregation: Aggregation) -> "LossSettings":
         loss = config.loss
-        low, high = DEFAULT_CLIPS[loss.mode]
+        low, high = loss.clips
         return cls(
             mode=loss.mode,
-            clip_low=low if loss.clip_low is None else loss.clip_low,
-            clip_high=high if loss.clip_high is None else loss.clip_high,
+            clip_low=low,
+            clip_high=high,
             dual_clip=loss.dual_clip,
             correction=loss.correction,
             correction_cap=loss.correction_cap,
@@ -91,23 +84,28 @@ class ActionTokens:
     """Log-probs that the sampler recorded; differs from `old` only where old log-probs are recomputed."""
     advantages: Tensor
     weights: Tensor
-    """`token_weights` of the whole optimizer batch, restricted to these tokens."""
+    """Of the policy terms: `token_weights` of the whole optimizer batch, restricted to these tokens."""
     lengths: Sequence[int]
     """Action tokens of each sequence; a sequence is never split."""
     reference: Tensor | None = None
     """Log-probs of the frozen base; needed where kl_coef is not 0."""
     entropy: Tensor | None = None
     """Needed where entropy_coef is not 0."""
+    regulariser_weights: Tensor | None = None
+    """Of the KL and entropy terms, which more rows may have; None: those of the policy terms."""
 
 
 # --- normalisation -------------------------------------------------------------------------------------------------
 
 
-def sequence_weights(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0) -> list[float]:
-    """The weight of one action token of each sequence of the whole optimizer batch.
+def sequence_weights(
+    lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0, completions: float | None = None
+) -> list[float]:
+    """The weight of one token of each sequence of the whole optimizer batch; `lengths` counts the tokens that a mean is over.
 
-    token_mean: 1 / all action tokens. sequence_mean: 1 / (sequences with tokens * own length). constant: 1 / (sequences *
-    max_tokens). sum: 1. An empty sequence has no token to weigh.
+    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length). constant: 1 / (completions *
+    max_tokens), where `completions` are those that were drawn for the batch, the sequences by default. sum: 1. An empty sequence
+    has no token to weigh.
     """
     total, filled = sum(lengths), sum(length > 0 for length in lengths)
     if aggregation == "token_mean":
@@ -117,7 +115,7 @@ def sequence_weights(lengths: Sequence[int], aggregation: Aggregation, max_token
     if aggregation == "constant":
         if max_tokens < 1:
             raise ValueError(f"aggregation constant divides by max_tokens, which must be at least 1, not {max_tokens}")
-        return [1 / (len(lengths) * max_tokens)] * len(lengths)
+        return [1 / ((len(lengths) if completions is None else completions) * max_tokens)] * len(lengths)
     return [1.0] * len(lengths)
 
 
@@ -163,7 +161,11 @@ def icepop_weight(train: Tensor, sampler: Tensor, low: float = 0.5, high: float 
 
 
 def kl_term(new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
-    """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1, k2, k3)."""
+    """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1, k2, k3).
+
+    As values all three estimate it. As loss terms, the tokens held fixed, their expected gradients differ: that of k1 is 0, that of
+    k2 belongs to KL(policy || reference), that of k3 to KL(reference || policy).
+    """
     difference = (new - reference).clamp(-log_ratio_clamp, log_ratio_clamp)
     if estimator == "k1":
         return difference
@@ -183,16 +185,23 @@ def clipped_terms(ratios: Tensor, advantages: Tensor, clip_low: float, clip_high
     return -gain
 
 
+def detached_ratios(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+    """[N] the ratios that the clip reads, without gradient: a token's own, or in gspo the one of its sequence."""
+    new = tokens.new.detach()
+    if settings.mode != "gspo":
+        return ratio(new, tokens.old, settings.log_ratio_clamp)
+    whole = gspo_ratio(new, tokens.old, tokens.lengths, settings.log_ratio_clamp)
+    counts = torch.tensor(tokens.lengths, dtype=torch.int64, device=whole.device)
+    return whole.repeat_interleave(counts, output_size=len(new))  # else the host waits for the sum of the counts
+
+
 def gspo_terms(tokens: ActionTokens, settings: LossSettings) -> Tensor:
     """[N] the clip acts on the sequence's ratio, and every token of a sequence has the same gradient weight.
 
     The forward value of each token's ratio is s_i, its gradient s_i * d log pi_t (GSPO-token), so that advantages may differ
     by token; with equal advantages and the sequence mean this is GSPO's own gradient.
     """
-    whole = gspo_ratio(tokens.new.detach(), tokens.old, tokens.lengths, settings.log_ratio_clamp)
-    counts = torch.tensor(tokens.lengths, dtype=torch.int64, device=whole.device)
-    repeated = whole.repeat_interleave(counts, output_size=len(tokens.new))  # else the host waits for the sum of the counts
-    ratios = repeated * (tokens.new - tokens.new.detach()).exp()
+    ratios = detached_ratios(tokens, settings) * (tokens.new - tokens.new.detach()).exp()
     return clipped_terms(ratios, tokens.advantages, settings.clip_low, settings.clip_high)
 
 
@@ -219,20 +228,56 @@ def correction_weight(tokens: ActionTokens, settings: LossSettings) -> Tensor | 
 
 
 def policy_loss(tokens: ActionTokens, settings: LossSettings) -> Tensor:
-    """The scalar to minimise: sum of weights * (policy * correction + kl_coef * KL - entropy_coef * entropy)."""
+    """The scalar to minimise: sum of weights * policy * correction + regulariser_weights * (kl_coef * KL - entropy_coef * entropy)."""
     terms = policy_terms(tokens, settings)
     correction = correction_weight(tokens, settings)
     if correction is not None:
         terms = terms * correction
+    loss = (terms * tokens.weights).sum()
+    weights = tokens.weights if tokens.regulariser_weights is None else tokens.regulariser_weights
     if settings.kl_coef:
         if tokens.reference is None:
             raise ValueError("kl_coef needs the reference log-probs")
-        terms = terms + settings.kl_coef * kl_term(tokens.new, tokens.reference, settings.kl_estimator, settings.log_ratio_clamp)
+        divergence = kl_term(tokens.new, tokens.reference, settings.kl_estimator, settings.log_ratio_clamp)
+        loss = loss + settings.kl_coef * (divergence * weights).sum()
     if settings.entropy_coef:
         if tokens.entropy is None:
             raise ValueError("entropy_coef needs the entropies")
-        terms = terms - settings.entropy_coef * tokens.entropy
-    return (terms * tokens.weights).sum()
+        loss = loss - settings.entropy_coef * (tokens.entropy * weights).sum()
+    return loss
+
+
+# --- what the clip did ---------------------------------------------------------------------------------------------
+
+
+def clipped_tokens(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+    """[N] of bool: the clip took the token's policy gradient away, or in cispo bounded its weight; in importance_sampling and ppo the
+    clamp of the log-ratio counts as one.
+    """
+    ratios, low, high = detached_ratios(tokens, settings), settings.clip_low, settings.clip_high
+    if settings.mode == "cispo":
+        return (ratios < low) | (ratios > high)
+    up, down = tokens.advantages > 0, tokens.advantages < 0
+    outside = (up & (ratios > 1 + high)) | (down & (ratios < 1 - low))
+    if settings.mode == "gspo":
+        return outside
+    beyond = (tokens.new.detach() - tokens.old).abs() > settings.log_ratio_clamp
+    if settings.mode == "importance_sampling":
+        return beyond
+    doubly = down & (ratios > settings.dual_clip) if settings.dual_clip > 0 else torch.zeros_like(beyond)
+    return outside | doubly | beyond
+
+
+def clip_counts(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+    """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo sequences, each with the share of its tokens: it is
+    clipped as a whole unless its tokens' advantages differ in sign.
+    """
+    active = (tokens.advantages != 0) & (tokens.weights != 0)
+    counts = torch.stack([clipped_tokens(tokens, settings) & active, active]).float()
+    if settings.mode == "gspo":
+        clipped, present = (sequence_means(row, tokens.lengths) for row in counts)
+        counts = torch.stack([clipped / present.clamp(min=1e-9), (present > 0).float()])
+    return counts.sum(dim=1)
 
 
 # --- whole-batch forms ---------------------------------------------------------------------------------------------
