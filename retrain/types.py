@@ -65,10 +65,12 @@ class Completion:
     token_ids: Int32Array
     """[T], the sampled EOS included, nothing after it."""
     logprobs: Float32Array
-    """[T] natural log-probabilities of the sampled distribution softmax(logits / temperature)."""
+    """[T] natural log-probabilities of the sampled distribution: softmax(logits / temperature), renormalised where it is truncated."""
     entropies: Float32Array | None
     """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the engine has only log-probs."""
     finish_reason: FinishReason
+    kept: Int32Array | None = None
+    """[T] how many tokens, the most probable ones, each token was drawn from; None where that was the whole vocabulary."""
 
 
 class Outcome(StrEnum):
@@ -130,6 +132,8 @@ class Row:
     """Rows of one number share their prompt."""
     truncated: bool = False
     """The completion ended by length, not by EOS."""
+    kept: Int32Array | None = None
+    """[T] how many tokens each action was drawn from; None where that was the whole vocabulary."""
 
     @classmethod
     def from_completion(cls, prompt: Prompt, completion: Completion, advantages: Float32Array, group: int) -> "Row":
@@ -142,6 +146,7 @@ class Row:
             advantages=np.asarray(advantages, np.float32),
             group=group,
             truncated=completion.finish_reason is FinishReason.LENGTH,
+            kept=completion.kept,
         )
 
     @property
