@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from retrain.data import Prompt
-from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest, Truncation
+from retrain.inference_engine.base import WHOLE_VOCABULARY, InferenceEngine, NoiseKey, SampleRequest, Truncation
 from retrain.parallel import ALONE, World
 from retrain.rewards import Scorer, ScoreRequest
 from retrain.types import Completion, Group, Int32Array, Score
@@ -25,7 +25,7 @@ class SamplingPlan:
     stream: int
     redraws: int = 0
     """Dynamic sampling: how often a group whose rewards are all equal is drawn anew."""
-    truncation: Truncation = Truncation()
+    truncation: Truncation = WHOLE_VOCABULARY
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,9 @@ def kept_set(logits: np.ndarray, temperature: float, *cut: float) -> list[int]:
     return tokens
 
 
-TRUNCATIONS = st.tuples(st.sampled_from([0, 2, 3, 40, 10_000]), st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-6]), st.sampled_from([0.0, 0.02, 0.5]))
+TRUNCATIONS = st.tuples(
+    st.sampled_from([0, 2, 3, 40, 10_000]), st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-6]), st.sampled_from([0.0, 0.02, 0.5])
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -73,7 +75,7 @@ def test_the_kept_set_of_a_vocabulary_of_152k_is_exact(spread, truncation):
     seed=st.integers(0, 2**31), vocabulary=st.sampled_from([7, 300, 3000]), temperature=st.sampled_from([0.7, 1.0]),
     uniform=st.floats(1e-9, 1 - 1e-9), truncation=TRUNCATIONS,
 )  # fmt: skip
-def test_the_token_its_log_prob_and_the_entropy_are_those_of_the_renormalised_distribution(seed, vocabulary, temperature, uniform, truncation):
+def test_token_log_prob_and_entropy_are_those_of_the_renormalised_distribution(seed, vocabulary, temperature, uniform, truncation):
     logits = np.random.default_rng(seed).normal(0, 3, vocabulary).astype(np.float32)
     drawn = draw(torch.from_numpy(logits)[None], np.float32([temperature]), np.array([uniform]), cuts(truncation))
     kept = kept_set(logits, temperature, *truncation)

@@ -140,7 +140,8 @@ def _one_token_is_no_choice(config: "TrainConfig") -> Iterator[Violation]:
     if config.training.top_k == 1:
         yield Violation(
             ("training.top_k",),
-            "[training] top_k = 1 keeps one token, so all completions of a prompt are equal and nothing is learned; give 0 (off) or 2 or more",
+            "[training] top_k = 1 keeps one token, so all completions of a prompt are equal and nothing is learned; "
+            "give 0 (off) or 2 or more",
         )
 
 

@@ -41,6 +41,9 @@ class Truncation:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+WHOLE_VOCABULARY = Truncation()
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     prompt_ids: Int32Array
@@ -54,7 +57,7 @@ class SampleRequest:
     first_sample: int = 0
     """Samples are numbered first_sample .. first_sample + count - 1."""
     adapter_slot: int = 0
-    truncation: Truncation = Truncation()
+    truncation: Truncation = WHOLE_VOCABULARY
     """Without effect on a greedy request."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from retrain.inference_engine.base import SampleRequest, Truncation
+from retrain.inference_engine.base import WHOLE_VOCABULARY, SampleRequest, Truncation
 from retrain.inference_engine.sampling import Draws
 from retrain.inference_engine.truncation import Cuts
 from retrain.noise import uniform
@@ -38,7 +38,7 @@ class Waiting:
     @property
     def truncation(self) -> Truncation:
         """A greedy completion takes the largest logit, which no cut removes."""
-        return self.request.truncation if self.request.temperature > 0 else Truncation()
+        return self.request.truncation if self.request.temperature > 0 else WHOLE_VOCABULARY
 
 
 class Rows:

@@ -1,6 +1,6 @@
 """The learning pass: rows in, optimizer steps out, with one normalisation an optimizer batch whatever the micro-batches.
 
-The policy is softmax(logits / temperature), truncated where it was when it was sampled. Dropout, where it is on, acts in the training pass only.
+The policy is softmax(logits / temperature), over the tokens that the sampler kept. Dropout, where it is on, acts in the training pass only.
 """
 
 import math
