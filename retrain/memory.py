@@ -31,6 +31,8 @@ _SAMPLING_TENSORS = 4
 """Float32 tensors of [chunk, vocabulary] that live together in the sampler: logits, shifted ones, their exponentials, products."""
 _LEARNING_TENSORS, _LEARNING_ENTROPY_TENSORS = 2, 5
 """The same in the learner: its chunk is overwritten step by step, but for an entropy's gradient."""
+_TRUNCATING_TENSORS = 3
+"""More of them, in either, where kept sets reach far into the vocabulary: its largest logits in order with their ids, and a mask."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +233,11 @@ class _Estimate:
         """Chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
         vocabulary = self.model_config.get_text_config().vocab_size
         chunk = min(SAMPLING_CHUNK_BYTES.get(self.device_type, CHUNK_BYTES), self.rows * vocabulary * _FLOAT)
-        sampling = self.rows * vocabulary * self.size.dtype.itemsize + _SAMPLING_TENSORS * chunk
+        truncating = _TRUNCATING_TENSORS if self.config.training.truncated else 0
+        sampling = self.rows * vocabulary * self.size.dtype.itemsize + (_SAMPLING_TENSORS + truncating) * chunk
         actions = self.completions * self.config.training.max_tokens
         tensors = _LEARNING_ENTROPY_TENSORS if self.config.loss.entropy_coef else _LEARNING_TENSORS
-        learning = tensors * min(CHUNK_BYTES, actions * vocabulary * _FLOAT)
+        learning = (tensors + truncating) * min(CHUNK_BYTES, actions * vocabulary * _FLOAT)
         return Part("logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary")
 
 

@@ -147,6 +147,7 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Sequence[Float3
     prompts = [group.prompt.token_ids for group in credit.sources]
     completions = [(group.slot, completion) for group in credit.sources for completion in group.completions]
     entropies = tokens.entropies
+    kept = [completion.kept for _, completion in completions if completion.kept is not None]
     return TokenTable(
         offsets=np.concatenate([[0], np.cumsum(tokens.segments.lengths)]).astype(np.int64),
         slot=np.array([slot for slot, _ in completions], np.int32),
@@ -161,6 +162,7 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Sequence[Float3
         log_ratios=None if log_ratios is None else np.concatenate([np.zeros(0, np.float32), *log_ratios]),
         prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
         prompt_token_ids=np.concatenate([np.zeros(0, np.int32), *prompts]),
+        kept=np.concatenate(kept) if kept and len(kept) == len(completions) else None,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from retrain.backends.base import Backend
 from retrain.errors import RunFailed
-from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
 from retrain.types import Completion, FinishReason, Float32Array, Int32Array, Prompt, Row
@@ -58,6 +58,7 @@ class GateInputs:
     """Token ids to text with special tokens kept."""
     eos_ids: Sequence[int]
     temperature: float
+    truncation: Truncation
     max_tokens: int
     seed: int
     half_precision: bool
@@ -90,10 +91,17 @@ def _sample(inputs: GateInputs, prompts: Sequence[Prompt]) -> list[Completion]:
             max_tokens=min(_MAX_TOKENS, inputs.max_tokens),
             temperature=inputs.temperature,
             noise=NoiseKey(inputs.seed, Stream.PARITY, 0, slot),
+            truncation=inputs.truncation,
         )
         for slot, prompt in enumerate(prompts)
     ]
-    return sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
+    completions = sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
+    if inputs.truncation.active and any(item.kept is None for item in completions):
+        raise RunFailed(
+            "Parity gate: [training] top_k, top_p or min_p is set, and the engine's completions do not say how many tokens were kept, so it "
+            'may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
+        )
+    return completions
 
 
 def _differences(inputs: GateInputs, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Float32Array:

@@ -33,6 +33,7 @@ def notes(config: TrainConfig) -> list[str]:
         maximal_lambda_note(config),
         _loss_note(config),
         _dropout_note(config),
+        _truncation_note(config),
         _split_note(config),
         _sharding_note(config),
         _back_pressure_note(config),
@@ -119,6 +120,19 @@ def _dropout_note(config: TrainConfig) -> str:
     if config.loss.old_logprobs == "recomputed":
         return f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
     return f'{effect}, and so does the loss\'s ratio; set [loss] old_logprobs = "recomputed" to take that under the same masks.'
+
+
+def _truncation_note(config: TrainConfig) -> str:
+    """What else changes with the sampled distribution."""
+    if not config.training.truncated:
+        return ""
+    cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]
+    values = ", ".join(f"{key} = {config.value(f'training.{key}'):g}" for key in cuts)
+    kl = "; the KL term is against the base's whole distribution" if config.loss.kl_coef else ""
+    return (
+        f"[training] {values}: sampled and trained as the distribution renormalised over the kept tokens, so log-probs, surprisals and "
+        f"entropies are of that distribution, and a position where one token is kept trains nothing{kl}."
+    )
 
 
 def _back_pressure_note(config: TrainConfig) -> str:

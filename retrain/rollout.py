@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from retrain.data import Prompt
-from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
+from retrain.inference_engine.base import WHOLE_VOCABULARY, InferenceEngine, NoiseKey, SampleRequest, Truncation
 from retrain.parallel import ALONE, World
 from retrain.rewards import Scorer, ScoreRequest
 from retrain.types import Completion, Group, Int32Array, Score
@@ -25,6 +25,7 @@ class SamplingPlan:
     stream: int
     redraws: int = 0
     """Dynamic sampling: how often a group whose rewards are all equal is drawn anew."""
+    truncation: Truncation = WHOLE_VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Sampler:
                 temperature=plan.temperature,
                 noise=NoiseKey(plan.seed, plan.stream, step, slot),
                 first_sample=first_sample,
+                truncation=plan.truncation,
             )
             for slot in slots
         ]

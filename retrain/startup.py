@@ -10,10 +10,11 @@ from retrain.backends import build_backend
 from retrain.backends.base import Backend
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
-from retrain.config.outcomes import per_token_refusals
+from retrain.config.outcomes import kept_set_refusals, per_token_refusals
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluator
+from retrain.inference_engine.base import Truncation
 from retrain.noise import Stream
 from retrain.parallel import ALONE, World
 from retrain.parity import GateInputs, GateResult, parity_gate
@@ -69,7 +70,8 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
             say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
-        if problems := per_token_refusals(config, backend.capabilities.per_token_advantages):
+        problems = per_token_refusals(config, backend.capabilities.per_token_advantages)
+        if problems := [*problems, *kept_set_refusals(config, backend.engine.capabilities.kept_set)]:
             raise ConfigurationError(problems)
         undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic, world)
@@ -142,7 +144,13 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
         seed=training.seed,
         stream=Stream.SAMPLING,
         redraws=training.dynamic_sampling,
+        truncation=truncation(config),
     )
+
+
+def truncation(config: TrainConfig) -> Truncation:
+    """That of training, which evaluation shares."""
+    return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
 
 
 def evaluation_plan(config: TrainConfig) -> SamplingPlan:
@@ -153,6 +161,7 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
         temperature=training.temperature if evaluation.temperature is None else evaluation.temperature,
         seed=training.seed,
         stream=Stream.EVALUATION,
+        truncation=truncation(config),
     )
 
 
@@ -166,6 +175,7 @@ def run_parity_gate(config: TrainConfig, parts: Parts) -> GateResult:
         decode=lambda ids: str(parts.text.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
         eos_ids=parts.text.eos_ids,
         temperature=config.training.temperature,
+        truncation=truncation(config),
         max_tokens=config.training.max_tokens,
         seed=config.training.seed,
         half_precision=rounded,

@@ -65,10 +65,12 @@ class Completion:
     token_ids: Int32Array
     """[T], the sampled EOS included, nothing after it."""
     logprobs: Float32Array
-    """[T] natural log-probabilities of the sampled distribution softmax(logits / temperature)."""
+    """[T] natural log-probabilities of the sampled distribution: softmax(logits / temperature), renormalised where it is truncated."""
     entropies: Float32Array | None
     """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the engine has only log-probs."""
     finish_reason: FinishReason
+    kept: Int32Array | None = None
+    """[T] how many tokens, the most probable ones, each token was drawn from; None where that was the whole vocabulary."""
 
 
 class Outcome(StrEnum):
@@ -132,6 +134,8 @@ class Row:
     """The completion ended by length, not by EOS."""
     counted: int | None = None
     """Tokens that a mean of the policy term is over. None: all T. 0: the row has no policy term, only those of KL and entropy."""
+    kept: Int32Array | None = None
+    """[T] how many tokens each action was drawn from; None where that was the whole vocabulary."""
 
     @classmethod
     def from_completion(
@@ -147,6 +151,7 @@ class Row:
             group=group,
             truncated=completion.finish_reason is FinishReason.LENGTH,
             counted=counted,
+            kept=completion.kept,
         )
 
     @property

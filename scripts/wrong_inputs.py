@@ -71,7 +71,7 @@ CASES = [
     Case("not a number", 2, "lr", "[training]\nlr = nan"),
     Case("a value outside a closed set", 2, "token_mean", '[loss]\naggregation = "tokenmean"'),
     Case("a misspelt advantage", 2, "maxrl", '[algorithm]\nadvantage_mode = "maxlr"'),
-    Case("a nucleus in training", 2, "top_p", "[training]\ntop_p = 0.9"),
+    Case("one token to choose from", 2, "top_k", "[training]\ntop_k = 1"),
     Case("HICRA's alpha above 1", 2, "alpha", '[algorithm]\ntransform_mode = "gtpo_hicra"\n[hicra]\nalpha = 1.5'),
     Case("SEPA without a ramp", 2, "steps", '[algorithm]\ntransform_mode = "gtpo_sepa"\n[sepa]\nsteps = 0'),
     Case("entropy_mask without rho", 2, "surprisal_mask_rho", '[algorithm]\ntransform_mode = "entropy_mask"'),

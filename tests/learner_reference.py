@@ -18,10 +18,19 @@ def row_scores(model: Any, row: Row, temperature: float) -> tuple[list[torch.Ten
     logprobs, entropies = [], []
     for start, stop in row.spans:
         for position in range(start, stop):
-            distribution = torch.log_softmax(logits[position - 1], -1)  # the logits before a token are those that it was drawn from
-            logprobs.append(distribution[int(row.token_ids[position])])
+            z = logits[position - 1]  # the logits before a token are those that it was drawn from
+            token = int(row.token_ids[position])
+            if row.kept is not None:
+                z, token = z[_kept_tokens(z.detach(), token, int(row.kept[len(logprobs)]))], 0
+            distribution = torch.log_softmax(z, -1)
+            logprobs.append(distribution[token])
             entropies.append(-(distribution.exp() * distribution).sum())
     return logprobs, entropies
+
+
+def _kept_tokens(z: torch.Tensor, token: int, count: int) -> list[int]:
+    """`token` and the count - 1 most probable others, equal ones by rising id."""
+    return sorted(range(len(z)), key=lambda other: (other != token, -float(z[other]), other))[:count]
 
 
 def reference_loss(

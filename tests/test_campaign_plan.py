@@ -140,7 +140,7 @@ def test_a_condition_that_sets_something_wrong_is_refused_with_its_number(line: 
 
 def test_what_is_wrong_for_every_condition_is_said_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        load_text(f"{TWO_PPO}\n[training]\ntop_p = 0.5")
+        load_text(f"{TWO_PPO}\n[training]\ntop_k = 1")
     assert len(caught.value.problems) == 1 and "number" not in caught.value.problems[0]
 
 

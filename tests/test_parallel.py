@@ -18,7 +18,7 @@ from retrain.tracking.tokens import read_tokens
 from tests.runs import lines, small
 
 SHARED: dict[str, Any] = {
-    "training": {"batch_size": 3, "updates_per_batch": 2, "minibatches": 2},
+    "training": {"batch_size": 3, "updates_per_batch": 2, "minibatches": 2, "top_p": 0.9},
     "loss": {"mode": "ppo", "kl_coef": 0.01, "max_grad_norm": 1.0},
     "evaluation": {"at_end": True, "max_examples": 5},
     "logging": {"tokens_every": 2},

@@ -43,7 +43,7 @@ def is_trained(row: Row, loss: "Loss") -> bool:
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ValueError naming the row whose spans, log-probs or advantages do not fit its tokens."""
+    """Raise ValueError naming the row whose spans, log-probs, advantages or kept counts do not fit its tokens."""
     for index, row in enumerate(rows):
         edge = 1
         for start, stop in row.spans:
@@ -54,3 +54,5 @@ def check_rows(rows: Sequence[Row]) -> None:
             raise ValueError(
                 f"row {index}: {row.num_actions} action tokens, but {len(row.logprobs)} log-probs and {len(row.advantages)} advantages"
             )
+        if row.kept is not None and (len(row.kept) != row.num_actions or (row.kept < 1).any()):
+            raise ValueError(f"row {index}: {row.num_actions} action tokens need as many kept counts of 1 or more, not {row.kept.tolist()}")

@@ -81,7 +81,12 @@ def to_json(credit: "StepCredit", numbers: list[int]) -> dict[str, Any]:
     completions = []
     for number in numbers:
         completion = credit.completion(number)
-        optional = {"entropy": completion.entropies, "planning": completion.planning, "log_ratio": completion.log_ratios}
+        optional = {
+            "entropy": completion.entropies,
+            "planning": completion.planning,
+            "log_ratio": completion.log_ratios,
+            "kept": completion.kept,
+        }
         completions.append(
             {
                 "prompt": completion.slot,

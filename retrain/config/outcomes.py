@@ -24,6 +24,8 @@ from retrain.config.toml import toml_value
 
 Test = Callable[[TrainConfig], bool]
 
+TRUNCATING_KEYS = ("training.top_k", "training.top_p", "training.min_p")
+
 
 # -- keys without effect -------------------------------------------------------------------------------------------------
 
@@ -302,7 +304,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 )
 
 
-# -- what a backend cannot do --------------------------------------------------------------------------------------------
+# -- what a backend or its engine cannot do ------------------------------------------------------------------------------
 
 
 def per_token_refusals(config: TrainConfig, per_token_advantages: bool) -> list[str]:
@@ -318,3 +320,18 @@ def per_token_refusals(config: TrainConfig, per_token_advantages: bool) -> list[
     if config.algorithm.surprisal_mask_rho > 0:
         sentences.append(f"[algorithm] surprisal_mask_rho = {config.algorithm.surprisal_mask_rho} {backend}; leave it at 0.")
     return sentences
+
+
+def kept_set_refusals(config: TrainConfig, kept_set: bool) -> list[str]:
+    """One sentence for each cut of the sampled distribution, for an engine that does not say which tokens were kept.
+
+    Called when a run starts, with the capability that the engine declares.
+    """
+    if kept_set:
+        return []
+    cuts = [key for key in all_keys() if key.path in TRUNCATING_KEYS and config.value(key.path) != key.default]
+    return [
+        f'[training] {key.name} = {toml_value(config.value(key.path))} is trained over the tokens that were kept, and engine '
+        f'"{config.inference.engine}" does not say how many those are; leave it at {toml_value(key.default)}, or use engine = "pytorch".'
+        for key in cuts
+    ]

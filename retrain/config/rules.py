@@ -138,11 +138,12 @@ def _group_relative_advantages_need_two(config: "TrainConfig") -> Iterator[Viola
 
 
 @_rule
-def _top_p_is_not_trainable(config: "TrainConfig") -> Iterator[Violation]:
-    if config.training.top_p < 1:
+def _one_token_is_no_choice(config: "TrainConfig") -> Iterator[Violation]:
+    if config.training.top_k == 1:
         yield Violation(
-            ("training.top_p",),
-            f"[training] top_p = {config.training.top_p} would sample from another distribution than is trained; leave it at 1.0",
+            ("training.top_k",),
+            "[training] top_k = 1 keeps one token, so all completions of a prompt are equal and nothing is learned; "
+            "give 0 (off) or 2 or more",
         )
 
 

@@ -175,9 +175,14 @@ class Training(Section):
     group_size: int = key(16, "Completions sampled per prompt.", ge=1)
     max_tokens: int = key(10240, "New tokens per completion at most.", ge=1)
     temperature: float = key(0.7, "Sampling temperature; the policy that is trained is the one at this temperature.", gt=0)
+    top_k: int = key(0, "Sample from, and train over, the k most probable tokens at each position, renormalised; 0 is off.", ge=0)
     top_p: float = key(
-        1.0, "Nucleus of the sampled distribution; below 1 is refused, since it is not the distribution that is trained.", gt=0, le=1
+        1.0,
+        "Sample from, and train over, the fewest most probable tokens whose probability reaches top_p, taken after top_k; 1 is off.",
+        gt=0,
+        le=1,
     )
+    min_p: float = key(0.0, "Sample from, and train over, tokens of at least min_p times the largest probability; 0 is off.", ge=0, lt=1)
     lr: float = key(4e-5, "Learning rate.", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "Learning rate after warm-up: constant, or falling to 0 at max_steps."
@@ -200,6 +205,11 @@ class Training(Section):
     save_every: int = key(20, "Steps between checkpoints.", ge=1)
     keep_checkpoints: int = key(0, "Newest checkpoints that are kept; 0 keeps all, and at least two are needed to survive a crash.", ge=0)
     max_hours: float = key(0.0, "Stop and save after so many hours; 0 is no limit.", ge=0)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the policy that is sampled and trained leaves out improbable tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Optimizer(Section):
@@ -299,7 +309,11 @@ class Evaluation(Section):
     max_examples: int = key(200, "Problems evaluated at most; 0 uses all.", ge=0)
     samples: int = key(1, "Completions sampled per problem.", ge=1)
     temperature: float | None = key(
-        None, "Sampling temperature, 0 for greedy; unset means training's.", ge=0, meaningful_unset=True, example=1.0
+        None,
+        "Sampling temperature, 0 for greedy; unset means training's. Where it is not 0, [training] top_k, top_p and min_p apply as well.",
+        ge=0,
+        meaningful_unset=True,
+        example=1.0,
     )
     k: list[Positive] = key([1], "Values of k for which pass@k is reported.", min_length=1)
 

@@ -26,6 +26,25 @@ class NoiseKey:
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """Which tokens the sampled distribution keeps (`truncation.py` has the definition); it is renormalised over them."""
+
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    """1 is off."""
+    min_p: float = 0.0
+    """0 is off."""
+
+    @property
+    def active(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+WHOLE_VOCABULARY = Truncation()
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     prompt_ids: Int32Array
     """[P], P >= 1."""
@@ -33,11 +52,13 @@ class SampleRequest:
     """Completions wanted of this prompt."""
     max_tokens: int
     temperature: float
-    """The policy is softmax(logits / temperature) over the whole vocabulary; 0 is greedy (evaluation only)."""
+    """The policy is softmax(logits / temperature), truncated where `truncation` is active; 0 is greedy (evaluation only)."""
     noise: NoiseKey
     first_sample: int = 0
     """Samples are numbered first_sample .. first_sample + count - 1."""
     adapter_slot: int = 0
+    truncation: Truncation = WHOLE_VOCABULARY
+    """Without effect on a greedy request."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,8 @@ class EngineCapabilities:
     """raw: of softmax(logits) whatever the temperature; the learner then recomputes the old log-probs."""
     entropy: bool
     """Shannon entropy of every token."""
+    kept_set: bool = False
+    """Truncated requests are served: log-probs are of the renormalised distribution, and completions say how many tokens it kept."""
 
 
 class InferenceEngine(ABC):

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from retrain.inference_engine.base import SampleRequest
+from retrain.inference_engine.base import WHOLE_VOCABULARY, SampleRequest, Truncation
 from retrain.inference_engine.sampling import Draws
+from retrain.inference_engine.truncation import Cuts
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
 
@@ -34,6 +35,11 @@ class Waiting:
         """KV tokens that it may come to need; its last token is never fed back."""
         return len(self.request.prompt_ids) + self.limit - 1
 
+    @property
+    def truncation(self) -> Truncation:
+        """A greedy completion takes the largest logit, which no cut removes."""
+        return self.request.truncation if self.request.temperature > 0 else WHOLE_VOCABULARY
+
 
 class Rows:
     """State of rows 0 .. count-1. A row moves with all of its state, so that the active rows stay a prefix."""
@@ -50,15 +56,19 @@ class Rows:
         self.last_tokens = np.zeros(rows, dtype=np.int64)
         self.slots = np.zeros(rows, dtype=np.int64)
         """Of their adapters."""
+        self._top_k = np.zeros(rows, dtype=np.int64)
+        self._top_p = np.ones(rows)
+        self._min_p = np.zeros(rows)
         self._noise_keys = np.zeros((rows, 5), dtype=np.int64)
         self._noise = np.zeros((rows, _NOISE_AHEAD))
         self._noise_start = np.zeros(rows, dtype=np.int64)
         self._tokens = np.zeros((rows, longest), dtype=np.int32)
         self._logprobs = np.zeros((rows, longest), dtype=np.float32)
         self._entropies = np.zeros((rows, longest), dtype=np.float32)
+        self._kept = np.zeros((rows, longest), dtype=np.int32)
         self._all: list[npt.NDArray[Any]] = [
-            self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens, self.slots,
-            self._noise_keys, self._noise, self._noise_start, self._tokens, self._logprobs, self._entropies,
+            self.cached, self.sampled, self.limits, self.temperatures, self.last_tokens, self.slots, self._top_k, self._top_p, self._min_p,
+            self._noise_keys, self._noise, self._noise_start, self._tokens, self._logprobs, self._entropies, self._kept,
         ]  # fmt: skip
 
     def start(self, waiting: list[Waiting]) -> range:
@@ -69,6 +79,8 @@ class Rows:
             key = request.noise
             self.cached[row], self.sampled[row], self.limits[row] = len(request.prompt_ids), 0, one.limit
             self.temperatures[row], self.slots[row] = request.temperature, request.adapter_slot
+            cut = one.truncation
+            self._top_k[row], self._top_p[row], self._min_p[row] = cut.top_k, cut.top_p, cut.min_p
             self._noise_keys[row] = key.seed, key.stream, key.step, key.prompt, one.sample
         self.waiting += waiting
         self.count = added.stop
@@ -84,6 +96,11 @@ class Rows:
             offset = np.zeros_like(offset)
         noise: npt.NDArray[np.float64] = self._noise[index, offset]
         return noise
+
+    def cuts(self, rows: slice) -> Cuts | None:
+        """None where none of the rows is truncated."""
+        cuts = Cuts(self._top_k, self._top_p, self._min_p)[rows]
+        return cuts if cuts.active.any() else None
 
     def _refill_noise(self, rows: npt.NDArray[np.int64]) -> None:
         self._noise_start[rows] = self.sampled[rows]
@@ -101,6 +118,8 @@ class Rows:
         self._tokens[index, place] = draws.tokens
         self._logprobs[index, place] = draws.logprobs
         self._entropies[index, place] = draws.entropies
+        if draws.kept is not None:
+            self._kept[index, place] = draws.kept
         self.last_tokens[rows] = draws.tokens
         self.sampled[rows] += 1
         done = np.isin(draws.tokens, eos_ids) | (self.sampled[rows] >= self.limits[rows])
@@ -116,6 +135,7 @@ class Rows:
             logprobs=self._logprobs[row, :length].copy(),
             entropies=self._entropies[row, :length].copy(),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            kept=self._kept[row, :length].copy() if one.truncation.active else None,
         )
 
     def remove(self, rows: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:

@@ -1,7 +1,8 @@
 """From logits to a token, its log-prob and the entropy, in one place and one pass over chunks of rows.
 
-The sampled distribution is softmax(logits / temperature) over the whole vocabulary; the token is its inverse CDF at a
-uniform from the counter-based noise, so a completion's tokens do not depend on what else is in the batch.
+The sampled distribution is softmax(logits / temperature), over the whole vocabulary or renormalised over the tokens that the cuts
+of `truncation.py` keep; the token is its inverse CDF at a uniform from the counter-based noise, so a completion's tokens do not
+depend on what else is in the batch.
 Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
 """
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.inference_engine.transfer import upload
+from retrain.inference_engine.truncation import Cuts, KeptSets
 
 _BLOCK = 256
 """The CDF has two levels, sums over blocks and then tokens within one block, both accumulated in float64: a single float32
@@ -31,30 +33,39 @@ class Draws:
     tokens: npt.NDArray[np.int64]
     """[R]"""
     logprobs: npt.NDArray[np.float32]
-    """[R] natural log of the token's probability under softmax(logits / temperature); 0 for greedy rows."""
+    """[R] natural log of the token's probability under the sampled distribution; 0 for greedy rows."""
     entropies: npt.NDArray[np.float32]
-    """[R] nats, before any truncation (algorithms: H = logsumexp(z) - sum softmax(z) z); 0 for greedy rows."""
+    """[R] nats, of the sampled distribution (H = logsumexp(z) - sum softmax(z) z); 0 for greedy rows."""
+    kept: npt.NDArray[np.int32] | None = None
+    """[R] tokens that the sampled distribution kept; None where nothing was cut."""
 
 
-def draw(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]) -> Draws:
+def draw(
+    logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64], cuts: Cuts | None = None
+) -> Draws:
     """Sample one token per row of `logits` [R, V], at `temperatures` [R] (0 is greedy) with `uniforms` [R] in (0, 1).
 
-    A token of probability zero (logit -inf, or underflow) is never drawn. Equal cumulative sums go to the lower id.
+    A token of probability zero (logit -inf, underflow, or cut off) is never drawn. Equal cumulative sums go to the lower id.
     """
     if logits.device.type == "mps":  # MPS has no float64
         logits = logits.cpu()
     rows, vocabulary = logits.shape
     chunk = max(1, CHUNK_BYTES.get(logits.device.type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
-    packed = torch.empty(rows, 3, dtype=torch.float64, device=logits.device)  # one transfer to the host for all three
+    columns = 3 if cuts is None else 4
+    packed = torch.empty(rows, columns, dtype=torch.float64, device=logits.device)  # one transfer to the host for all of them
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
-        _draw_chunk(logits[part], temperatures[part], upload(uniforms[part], logits.device), packed[part])
+        of_chunk = None if cuts is None else cuts[part]
+        _draw_chunk(logits[part], temperatures[part], upload(uniforms[part], logits.device), of_chunk, packed[part])
     host = packed.cpu().numpy()
-    return Draws(host[:, 0].astype(np.int64), host[:, 1].astype(np.float32), host[:, 2].astype(np.float32))
+    kept = None if cuts is None else host[:, 3].astype(np.int32)
+    return Draws(host[:, 0].astype(np.int64), host[:, 1].astype(np.float32), host[:, 2].astype(np.float32), kept)
 
 
-def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: Tensor, out: Tensor) -> None:
-    """Fill `out` [r, 3] with token, log-prob and entropy of each row."""
+def _draw_chunk(
+    logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: Tensor, cuts: Cuts | None, out: Tensor
+) -> None:
+    """Fill `out` [r, 3 or 4] with token, log-prob and entropy of each row, and with how many tokens the cuts keep."""
     rows, vocabulary = logits.shape
     size = min(_BLOCK, vocabulary)
     blocks = -(-vocabulary // size)
@@ -64,6 +75,10 @@ def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms:
     torch.sub(z, z.amax(-1, keepdim=True), out=shifted[:, :vocabulary])
     shifted.clamp_(min=_LOG_FLOOR)
     weights = shifted.exp()  # softmax times `total`
+    if cuts is not None:
+        kept = KeptSets.of_cuts(shifted[:, :vocabulary], weights.sum(-1, dtype=torch.float64), cuts)
+        weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
+        out[:, 3] = kept.counts
 
     block_sums = weights.view(rows, blocks, size).sum(-1).double()
     cumulative = F.pad(block_sums.cumsum(-1), (1, 0))

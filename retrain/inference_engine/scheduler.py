@@ -101,7 +101,7 @@ class DecodeRun:
         return self._rows.slots[rows] if self._mixed else None
 
     def _draw(self, logits: Tensor, rows: slice) -> list[Completion]:
-        draws = draw(logits, self._rows.temperatures[rows], self._rows.uniforms(rows))
+        draws = draw(logits, self._rows.temperatures[rows], self._rows.uniforms(rows), self._rows.cuts(rows))
         self._check_finite(draws, rows)
         done = self._rows.record(rows, draws, self._eos_ids)
         finished = [self._rows.completion(int(row), self._eos_ids) for row in done]

@@ -33,7 +33,7 @@ class TorchEngine(InferenceEngine):
     model is as the caller left it (training flags, attention, gradient mode, adapter).
     """
 
-    capabilities = EngineCapabilities(noise="counter", logprobs="sampled", entropy=True)
+    capabilities = EngineCapabilities(noise="counter", logprobs="sampled", entropy=True, kept_set=True)
 
     def __init__(
         self,

@@ -45,6 +45,8 @@ class CompletionCredit:
     """[T] inside a planning phrase; None where no condition looked for them."""
     log_ratios: Float32Array | None
     """[T] learner - sampler log-prob before the step; None where the completion was not trained on."""
+    kept: npt.NDArray[np.int32] | None
+    """[T] how many tokens each one was drawn from; None where the sampled distribution was not truncated."""
     stages: Mapping[str, Mapping[str, Float32Array]]
     """Condition -> stage -> [T] advantages, in the order in which the stages were applied."""
 
@@ -113,6 +115,7 @@ class StepCredit:
             entropies=table.entropies[part] if table.entropies is not None else None,
             planning=self.planning[part] if self.planning is not None else None,
             log_ratios=ratios if ratios is not None and not np.isnan(ratios).any() else None,
+            kept=table.kept[part] if table.kept is not None else None,
             stages={label: {stage: values[part] for stage, values in stages.items()} for label, stages in self.stages.items()},
         )
 
@@ -224,6 +227,7 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
                 logprobs=table.logprobs[part],
                 entropies=table.entropies[part] if table.entropies is not None else None,
                 finish_reason=FinishReason.LENGTH if table.truncated[number] else FinishReason.STOP,
+                kept=table.kept[part] if table.kept is not None else None,
             )
         )
         group.texts.append("")

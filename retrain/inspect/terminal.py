@@ -147,7 +147,8 @@ def _columns(completion: CompletionCredit, positions: Sequence[int], advantages:
     from rich.cells import cell_len
 
     pieces = without_escapes(completion.pieces)
-    rows = [("token", "text", "plan", "surprisal", "entropy", "log-ratio", *map(one_line, advantages))]
+    kept = ("kept",) if completion.kept is not None else ()
+    rows = [("token", "text", "plan", "surprisal", "entropy", "log-ratio", *kept, *map(one_line, advantages))]
     for position in positions:
         given = (f"{values[position]:+.4f}" for values in advantages.values())
         rows.append((str(position), f"'{_shown(pieces[position])}'", *_numbers(completion, position), *given))
@@ -160,6 +161,8 @@ def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
     yield f"{completion.surprisals[position]:.3f}"
     yield "" if completion.entropies is None else f"{completion.entropies[position]:.3f}"
     yield "" if completion.log_ratios is None else f"{completion.log_ratios[position]:+.1e}"
+    if completion.kept is not None:
+        yield str(completion.kept[position])
 
 
 def _advantages(completion: CompletionCredit, letters: Mapping[str, str] | None = None) -> dict[str, Float32Array]:

@@ -97,4 +97,6 @@ def _numbers(completion: CompletionCredit, label: str, position: int, planning: 
         parts.append(f"entropy {completion.entropies[position]:.3f}")
     if completion.log_ratios is not None:
         parts.append(f"log-ratio {completion.log_ratios[position]:+.1e}")
+    if completion.kept is not None:
+        parts.append(f"one of {completion.kept[position]} tokens")
     return ", ".join([*parts, "planning"] if planning else parts)

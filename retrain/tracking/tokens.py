@@ -48,9 +48,11 @@ class TokenTable:
     """[P + 1] of the prompts in the order in which their slots come."""
     prompt_token_ids: npt.NDArray[np.int32] | None = None
     """[p] the prompts' tokens, each prompt once."""
+    kept: npt.NDArray[np.int32] | None = None
+    """[n] how many tokens each one was drawn from; None where the sampled distribution was not truncated."""
 
 
-_OPTIONAL = ("entropies", "mask", "rewards", "truncated", "log_ratios", "prompt_offsets", "prompt_token_ids")
+_OPTIONAL = ("entropies", "mask", "rewards", "truncated", "log_ratios", "prompt_offsets", "prompt_token_ids", "kept")
 
 
 def write_tokens(path: Path, table: TokenTable, step: int) -> None:

@@ -1,6 +1,6 @@
 """The learning pass: rows in, optimizer steps out, with one normalisation an optimizer batch whatever the micro-batches.
 
-The policy is softmax(logits / temperature), as it was sampled. Dropout, where it is on, acts in the training pass only.
+The policy is softmax(logits / temperature), over the tokens that the sampler kept. Dropout, where it is on, acts in the training pass only.
 """
 
 import math
@@ -146,6 +146,9 @@ class Learner:
     def score(self, rows: Sequence[LearnerRow], *, reference: bool = False, masks_of: int | None = None) -> list[Float32Array]:
         """The learner's log-probs of each row, or those of the frozen base with the adapter off; under the dropout masks of step
         `masks_of`, where it is given.
+
+        The base is never truncated: the divergence of a truncated policy from it is finite and well-defined, its gradient under a fixed
+        kept set is that of the divergence from the base renormalised over the set, and the base's own likeliest tokens are another set.
         """
         masked = masks_of is not None and self.adapter.drops
         found: dict[int, Float32Array] = {}
@@ -154,7 +157,7 @@ class Learner:
                 stack.enter_context(self.adapter.disabled())
             for micro in self._micro_batches(rows, share=not masked):
                 with nullcontext() if masks_of is None else self._dropout(micro, masks_of):
-                    logprobs = self._forward(micro).logprobs
+                    logprobs = self._forward(micro, truncated=not reference).logprobs
                 if not micro.filler:
                     found.update(_by_row(micro, logprobs))
         for part in self.world.gather(found):
@@ -246,11 +249,12 @@ class Learner:
             micro = pack(micro_rows, device, self._kernel, budget, share=share) if self._packs else pad(micro_rows, device)
             yield micro if part else replace(micro, filler=True)
 
-    def _forward(self, micro: MicroBatch, *, entropy: bool = False) -> TokenScores:
+    def _forward(self, micro: MicroBatch, *, truncated: bool = True, entropy: bool = False) -> TokenScores:
         """Scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
         hidden = self._hidden_states(micro)
         states = hidden.flatten(0, 1).index_select(0, micro.predictors)
-        return score_tokens(self.base.head, states, micro.targets, self.temperature, entropy=entropy)
+        kept = micro.kept() if truncated else None
+        return score_tokens(self.base.head, states, micro.targets, self.temperature, kept=kept, entropy=entropy)
 
     def _hidden_states(self, micro: MicroBatch) -> Tensor:
         """[1, N, H]; [rows, longest, H] where the rows are padded."""

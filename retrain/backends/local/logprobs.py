@@ -3,6 +3,9 @@
 The head runs over rows of hidden states in chunks that are sized in bytes. Its weight is frozen, so the only gradient is the
 one with respect to the hidden state, and for a scalar per row that gradient is one vector of size H: it is computed while the
 row's logits are there, and backward is a multiplication. No logits are kept and none are computed twice.
+
+Where a token was drawn from a truncated distribution, its row's softmax runs over the kept tokens alone: the sampled one and the
+most probable others, as many as the sampler kept (`inference_engine/truncation.py`). The set is a constant to the gradient.
 """
 
 from dataclasses import dataclass
@@ -11,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from retrain.inference_engine.truncation import keep_only
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of one fp32 tensor [chunk rows, vocabulary]; a handful of them live at a time."""
@@ -57,23 +62,31 @@ def chunk_rows(vocabulary: int, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 
 def score_tokens(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: float, *, entropy: bool = False, chunk_bytes: int = CHUNK_BYTES
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    kept: Tensor | None = None,
+    entropy: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenScores:
     """Log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and the entropies if wanted.
 
+    `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all of them.
     Softmax runs in float32. Gradient flows to `hidden` only.
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
     rows = chunk_rows(head.weight.shape[0], chunk_bytes)
-    logprobs, entropies = _ChunkedHead.apply(hidden, targets, head, temperature, entropy, rows)  # type: ignore[no-untyped-call]
+    logprobs, entropies = _ChunkedHead.apply(hidden, targets, kept, head, temperature, entropy, rows)  # type: ignore[no-untyped-call]
     return TokenScores(logprobs, entropies if entropy else None)
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, head: Head, temperature: float, entropy: bool, rows: int
+        ctx: Any, hidden: Tensor, targets: Tensor, kept: Tensor | None, head: Head, temperature: float, entropy: bool, rows: int
     ) -> tuple[Tensor, Tensor]:
         count, wants_gradient = hidden.shape[0], ctx.needs_input_grad[0]
         logprobs = hidden.new_empty(count, dtype=torch.float32)
@@ -83,7 +96,8 @@ class _ChunkedHead(torch.autograd.Function):
         products = hidden.new_empty(min(rows, count), head.weight.shape[0])  # of one chunk after the other: new memory costs page faults
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
-            chunk = _Chunk(head, hidden[part], targets[part], temperature, products[: part.stop - start], entropy=entropy)
+            of_part = None if kept is None else kept[part]
+            chunk = _Chunk(head, hidden[part], targets[part], of_part, temperature, products[: part.stop - start], entropy=entropy)
             logprobs[part] = chunk.logprobs
             if entropy:
                 entropies[part] = chunk.entropies()
@@ -96,27 +110,31 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
         logprob_gradient, entropy_gradient = ctx.saved_tensors
         gradient = logprob_factor.unsqueeze(-1) * logprob_gradient
         if entropy_gradient is not None:
             gradient = gradient + entropy_factor.unsqueeze(-1) * entropy_gradient
-        return gradient.to(logprob_gradient.dtype), None, None, None, None, None
+        return gradient.to(logprob_gradient.dtype), None, None, None, None, None, None
 
 
 class _Chunk:
     """Some rows of the head, in as few tensors of [rows, V] as can be: one, and one more each for entropies and for a soft cap.
 
     With u = z / T - max(z / T) and s = sum(exp u): p = exp(u) / s, log p = u - log s, H = log s - sum(p u), which adds terms that are
-    never negative. d log p_target / d z = (onehot - p) / T, and dH / d z = -p * (log p + H) / T.
+    never negative. d log p_target / d z = (onehot - p) / T, and dH / d z = -p * (log p + H) / T. Tokens that are not kept have p = 0.
     """
 
-    def __init__(self, head: Head, hidden: Tensor, targets: Tensor, temperature: float, products: Tensor, *, entropy: bool) -> None:
+    def __init__(
+        self, head: Head, hidden: Tensor, targets: Tensor, kept: Tensor | None, temperature: float, products: Tensor, *, entropy: bool
+    ) -> None:
         """`products` [rows, V] is memory, which the chunk makes its own."""
         self.head, self.targets, self.temperature = head, targets, temperature
         logits = head.logits(hidden, products)
         self.capped = logits.clone() if head.softcap is not None else None
         u = logits.div_(temperature) if temperature != 1.0 else logits
+        if kept is not None:
+            keep_only(u, targets, kept)
         u.sub_(u.amax(-1, keepdim=True))
         self._u = u.clone() if entropy else None
         of_target = u.gather(-1, targets.unsqueeze(-1))

@@ -69,6 +69,15 @@ class MicroBatch:
         """[A] float32 on the device from one array a row."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.token_ids.device)
 
+    def kept(self) -> Tensor | None:
+        """[A] int64 on the device: tokens that each action was drawn from; None where every one was drawn from the whole vocabulary."""
+        counts = [row.row.kept for row in self.rows]
+        if all(count is None for count in counts):
+            return None
+        everything = np.iinfo(np.int64).max
+        known = [np.full(length, everything) if own is None else own for own, length in zip(counts, self.lengths, strict=True)]
+        return torch.from_numpy(np.concatenate(known).astype(np.int64)).to(self.token_ids.device)
+
 
 def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
     """This process's rows: those of a prompt stay together, and every process gets about as many tokens."""

@@ -1,0 +1,167 @@
+"""Which tokens a truncated policy keeps: one definition, for the sampler that draws and the learner that scores.
+
+With z = logits / temperature, the tokens are ordered by falling z, equal ones by rising id. Three cuts each keep a prefix of
+that order, and the shortest prefix counts:
+
+- top_k keeps the first k tokens;
+- top_p keeps the shortest prefix whose probability reaches top_p, among the tokens that top_k left and renormalised over them
+  (transformers and vLLM apply the two in this order as well);
+- min_p keeps the tokens whose probability is at least min_p times the largest, which are those with z >= max z + ln(min_p).
+
+A kept set is therefore one number, the count of its tokens, and this count is all that the learner needs: it keeps as many of its
+own largest z. Let e be the largest difference between the learner's z of a position and the sampler's. The log-sum-exp of the m
+largest z moves by at most e (it is the maximum, over all sets of m tokens, of functions that move by at most e), so a truncated
+log-prob moves by at most 2 e, as a log-softmax over the whole vocabulary does. A token that enters the set by rounding equals the
+one that it replaces to within 2 e. A stored threshold on z would instead let a token enter or leave with its whole probability.
+Shape letters: R rows, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_FIRST_LOOK = 128
+_GROWTH = 16
+"""Most kept sets are small: the 128 largest z are searched first, then 16 times as many in the rows that need more."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """top_k, top_p and min_p of R rows."""
+
+    top_k: npt.NDArray[np.int64]
+    """[R] tokens; 0 is off."""
+    top_p: npt.NDArray[np.float64]
+    """[R] in (0, 1]; 1 is off."""
+    min_p: npt.NDArray[np.float64]
+    """[R] in [0, 1); 0 is off."""
+
+    def __getitem__(self, rows: slice) -> "Cuts":
+        return Cuts(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+    @property
+    def active(self) -> npt.NDArray[np.bool_]:
+        """[R] whether any of the three is on."""
+        active: npt.NDArray[np.bool_] = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        return active
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """The kept tokens of R rows."""
+
+    counts: Tensor
+    """[R] int64, 1 to V."""
+    last: Tensor
+    """[R] z of the last token kept."""
+    tied: Tensor
+    """[R] bool: the next token has the same z, and was cut off for its higher id."""
+
+    @classmethod
+    def of_counts(cls, z: Tensor, counts: Tensor) -> "KeptSets":
+        """The `counts` [R] largest of each row of `z` [R, V]."""
+        sets = cls._of_everything(z)
+        seen = 0
+        for size in _looks(z.shape[1]):
+            rows = ((counts > seen) & (counts <= size)).nonzero()[:, 0]
+            if len(rows):
+                sets._set(rows, counts[rows], _largest(z, rows, size + 1))
+            seen = size
+        return sets
+
+    @classmethod
+    def of_cuts(cls, z: Tensor, total: Tensor, cuts: Cuts) -> "KeptSets":
+        """What `cuts` leave of each row of `z` [R, V], whose maximum is 0; rows do not depend on each other.
+
+        Probabilities are float32 exponentials summed in float64, over `total` [R] where top_k leaves everything.
+        """
+        sets = cls._of_everything(z)
+        rows = torch.from_numpy(np.flatnonzero(cuts.active)).to(z.device)
+        top_k, top_p, min_p = (torch.from_numpy(values).to(z.device) for values in (cuts.top_k, cuts.top_p, cuts.min_p))
+        top_k = torch.where(top_k > 0, top_k.clamp(max=z.shape[1]), z.shape[1])
+        for size in _looks(z.shape[1]):
+            if not len(rows):
+                break
+            largest = _largest(z, rows, size + 1)
+            counts, found = _prefixes(largest[:, :size], z.shape[1], top_k[rows], top_p[rows], min_p[rows], total[rows])
+            sets._set(rows[found], counts[found], largest[found])
+            rows = rows[~found]
+        return sets
+
+    def beyond(self, z: Tensor) -> Tensor:
+        """[R, V] bool: the tokens that are not kept, of the same `z` [R, V] that the sets were made of."""
+        last = self.last[:, None]
+        beyond = z < last
+        rows = self.tied.nonzero()[:, 0]
+        if len(rows):
+            equal = z[rows] == last[rows]
+            places = self.counts[rows] - (z[rows] > last[rows]).sum(-1)
+            beyond[rows] |= equal & (equal.cumsum(-1, dtype=torch.int32) > places[:, None])
+        return beyond
+
+    @classmethod
+    def _of_everything(cls, z: Tensor) -> "KeptSets":
+        rows, vocabulary = z.shape
+        return cls(
+            torch.full((rows,), vocabulary, dtype=torch.int64, device=z.device),
+            torch.full((rows,), -torch.inf, dtype=z.dtype, device=z.device),
+            torch.zeros(rows, dtype=torch.bool, device=z.device),
+        )
+
+    def _set(self, rows: Tensor, counts: Tensor, largest: Tensor) -> None:
+        """`largest` holds the values of these rows in falling order, one more than `counts` unless there are no more."""
+        last = largest.gather(-1, counts[:, None] - 1)
+        after = largest.gather(-1, counts[:, None].clamp(max=largest.shape[1] - 1))
+        self.counts[rows], self.last[rows] = counts, last[:, 0]
+        self.tied[rows] = (after == last)[:, 0] & (counts < largest.shape[1])
+
+
+def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
+    """[rows, size or V] values in falling order."""
+    part = z if len(rows) == len(z) else z[rows]
+    return part.topk(min(size, z.shape[1])).values
+
+
+def _prefixes(largest: Tensor, vocabulary: int, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Lengths of the kept prefixes [R], and whether the `largest` [R, size] values suffice to know them."""
+    size = largest.shape[1]
+    mass = largest.exp().double().cumsum(-1)
+    of_top_k = mass.gather(-1, top_k.clamp(max=size)[:, None] - 1)[:, 0]
+    target = top_p * torch.where(top_k <= size, of_top_k, total)
+    above = (largest.double() >= min_p.log()[:, None]).sum(-1)
+    beyond = vocabulary + 1  # stands for a prefix that ends farther on
+    lengths = torch.stack(
+        [
+            top_k,
+            torch.where(top_p < 1, (mass < target[:, None]).sum(-1) + 1, beyond),
+            torch.where(above < size, above, beyond),
+        ]
+    )
+    shortest = lengths.amin(0).clamp(1, vocabulary)
+    target_known = (top_k <= size) | (top_k == vocabulary) | (top_p == 1)
+    return shortest, (shortest <= size) & target_known
+
+
+def _looks(vocabulary: int) -> Iterator[int]:
+    size = _FIRST_LOOK
+    while size < vocabulary:
+        yield size
+        size *= _GROWTH
+    yield vocabulary
+
+
+def keep_only(z: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+    """`z` [R, V] with -inf in place of what the learner does not keep: all but `targets` [R] and the counts - 1 largest others.
+
+    The sampled token belongs to the set it was drawn from. Under another rounding or another policy it may stand behind the first
+    `counts` [R] tokens; it then takes the last place. Changes `z`.
+    """
+    targets = targets.unsqueeze(-1)
+    own = z.gather(-1, targets)
+    z.scatter_(-1, targets, torch.inf)
+    z.masked_fill_(KeptSets.of_counts(z, counts.clamp(max=z.shape[1])).beyond(z), -torch.inf)
+    return z.scatter_(-1, targets, own)
