@@ -68,6 +68,11 @@ class StepRecord(_Record):
     mismatch_k3: float | None = None
     ess: float | None = None
     """Effective sample size of the ratios as a fraction of the tokens."""
+    log_ratio_mean: float | None = None
+    """Mean of |learner - sampler log-prob| over action tokens before the first optimizer step; its quantiles follow."""
+    log_ratio_p50: float | None = None
+    log_ratio_p90: float | None = None
+    log_ratio_p99: float | None = None
     grad_norm: float | None = None
     nonfinite_updates: int | None = None
     """Updates that were skipped because something was not finite."""
