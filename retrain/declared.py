@@ -86,14 +86,14 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
     if backend and not backend.synchronous_loss:
         yield f'[backend] backend = "{config.backend.backend}" reports a loss that is not the step\'s own: read the rewards instead.'
     if backend and not backend.exact_resume:
-        yield f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: a resumed run differs from an undisturbed one.'
+        yield f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: resumed and undisturbed runs differ.'
     if engine and engine.noise == "none":
         yield (
             f'[inference] engine = "{config.inference.engine}" draws its own noise: runs of one seed share their prompts and not their '
             "sampling, and a run cannot be repeated exactly."
         )
     if engine and not engine.token_ids_in:
-        yield f'[inference] engine = "{config.inference.engine}" takes prompts as text: one that does not encode back to its ids is refused.'
+        yield f'[inference] engine = "{config.inference.engine}" takes prompts as text, so each must encode back to its own ids.'
     if engine and engine.logprobs == "raw" and config.training.temperature != 1:
         yield (
             f'[inference] engine = "{config.inference.engine}" returns log-probs before the temperature, so the learner recomputes those '

@@ -175,6 +175,7 @@ def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bo
         eos_ids=parts.text.eos_ids,
         temperature=config.training.temperature,
         max_tokens=config.training.max_tokens,
+        longest_row=config.training.max_tokens + max(len(prompt.token_ids) for prompt in parts.prompts.prompts),
         seed=config.training.seed,
         half_precision=is_rounded(config, parts.backend),
         step=step,

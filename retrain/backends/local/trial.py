@@ -6,7 +6,7 @@ At a fresh start every lora_B is 0, so that an engine which ignores the adapter,
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retrain.backends.base import TrialAdapter
 from retrain.backends.local.adapter import Adapter
@@ -35,7 +35,7 @@ class LocalTrialAdapter(TrialAdapter):
 
     def __enter__(self) -> Self:
         for layer in self._layers:
-            layer.saved = layer.up.detach().clone()
+            layer.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,20 +54,20 @@ class _Layer:
         (adapter,) = module.lora_A
         down: nn.Parameter = module.lora_A[adapter].weight
         self.up: nn.Parameter = module.lora_B[adapter].weight
-        self.saved: Tensor | None = None
+        self._saved = self._trial = torch.empty(0)
         self._seed, self._number = seed, number
         size = module.scaling[adapter] * float(down.detach().norm())
-        self._unit = 3**0.5 / size if size else 0.0
-        """Half the width of uniform values with a standard deviation of 1 / (s |A|)."""
+        self._width = 3**0.5 / size if size else 0.0
+        """Half of it, of uniform values with a standard deviation of 1 / (s |A|)."""
 
-    def change(self, strength: float) -> None:
-        assert self.saved is not None
-        if not strength:
-            self.up.copy_(self.saved)
-            return
+    def begin(self) -> None:
+        self._saved = self.up.detach().clone()
         words = uniform_words(self._seed, Stream.PARITY, 1, 0, self._number, self.up.numel(), self.up.device)
         unit = (words.double() + 0.5) / 2**31 - 1  # in (-1, 1)
-        self.up.copy_(self.saved + (strength * self._unit * unit).view_as(self.up).to(self.saved))
+        self._trial = (self._width * unit).view_as(self.up).to(self._saved)
+
+    def change(self, strength: float) -> None:
+        self.up.copy_(torch.add(self._saved, self._trial, alpha=strength) if strength else self._saved)
 
 
 def _adapted(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -77,6 +77,7 @@ def _adapted(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def positions_and_window(config: Any) -> tuple[int, int]:
     """(positions that the model knows, its shortest sliding window or 0)."""
     text = config.get_text_config()
-    windowed = getattr(text, "use_sliding_window", True) and "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
+    layers = getattr(text, "layer_types", None)
+    windowed = getattr(text, "use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
     window = getattr(text, "sliding_window", None) if windowed else None
     return int(getattr(text, "max_position_embeddings", None) or 1 << 30), int(window or 0)
