@@ -43,6 +43,8 @@ _PROBED = 2
 """Completions, the longest, on which the effect of each group is looked for."""
 _MISSING = 0.25
 """Share of a group's effect that may be missing before the gate stops; one that is applied is within a few hundredths of 0."""
+_IGNORED = 0.9
+_WHOLE = "all layers"
 _SIGNIFICANT = 5.0
 """Standard errors by which that share must differ from 0."""
 
@@ -247,49 +249,57 @@ def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled
 def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: _Sampled) -> float:
     """The trial adapter's mean effect in nats. Raises RunFailed where a part of it is missing in the engine's log-probs.
 
-    The effect of a group is what the learner's log-probs lose without it; the share c of it that the engine lacks is the least-squares
-    fit of engine - learner by -c times that effect, over the tokens of the longest completions.
+    The effect of a group is what the learner's log-probs lose without it, on the longest completions. The whole adapter is a group too.
     """
     trial.set(0.0)
-    base = inputs.backend.logprobs(sampled.rows)
-    effect = float(np.abs(np.concatenate(sampled.learner) - np.concatenate(base)).mean())
+    base = np.concatenate(inputs.backend.logprobs(sampled.rows))
+    effect = float(np.abs(np.concatenate(sampled.learner) - base).mean())
     longest = sorted(zip(sampled.rows, sampled.learner, strict=True), key=lambda pair: -pair[0].num_actions)[:_PROBED]
     rows = [row for row, _ in longest]
     own = np.concatenate([logprobs for _, logprobs in longest])
     difference = np.concatenate([row.logprobs for row in rows]) - own
-    missing = {}
+    fits = [_fit(_WHOLE, difference, own - np.concatenate(inputs.backend.logprobs(rows)))]
     for group in trial.groups:
         trial.set(strength, without=group)
-        share = _missing_share(difference, own - np.concatenate(inputs.backend.logprobs(rows)))
-        if share > _MISSING:
-            missing[group] = share
+        fits.append(_fit(group, difference, own - np.concatenate(inputs.backend.logprobs(rows))))
     trial.set(strength)
+    missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error]
     if missing:
-        raise RunFailed(_missing_sentence(missing, len(trial.groups)))
+        raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained)))
     return effect
 
 
-def _missing_share(difference: Float32Array, effect: Float32Array) -> float:
-    """Of a group's effect; 0 where it does not differ from 0 by more than the rest of the difference explains, or has no effect."""
-    size = float(effect @ effect)
-    if not size or not np.isfinite(difference).all():
-        return 0.0
+@dataclass(frozen=True)
+class _Fit:
+    """engine - learner as -share times the effect of a group, by least squares over the tokens."""
+
+    group: str
+    share: float
+    """Of the group's effect that the engine lacks."""
+    error: float
+    """Standard error of the share."""
+    explained: float
+    """Of the sum of squares of the difference, between 0 and 1."""
+
+
+def _fit(group: str, difference: Float32Array, effect: Float32Array) -> _Fit:
+    size, total = float(effect @ effect), float(difference @ difference)
+    if not size or not total or not np.isfinite(total):
+        return _Fit(group, 0.0, 0.0, 0.0)
     share = -float(difference @ effect) / size
     rest = difference + share * effect
-    error = float(np.sqrt((rest @ rest) / len(rest) / size))
-    return share if share > _SIGNIFICANT * error else 0.0
+    return _Fit(group, share, float(np.sqrt((rest @ rest) / len(rest) / size)), share**2 * size / total)
 
 
-def _missing_sentence(missing: dict[str, float], groups: int) -> str:
-    largest = max(missing.values())
-    worst = [group for group, share in missing.items() if share > 0.6 * largest]
-    advice = "nothing was trained: look at how the engine loads the adapter, its scale and the names of its layers."
-    if len(worst) < groups:
-        return f"Parity gate: the engine lacks {largest:.0%} of the adapter's effect on {' and '.join(worst)}; {advice}"
-    mean = sum(missing.values()) / len(missing)
-    if mean > 0.8:
-        return f"Parity gate: the engine ignores the adapter, so it samples from the base model; {advice}"
-    return f"Parity gate: the engine applies {1 - mean:.0%} of the adapter's effect; {advice}"
+def _missing_sentence(fit: _Fit) -> str:
+    advice = "so nothing was trained: look at how the engine loads the adapter, at its scale, the names of its layers and cached prefixes."
+    if fit.group == _WHOLE and fit.share > _IGNORED:
+        return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
+    of = "" if fit.group == _WHOLE else f" on {fit.group}"
+    return (
+        f"Parity gate: the engine's log-probs differ from the learner's as if {min(fit.share, 1):.0%} of the adapter's effect{of} were "
+        f"missing, {advice}"
+    )
 
 
 # -- tokens, template, reward ----------------------------------------------------------------------------------------
