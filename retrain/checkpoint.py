@@ -50,6 +50,10 @@ class TrainerState:
     last_evaluation: int = -1
     """The step count of the newest evaluation; -1 before the first."""
     nonfinite_streak: int = 0
+    mismatch_streak: int = 0
+    """Steps in a row whose mean |log-ratio| was above the limit."""
+    gate_mismatch: float | None = None
+    """Mean |engine - learner| of the parity gate at the run's first start, from which that limit follows."""
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
     tracking: dict[str, Any] = field(default_factory=dict)

@@ -49,6 +49,7 @@ def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[
     try:
         if checkpoint:
             parts.backend.load(checkpoint.folder)
+        parts.backend.engine.sync(parts.backend.save_adapter, checkpoint.step if checkpoint else 0)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
             return parts.evaluator.run(checkpoint.step if checkpoint else 0, Watcher(interrupts.check, _ignore))

@@ -90,6 +90,10 @@ def result_fields(result: StepResult) -> dict[str, Any]:
         "mismatch_k3": result.mismatch_k3,
         "ess": result.ess,
         "clip_fraction": result.clip_fraction,
+        "log_ratio_mean": result.log_ratio_mean,
+        "log_ratio_p50": result.log_ratio_p50,
+        "log_ratio_p90": result.log_ratio_p90,
+        "log_ratio_p99": result.log_ratio_p99,
         "grad_norm": result.grad_norm,
         "nonfinite_updates": result.nonfinite_updates,
     }

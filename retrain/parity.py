@@ -1,32 +1,61 @@
-"""The parity gate: before the first optimizer step, engine and learner must be the same policy.
+"""The parity gate: before the first optimizer step, engine and learner must be the same policy, adapter included.
 
-It samples a few completions, lets the learner compute the same log-probs, and checks that EOS is an action, that the chat template
-survives a round trip, and that the gold answer scores 1 where the reward compares answers. A gate that fails stops the run.
+It samples a few completions, one of them after a prompt longer than a page of a KV cache, and lets the learner compute the same log-probs.
+At a fresh start every lora_B is 0, and an engine that ignores the adapter passes that. So the gate then gives the adapter a seeded trial
+value with a visible effect on every adapted layer, and samples again: what the engine lacks shows as a part of the adapter's own effect in
+the differences, and is looked for in each group of layers. The adapter is restored byte for byte.
+The gate also checks that EOS is an action, that the chat template survives a round trip, and that the gold answer scores 1 where the
+reward compares answers. A gate that fails stops the run.
 """
 
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isclose
 
 import numpy as np
 
-from retrain.backends.base import Backend
+from retrain.backends.base import Backend, TrialAdapter
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.types import Completion, FinishReason, Float32Array, Int32Array, Prompt, Row
+from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row
 
 _PROMPTS = 4
 _SAMPLES = 2
-_MAX_TOKENS = 48
+_TOKENS = 32
+_PAGE = 256
+"""Tokens: no server's KV cache has longer blocks, and one that is not filled is never reused."""
+_FEW_TOKENS = 16
+"""Sampled after the long prompt, and where only the adapter has changed back."""
 
 _FP32_IN_PROCESS = 1e-4
 _FP32_SERVER = 1e-3
 _BF16_MEAN = 0.02
 _BF16_MAX = 0.5
 """Known faults are far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model instead of the adapter more."""
+
+_VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
+"""Nats by which the trial adapter should change the log-probs on average: far above rounding, and still a language model."""
+_FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 6
+_PROBED = 2
+"""Completions, the longest, on which the effect of each group is looked for."""
+_MISSING = 0.25
+"""Share of a group's effect that may be missing before the gate stops; one that is applied is within a few hundredths of 0."""
+_IGNORED = 0.9
+_WHOLE = "all layers"
+_SIGNIFICANT = 5.0
+"""Standard errors by which that share must differ from 0."""
+
+_LIMIT_FACTOR = 10
+_LIMIT_FLOOR, _LIMIT_FLOOR_HALF = 1e-3, _BF16_MEAN
+"""Rounding grows while a policy sharpens, so ten times a gate that measured 1e-6 would stop sound runs."""
+
+
+def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
+    """[inference] mismatch_limit where it is unset, in nats: ten times the gate's own mean, above the noise of the precision."""
+    return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
 
 
 @dataclass(frozen=True)
@@ -39,14 +68,25 @@ class GateResult:
     tolerance: float
     gold: str
     """"<right>/<asked>" gold answers, or "not applicable" where the reward does not compare answers."""
+    adapter_effect: float | None
+    """Nats by which the trial adapter changed the log-probs on average; None where the backend cannot change its adapter."""
+    groups: int
+    """Groups of layers whose effect was looked for one by one."""
+    longest_prompt: int
+    """Tokens."""
 
-    def to_json(self) -> dict[str, float | int | str]:
+    def to_json(self) -> dict[str, float | int | str | None]:
         return asdict(self)
 
     def line(self) -> str:
+        effect = (
+            "the adapter's effect was not checked, since this backend cannot try one"
+            if self.adapter_effect is None
+            else f"the adapter changes the log-probs by {self.adapter_effect:.2g} nats on average"
+        )
         return (
             f"Parity gate passed: engine and learner agree to {self.max_difference:.1e} nats over {self.tokens} tokens "
-            f"(tolerance {self.tolerance:g}), EOS is trained, gold answers score: {self.gold}."
+            f"(tolerance {self.tolerance:g}), {effect}, EOS is trained, gold answers score: {self.gold}."
         )
 
 
@@ -60,79 +100,216 @@ class GateInputs:
     temperature: float
     truncation: Truncation
     max_tokens: int
+    longest_row: int
+    """Tokens of the run's longest prompt and completion together."""
     seed: int
     half_precision: bool
     """Weights, activations or the KV cache of either side are rounded to 16 bits or fewer."""
-    in_process: bool
+    step: int
+    """Training steps behind the weights."""
+    trained: bool
+    """The engine has been given these weights already, and must answer by them before it is given others."""
 
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Raises RunFailed in one sentence that names the check that failed."""
+    """Raises RunFailed in one sentence that names the check that failed. The adapter's bytes are as before in any case."""
     prompts = prompts[:_PROMPTS]
     _check_template(inputs, prompts)
-    completions = _sample(inputs, prompts)
-    differences = _differences(inputs, prompts, completions)
-    tolerance = _check_differences(inputs, differences)
+    asked = [*prompts, _long_prompt(inputs, prompts)]
+    few = asked[:1] + asked[-1:]
+    trial = inputs.backend.trial_adapter(inputs.seed)
+    if not inputs.trained:
+        _sync(inputs)
+    sampled = _sampled(inputs, asked if trial is None else few, _FEW_TOKENS)
+    differences = _differences(sampled)
+    _check_differences(inputs, differences, "after the first step's adapter was synced, " if inputs.trained else "")
+    effect = None
+    if trial is not None:
+        with trial:
+            strength = _visible_strength(inputs, trial, sampled)
+            _sync(inputs)
+            sampled = _sampled(inputs, asked, _TOKENS)
+            differences = _differences(sampled)
+            effect = _check_adapter(inputs, trial, strength, sampled)
+            _check_differences(inputs, differences)
+        _sync(inputs)
+        if not inputs.backend.engine.capabilities.in_process:
+            _check_differences(inputs, _differences(_sampled(inputs, few, _FEW_TOKENS)), "after the trial adapter was taken back, ")
     _check_eos(inputs, prompts[0])
     return GateResult(
         tokens=len(differences),
         max_difference=float(differences.max()),
         mean_difference=float(differences.mean()),
-        tolerance=tolerance,
+        tolerance=_tolerance(inputs),
         gold=_check_gold(inputs, prompts),
+        adapter_effect=effect,
+        groups=len(trial.groups) if trial is not None else 0,
+        longest_prompt=max(len(prompt.token_ids) for prompt in asked),
     )
 
 
-def _sample(inputs: GateInputs, prompts: Sequence[Prompt]) -> list[Completion]:
-    requests = [
+def _sync(inputs: GateInputs) -> None:
+    inputs.backend.engine.sync(inputs.backend.save_adapter, inputs.step)
+
+
+def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
+    """The prompts' tokens over and over, to more than a page of a KV cache, and past the model's sliding window if the run gets there."""
+    positions, window = inputs.backend.reach
+    wanted = max(_PAGE, window if window < inputs.longest_row else 0) + 1
+    length = max(1, min(wanted, positions - _FEW_TOKENS))
+    ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(np.int32)
+    return Prompt(Example(prompt="", reference="", example_id="the gate's long prompt"), "", ids)
+
+
+# -- engine and learner on the same tokens ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    rows: list[Row]
+    """With the engine's log-probs."""
+    learner: list[Float32Array]
+    """[T] of each row."""
+
+    @property
+    def differences(self) -> list[Float32Array]:
+        """[T] engine - learner of each row."""
+        return [row.logprobs - own for row, own in zip(self.rows, self.learner, strict=True)]
+
+
+def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> _Sampled:
+    """A few completions of each prompt, and one of the long prompt, which comes last."""
+    *short, long = [
         SampleRequest(
             prompt_ids=prompt.token_ids,
             count=_SAMPLES,
-            max_tokens=min(_MAX_TOKENS, inputs.max_tokens),
+            max_tokens=min(max_tokens, inputs.max_tokens),
             temperature=inputs.temperature,
             noise=NoiseKey(inputs.seed, Stream.PARITY, 0, slot),
             truncation=inputs.truncation,
         )
         for slot, prompt in enumerate(prompts)
     ]
+    requests = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
     completions = sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
     if inputs.truncation.active and any(item.kept is None for item in completions):
         raise RunFailed(
             "Parity gate: [training] top_k, top_p or min_p is set, and the engine's completions do not say how many tokens were kept, so it "
             'may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
-    return completions
-
-
-def _differences(inputs: GateInputs, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Float32Array:
-    """|engine - learner| of every sampled token."""
     rows = [
         Row.from_completion(prompts[item.request], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
         for item in completions
     ]
-    learner = inputs.backend.logprobs(rows)
-    return np.concatenate([np.abs(item.logprobs - ours) for item, ours in zip(completions, learner, strict=True)])
+    return _Sampled(rows, inputs.backend.logprobs(rows))
 
 
-def _check_differences(inputs: GateInputs, differences: Float32Array) -> float:
+def _differences(sampled: _Sampled) -> Float32Array:
+    """[n] |engine - learner| of every sampled token."""
+    return np.abs(np.concatenate(sampled.differences))
+
+
+def _tolerance(inputs: GateInputs) -> float:
+    if inputs.half_precision:
+        return _BF16_MAX
+    return _FP32_IN_PROCESS if inputs.backend.engine.capabilities.in_process else _FP32_SERVER
+
+
+def _check_differences(inputs: GateInputs, differences: Float32Array, when: str = "") -> None:
     if not np.isfinite(differences).all():
         raise RunFailed("Parity gate: a log-prob is not finite before any training: check the model's weights and [model] dtype.")
     largest, mean = float(differences.max()), float(differences.mean())
-    if inputs.half_precision:
-        if largest > _BF16_MAX or mean > _BF16_MEAN:
-            raise RunFailed(
-                f"Parity gate: engine and learner disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half "
-                f"precision: {_BF16_MAX} and {_BF16_MEAN}); the ratio would be wrong from the first step, so nothing was trained: "
-                "set [inference] dtype to [model] dtype, or report it."
-            )
-        return _BF16_MAX
-    tolerance = _FP32_IN_PROCESS if inputs.in_process else _FP32_SERVER
-    if largest > tolerance:
+    advice = (
+        "the engine still serves another adapter, or keys and values computed with it: look at how it loads adapters and caches prefixes."
+        if when
+        else "the ratio would be wrong from the first step, so nothing was trained: set [inference] dtype to [model] dtype, or report it."
+    )
+    if inputs.half_precision and (largest > _BF16_MAX or mean > _BF16_MEAN):
         raise RunFailed(
-            f"Parity gate: engine and learner disagree by {largest:.3g} nats (allowed: {tolerance:g}); the ratio would be wrong from "
-            "the first step, so nothing was trained: set [inference] dtype to [model] dtype, or report it."
+            f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half "
+            f"precision: {_BF16_MAX} and {_BF16_MEAN}); {advice}"
         )
-    return tolerance
+    if largest > _tolerance(inputs):
+        raise RunFailed(f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats (allowed: {_tolerance(inputs):g}); {advice}")
+
+
+# -- the adapter's effect --------------------------------------------------------------------------------------------
+
+
+def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled) -> float:
+    """The strength that changes the log-probs of sampled tokens visibly, by bisection; the trial adapter is left at it."""
+    visible = _VISIBLE_HALF if inputs.half_precision else _VISIBLE
+    before = np.concatenate(sampled.learner)
+    strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
+    for _ in range(_STRENGTH_TRIES):
+        trial.set(strength)
+        effect = float(np.abs(np.concatenate(inputs.backend.logprobs(sampled.rows)) - before).mean())
+        if visible[0] <= effect <= visible[1]:
+            break
+        bounds[effect > visible[1]] = strength
+        low, high = bounds
+        strength = 2 * low if high == float("inf") else high / 2 if not low else (low * high) ** 0.5
+    trial.set(strength)
+    return strength
+
+
+def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: _Sampled) -> float:
+    """The trial adapter's mean effect in nats. Raises RunFailed where a part of it is missing in the engine's log-probs.
+
+    The effect of a group is what the learner's log-probs lose without it, on the longest completions. The whole adapter is a group too.
+    """
+    trial.set(0.0)
+    base = np.concatenate(inputs.backend.logprobs(sampled.rows))
+    effect = float(np.abs(np.concatenate(sampled.learner) - base).mean())
+    longest = sorted(zip(sampled.rows, sampled.learner, strict=True), key=lambda pair: -pair[0].num_actions)[:_PROBED]
+    rows = [row for row, _ in longest]
+    own = np.concatenate([logprobs for _, logprobs in longest])
+    difference = np.concatenate([row.logprobs for row in rows]) - own
+    fits = [_fit(_WHOLE, difference, own - np.concatenate(inputs.backend.logprobs(rows)))]
+    for group in trial.groups:
+        trial.set(strength, without=group)
+        fits.append(_fit(group, difference, own - np.concatenate(inputs.backend.logprobs(rows))))
+    trial.set(strength)
+    missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error]
+    if missing:
+        raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained)))
+    return effect
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """engine - learner as -share times the effect of a group, by least squares over the tokens."""
+
+    group: str
+    share: float
+    """Of the group's effect that the engine lacks."""
+    error: float
+    """Standard error of the share."""
+    explained: float
+    """Of the sum of squares of the difference, between 0 and 1."""
+
+
+def _fit(group: str, difference: Float32Array, effect: Float32Array) -> _Fit:
+    size, total = float(effect @ effect), float(difference @ difference)
+    if not size or not total or not np.isfinite(total):
+        return _Fit(group, 0.0, 0.0, 0.0)
+    share = -float(difference @ effect) / size
+    rest = difference + share * effect
+    return _Fit(group, share, float(np.sqrt((rest @ rest) / len(rest) / size)), share**2 * size / total)
+
+
+def _missing_sentence(fit: _Fit) -> str:
+    advice = "so nothing was trained: look at how the engine loads the adapter, at its scale, the names of its layers and cached prefixes."
+    if fit.group == _WHOLE and fit.share > _IGNORED:
+        return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
+    of = "" if fit.group == _WHOLE else f" on {fit.group}"
+    return (
+        f"Parity gate: the engine's log-probs differ from the learner's as if {min(fit.share, 1):.0%} of the adapter's effect{of} were "
+        f"missing, {advice}"
+    )
+
+
+# -- tokens, template, reward ----------------------------------------------------------------------------------------
 
 
 def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -30,14 +30,16 @@ from retrain.metrics import (
 )
 from retrain.opening import Opening, open_run
 from retrain.parallel import ALONE, World, joined
+from retrain.parity import default_mismatch_limit
 from retrain.preflight import preflight_lines, refuse_lone_sharding, refuse_not_built
 from retrain.rollout import Rollout, Watcher
 from retrain.sepa import SEPAController
-from retrain.startup import Parts, load_parts, run_parity_gate, training_plan
+from retrain.startup import Parts, is_rounded, load_parts, run_parity_gate, training_plan
 from retrain.tracking import EvaluationRecord, RunSummary, StepRecord, Tracker, build_tracker, read_jsonl
 from retrain.types import Float32Array, Group, Prompt, Row, StepResult
 
 _NONFINITE_LIMIT = 3
+_MISMATCH_STEPS = 3
 _SAVE_ATTEMPTS = 3
 _CHECKPOINT_BYTES_PER_PARAMETER = 12  # fp32 weight and two AdamW moments
 
@@ -62,6 +64,9 @@ class Session:
         self._evaluations: list[Evaluation] = []
         self._saved_at = -1
         self._failed_saves = 0
+        self._synced = -1
+        """The step whose weights the engine samples by."""
+        self._gate_repeated = False
 
     @classmethod
     @contextmanager
@@ -106,12 +111,15 @@ class Session:
         self.tracker.start(backend.device_name)
 
     def _pass_gate(self) -> None:
-        result = run_parity_gate(self.config, self.parts)
+        result = run_parity_gate(self.config, self.parts, self.state.step)
+        if self.state.gate_mismatch is None:
+            self.state.gate_mismatch = result.mean_difference
         if not self.world.leader:
             return
         self.tracker.message(result.line())
         environment = json.loads(self.folder.environment.read_text(encoding="utf-8"))
         environment |= {"parity_gate": result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
+        environment |= {"engine": asdict(self.parts.backend.engine.capabilities), "backend": asdict(self.parts.backend.capabilities)}
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.store.rehearse(_CHECKPOINT_BYTES_PER_PARAMETER * self.parts.backend.num_trainable)
 
@@ -138,12 +146,26 @@ class Session:
         self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
         self.interrupts.check()
 
+    def _sync(self) -> None:
+        """Let the engine sample by the learner's weights of this moment; once a step, since a server reads the adapter from a disk.
+
+        What left the process is checked again at its first new adapter: so far the gate saw adapters that it had made itself.
+        """
+        step, engine = self.state.step, self.parts.backend.engine
+        if self._synced == step:
+            return
+        engine.sync(self.parts.backend.save_adapter, step)
+        if self._synced >= 0 and not self._gate_repeated and not engine.capabilities.in_process:
+            self.tracker.message(run_parity_gate(self.config, self.parts, step, trained=True).line())
+            self._gate_repeated = True
+        self._synced = step
+
     def sample(self) -> Rollout:
         """The scored groups of this step, drawn now unless they were drawn ahead."""
         rollout = self.ahead.take() if self.ahead else None
         if rollout is None:
             prompts = self.next_prompts()
-            self.parts.backend.publish()
+            self._sync()
             watcher = self.watch(f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size)
             rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
         for group in rollout.groups:
@@ -160,7 +182,7 @@ class Session:
         step = self.state.step + 1
         if self.ahead is None or self._save_due(step) or self._evaluation_due(step):
             return
-        self.parts.backend.publish()
+        self._sync()
         prompts = self.next_prompts(after=drawn)
         self.ahead.start(lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher))
 
@@ -245,7 +267,34 @@ class Session:
                 "update: start a new run from them ([lora] init_from) with a lower [training] lr, [loss] max_grad_norm = 1.0 or "
                 '[model] dtype = "fp32".'
             )
+        self._check_mismatch(result)
         self.parts.guard.observe([score for group in rollout.drawn for score in group.scores])
+
+    def _check_mismatch(self, result: StepResult) -> None:
+        """Stop a run whose sampler has left the policy that is trained."""
+        state, limit, mean = self.state, self.mismatch_limit, result.log_ratio_mean
+        if limit is None or mean is None:
+            return
+        state.mismatch_streak = state.mismatch_streak + 1 if not mean <= limit else 0
+        if state.mismatch_streak >= _MISMATCH_STEPS:
+            raise RunFailed(
+                f"Sampler and learner differed by {mean:.2g} nats per token on average at step {state.step - 1}, more than the limit of "
+                f"{limit:.2g} for {_MISMATCH_STEPS} steps in a row, and the parity gate had measured {state.gate_mismatch or 0:.1e}: what "
+                "is sampled is not the policy that is trained; look at log_ratio_mean in metrics.jsonl and at the engine, or set "
+                f"[inference] mismatch_limit (0 is off) and go on with --resume {self.folder.path}."
+            )
+
+    @property
+    def mismatch_limit(self) -> float | None:
+        """Nats; None where it is off. Dropout and weights that are one step old move the ratio by themselves, so that only a limit that
+        was given holds there.
+        """
+        inference, lora = self.config.inference, self.config.lora
+        if inference.mismatch_limit is not None:
+            return inference.mismatch_limit or None
+        if lora.dropout or self.ahead is not None:
+            return None
+        return default_mismatch_limit(self.state.gate_mismatch or 0.0, half_precision=is_rounded(self.config, self.parts.backend))
 
     # -- what is due between steps -------------------------------------------------------------------------------------
 
@@ -263,7 +312,7 @@ class Session:
         evaluation, evaluator, step = self.config.evaluation, self.parts.evaluator, self.state.step
         if evaluator is None or not self._evaluation_due(step) or self.state.last_evaluation == step:
             return
-        self.parts.backend.publish()
+        self._sync()
         result = evaluator.run(step, self.watch(f"Evaluation at step {step}", len(evaluator.prompts) * evaluation.samples))
         self.tracker.evaluation(result)
         self._evaluations.append(result)

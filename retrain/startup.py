@@ -10,8 +10,8 @@ from retrain.backends import build_backend
 from retrain.backends.base import Backend
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
-from retrain.config.outcomes import kept_set_refusals, per_token_refusals
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
+from retrain.declared import capability_notes, incapable
 from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluator
 from retrain.inference_engine.base import Truncation
@@ -55,6 +55,10 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
 
     `learns`: steps will be made, so what they take is said.
     """
+    if problems := incapable(config):
+        raise ConfigurationError(problems)
+    for note in capability_notes(config):
+        say(note)
     text = load_text(config, say)
     credit = CreditPipeline(config, text.vocabulary.pieces)
     for note in credit.notes:
@@ -70,9 +74,6 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
             say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
-        problems = per_token_refusals(config, backend.capabilities.per_token_advantages)
-        if problems := [*problems, *kept_set_refusals(config, backend.engine.capabilities.kept_set)]:
-            raise ConfigurationError(problems)
         undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic, world)
     examiner = Sampler(backend.engine, judge, text.vocabulary.text, monotonic, world)
@@ -165,10 +166,16 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
     )
 
 
-def run_parity_gate(config: TrainConfig, parts: Parts) -> GateResult:
-    """On the first prompts of the data order, so that a resumed run is judged on the same ones."""
-    inference = config.inference
-    rounded = parts.backend.half_precision or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
+def is_rounded(config: TrainConfig, backend: Backend) -> bool:
+    """Whether sampler or learner computes, or keeps its KV cache, in 16 bits or fewer."""
+    return backend.half_precision or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
+
+
+def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bool = False) -> GateResult:
+    """On the first prompts of the data order, so that a resumed run is judged on the same ones.
+
+    `step` counts the training steps behind the weights; `trained`: the engine has been given them already, and answers by them first.
+    """
     inputs = GateInputs(
         backend=parts.backend,
         scorer=parts.scorer,
@@ -177,9 +184,11 @@ def run_parity_gate(config: TrainConfig, parts: Parts) -> GateResult:
         temperature=config.training.temperature,
         truncation=truncation(config),
         max_tokens=config.training.max_tokens,
+        longest_row=config.training.max_tokens + max(len(prompt.token_ids) for prompt in parts.prompts.prompts),
         seed=config.training.seed,
-        half_precision=rounded,
-        in_process=inference.engine == "pytorch",
+        half_precision=is_rounded(config, parts.backend),
+        step=step,
+        trained=trained,
     )
     count = min(config.training.batch_size, len(parts.prompts))
     return parity_gate(inputs, parts.prompts.batch(0, count, config.training.seed))

@@ -192,6 +192,11 @@ class StepResult:
     """Updates that were skipped because a loss, gradient or log-prob was not finite."""
     nonfinite_tensor: str = ""
     """The name of the first such tensor."""
+    log_ratio_mean: float | None = None
+    """Mean of |learner - sampler log-prob| over action tokens, in nats; the next three are quantiles of the same."""
+    log_ratio_p50: float | None = None
+    log_ratio_p90: float | None = None
+    log_ratio_p99: float | None = None
     loss_is_placeholder: bool = False
     """True where an asynchronous backend reports a number that is not this step's loss."""
     ratio_min: float | None = None

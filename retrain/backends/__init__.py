@@ -24,32 +24,27 @@ def build_backend(
         raise ConfigurationError(
             f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local" learns in several processes.'
         )
-    from retrain.plugins import load_plugin
+    from retrain.declared import backend_class
+    from retrain.plugins import user_code
 
-    make = load_plugin("backend", config.backend.backend, config)
-    backend = make(config, choices, eos_ids=eos_ids)
-    if not isinstance(backend, Backend):
-        raise ConfigurationError(
-            f"[backend] backend = {config.backend.backend!r} gives {type(backend).__name__}, which is no subclass of "
-            "retrain.backends.Backend; derive it from that class."
-        )
-    return backend
+    make = backend_class(config)
+    with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
+        return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
 
 
 def _local(
     config: "TrainConfig", eos_ids: Sequence[int], choices: MachineChoices | None, say: Callable[[str], None], world: World
 ) -> Backend:
     from retrain.backends.local.backend import LocalBackend
-    from retrain.backends.local.devices import choose_device
+    from retrain.backends.local.devices import choose_device, half_precision_note
 
     device, note, sampler = choose_device(config, world)
-    if note:
-        say(note)
+    for line in filter(None, (note, half_precision_note(config, device))):
+        say(line)
     say(f"Loading train model: {config.model.model} on {device}...")
     backend = LocalBackend(config, choices, eos_ids=eos_ids, world=world)
     for line in backend.notes:
-        if line != note:
-            say(line)
+        say(line)
     say(backend.trainable_parameters_line())
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={sampler is not None}).")
     return backend

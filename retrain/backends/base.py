@@ -21,7 +21,39 @@ class BackendCapabilities:
     """The engine holds weights of its own, so that it can sample while the learner changes its own."""
 
 
+BACKENDS: dict[str, BackendCapabilities | None] = {
+    "local": BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True),
+    "tinker": None,
+    "prime_rl": None,
+}
+"""The built-in backends and what they can do; None for one that is not built yet."""
+
+
+class TrialAdapter(ABC):
+    """Seeded changes of the adapter that the parity gate tries, in groups; entering saves its bytes, leaving restores them exactly."""
+
+    groups: tuple[str, ...]
+    """Names of the groups: each projection over all layers, and runs of consecutive layers."""
+
+    @abstractmethod
+    def __enter__(self) -> "TrialAdapter": ...
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @abstractmethod
+    def set(self, strength: float, without: str = "") -> None:
+        """Change every adapted layer but those of the group `without`.
+
+        With `strength` 1 a layer's change is about as large as its input; 0 gives the adapter as it was.
+        """
+
+
 class Backend(ABC):
+    """A plugin's constructor is called as `Backend(config, choices, eos_ids=...)`: the configuration, what an earlier start of the same run
+    chose from the machine (None at its first), and the tokens that end a completion.
+    """
+
     capabilities: BackendCapabilities
     engine: InferenceEngine
     """The sampler that serves this backend's adapter."""
@@ -55,8 +87,14 @@ class Backend(ABC):
         A non-finite loss, gradient or log-prob never changes the weights: that update is skipped and counted.
         """
 
-    def publish(self) -> None:  # noqa: B027
-        """Let the engine sample from the learner's weights of this moment; nothing to do where they share them."""
+    def trial_adapter(self, seed: int) -> TrialAdapter | None:
+        """For the parity gate; None where the adapter cannot be set, so that its effect stays unchecked."""
+        return None
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """(tokens that the model's positions hold, its shortest sliding window or 0): how long the gate's long prompt may and should be."""
+        return 1 << 30, 0
 
     @abstractmethod
     def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:

@@ -19,6 +19,7 @@ FREE_KEYS = frozenset(
         "reward.workers",
         "backend.adapter_path",
         "backend.shard_base",
+        "inference.mismatch_limit",
     }
 )
 """What may differ between a run and its resumption, beside devices of the same kind."""

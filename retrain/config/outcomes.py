@@ -291,7 +291,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("backend.backend", lambda c: c.backend.backend in ("tinker", "prime_rl"), 'use backend = "local"'),
     NotBuilt(
         "inference.engine",
-        lambda c: c.backend.backend == "local" and c.inference.engine != "pytorch",
+        lambda c: c.backend.backend == "local" and c.inference.engine in BUILTIN_NAMES["engine"] and c.inference.engine != "pytorch",
         'use engine = "pytorch"',
     ),
     NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),

@@ -376,6 +376,14 @@ class Inference(Section):
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
     prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")
+    mismatch_limit: float | None = key(
+        None,
+        "Nats: a mean |learner - sampler log-prob| above this for 3 steps in a row stops the run, 0 is off; unset is ten times the parity "
+        "gate's own mean and at least 1e-3 (half precision: 0.02), and off under dropout and in split mode.",
+        ge=0,
+        meaningful_unset=True,
+        example=0.02,
+    )
 
 
 class Data(Section):

@@ -5,8 +5,9 @@ change them, and an adapter slot, so that several adapters can share one batch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from retrain.types import Completion, Int32Array
@@ -63,25 +64,63 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    noise: Literal["counter", "none"]
+    """What an engine declares on its class, so that a configuration can be checked before anything is loaded."""
+
+    in_process: bool
+    """It computes with the learner's own weights, in this process."""
+    adapter_reload: bool
+    """`sync` makes it serve a new adapter. An engine with neither this nor `in_process` cannot follow the training and is refused."""
+    logprobs: Literal["sampled", "raw", "none"]
+    """sampled: of softmax(logits / temperature). raw: of softmax(logits) whatever the temperature; the learner then recomputes the old
+    log-probs. none: refused."""
+    token_ids_in: bool = True
+    """Prompts reach the model as token ids; False: as text, which the engine must check by encoding it back."""
+    token_ids_out: bool = True
+    """The sampled ids come back; False is refused, since decoding and encoding again would train other tokens."""
+    n: bool = True
+    """One call samples all completions of a prompt; False: it takes a call for each."""
+    noise: Literal["counter", "none"] = "none"
     """counter: one Philox uniform per token, so runs are repeatable and conditions share their noise."""
-    logprobs: Literal["sampled", "raw"]
-    """raw: of softmax(logits) whatever the temperature; the learner then recomputes the old log-probs."""
-    entropy: bool
-    """Shannon entropy of every token."""
+    entropy: bool = False
+    """Shannon entropy of every token's distribution."""
     kept_set: bool = False
     """Truncated requests are served: log-probs are of the renormalised distribution, and completions say how many tokens it kept."""
+    prefix_cache: bool = False
+    """It can compute a prompt once for all of its completions; [inference] prefix_caching switches this on and off."""
+
+
+ENGINES: dict[str, EngineCapabilities | None] = {
+    "pytorch": EngineCapabilities(
+        in_process=True, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True, kept_set=True, prefix_cache=True
+    ),
+    "max": None,
+    "vllm": None,
+    "sglang": None,
+    "mlx": None,
+    "openai": None,
+}
+"""The built-in engines and what they can do; None for one that is not built yet."""
 
 
 class InferenceEngine(ABC):
+    """A plugin's constructor is called as `Engine(config, model=..., eos_ids=..., device=...)`: the configuration, the learner's model with
+    its adapter (transformers and peft), the tokens that end a completion, and the model's torch device. What samples elsewhere ignores
+    the model.
+    """
+
     capabilities: EngineCapabilities
 
     @abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Yield every completion of every request once, each as soon as it is finished, in any order."""
 
-    def sync(self, adapter_dir: str, step: int) -> None:  # noqa: B027 - an engine that shares the learner's weights has nothing to do
-        """Serve the adapter in `adapter_dir` (a PEFT folder) from now on. Called after every optimizer step."""
+    def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: B027 - shared weights need nothing
+        """Sample from the learner's adapter of this moment from now on.
+
+        `save_adapter` writes it into a folder, in PEFT's format; an engine that shares the learner's weights does not call it.
+        `step` counts the training steps behind it. Called before sampling whenever the adapter may have changed, and by the parity
+        gate, for the trial adapter and again for the restored one, with the same `step`.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Release servers, threads and memory; safe to call twice."""

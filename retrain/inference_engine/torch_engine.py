@@ -3,7 +3,8 @@
 The base weights serve both, and are never changed. All completions of a call decode together under a budget of rows and KV tokens.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from retrain.errors import ConfigurationError
 from retrain.fused.decoder import FusedDecoder
 from retrain.fused.projection import AdapterLayer
-from retrain.inference_engine.base import EngineCapabilities, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import ENGINES, EngineCapabilities, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.options import resolve
 from retrain.inference_engine.prefix_store import PrefixStore
@@ -26,6 +27,10 @@ STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 
 
+_DECLARED = ENGINES["pytorch"]
+assert isinstance(_DECLARED, EngineCapabilities)
+
+
 class TorchEngine(InferenceEngine):
     """`inference_engine/base.py`'s contract on a transformers model in this process.
 
@@ -33,7 +38,7 @@ class TorchEngine(InferenceEngine):
     model is as the caller left it (training flags, attention, gradient mode, adapter).
     """
 
-    capabilities = EngineCapabilities(noise="counter", logprobs="sampled", entropy=True, kept_set=True)
+    capabilities = _DECLARED
 
     def __init__(
         self,
@@ -49,12 +54,14 @@ class TorchEngine(InferenceEngine):
         prefix_caching: bool = True,
         fused: FusedDecoder | None = None,
         shards: World = ALONE,
+        follow: Callable[[], None] | None = None,
     ) -> None:
         """`model` is a causal language model of transformers on `device`, bare or wrapped by peft; it stays the caller's.
 
         `fused` is the caller's own, to be shared, and `shards` the processes that hold the model in parts: all of them call `sample`, with
-        requests or none, and read it to its end. The four before them are keys of `[inference]`; a value that cannot be served is
-        refused (`options.resolve`).
+        requests or none, and read it to its end. `follow` copies the learner's adapter into `model`, where that is a copy for sampling.
+        attention_kernel, dtype, kv_cache_dtype and prefix_caching are keys of `[inference]`; a value that cannot be served is refused
+        (`options.resolve`).
         """
         options = resolve(
             attention_kernel=attention_kernel,
@@ -72,6 +79,7 @@ class TorchEngine(InferenceEngine):
         self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if prefix_caching else None
         self._kv_storage = options.kv_storage
         self._weights_version = weights_version(model)
+        self._follow = follow
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under different adapters share the batch where the model's family can; else slot follows slot."""
@@ -97,9 +105,10 @@ class TorchEngine(InferenceEngine):
         self._decoder.load_adapter(slot, layers)
         self.release()
 
-    def sync(self, adapter_dir: str, step: int) -> None:
-        """The weights are shared; only what was computed from the old ones is dropped."""
-        self.release()
+    def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
+        """The weights are shared, or copied here; what was computed from the old ones is dropped at the next call."""
+        if self._follow is not None:
+            self._follow()
 
     def release(self) -> None:
         """Give back the memory that is held between calls."""

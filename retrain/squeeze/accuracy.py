@@ -116,6 +116,7 @@ def _evaluate(config: TrainConfig, adapter: Path, say: Say) -> Evaluation:
     parts = load_parts(replaced(config, {"lora.init_from": str(adapter)}), None, say, learns=False)
     with closing(parts), Interrupts() as interrupts:
         assert parts.evaluator is not None  # evaluation.at_end asked for it
+        parts.backend.engine.sync(parts.backend.save_adapter, 0)
         return parts.evaluator.run(0, Watcher(interrupts.check, _ignore))
 
 

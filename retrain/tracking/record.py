@@ -75,6 +75,11 @@ class StepRecord(_Record):
     clip_fraction: float | None = None
     """Tokens (gspo: sequences) whose policy gradient the clip took away, or whose weight it bounded (cispo), as a fraction of those with
     an advantage, over all updates of the step."""
+    log_ratio_mean: float | None = None
+    """Mean of |learner - sampler log-prob| over action tokens before the first optimizer step; its quantiles follow."""
+    log_ratio_p50: float | None = None
+    log_ratio_p90: float | None = None
+    log_ratio_p99: float | None = None
     grad_norm: float | None = None
     nonfinite_updates: int | None = None
     """Updates that were skipped because something was not finite."""

@@ -10,21 +10,29 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from retrain.advantages.algorithms import effective_aggregation
-from retrain.backends.base import Backend, BackendCapabilities
+from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, TrialAdapter
 from retrain.backends.local.adapter import Adapter
-from retrain.backends.local.devices import choose_device, half_precision_note
+from retrain.backends.local.devices import choose_device
 from retrain.backends.local.learner import Learner, old_logprobs_note
 from retrain.backends.local.machine import choose
 from retrain.backends.local.model import BaseModel, load_base_model
+from retrain.backends.local.trial import LocalTrialAdapter, positions_and_window
+from retrain.declared import engine_class
+from retrain.errors import ConfigurationError
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.base import InferenceEngine
 from retrain.parallel import ALONE, World
+from retrain.plugins import user_code
 from retrain.tokenization import eos_token_ids, load_tokenizer, resolve_model
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.backends.local.loss import Aggregation
     from retrain.config import TrainConfig
+
+
+_DECLARED = BACKENDS["local"]
+assert isinstance(_DECLARED, BackendCapabilities)
 
 
 class LocalBackend(Backend):
@@ -34,7 +42,7 @@ class LocalBackend(Backend):
     here: `notes`, `device_name` and `trainable_parameters_line` are for whoever does.
     """
 
-    capabilities = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
+    capabilities = _DECLARED
 
     def __init__(
         self,
@@ -46,7 +54,7 @@ class LocalBackend(Backend):
     ) -> None:
         """`eos_ids`: the tokens that end a completion, where the caller has them already; else the tokenizer is loaded for them."""
         self.config = config
-        device, note, sampler_device = choose_device(config, world)
+        device, _, sampler_device = choose_device(config, world)
         if device.type == "cuda":  # read at the first product; without it cuBLAS may sum in another order, and torch warns of that
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if choices is not None:
@@ -58,10 +66,8 @@ class LocalBackend(Backend):
         self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter, say=notes.append)
         self.notes += tuple(notes)
         aggregation = cast("Aggregation", effective_aggregation(config))
-        self.notes: tuple[str, ...] = tuple(
-            filter(None, (note, half_precision_note(config, device), old_logprobs_note(config, self._base.dtype)))
-        )
-        """Lines that the user should see at the start."""
+        self.notes: tuple[str, ...] = tuple(filter(None, (old_logprobs_note(config, self._base.dtype),)))
+        """Sentences about the loaded model that the user should see at the start."""
         self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world)
         self._sampler_adapter: Adapter | None = None
         if sampler_device is None:
@@ -78,10 +84,15 @@ class LocalBackend(Backend):
     ) -> InferenceEngine:
         from retrain.inference_engine.torch_engine import TorchEngine
 
-        inference = self.config.inference
+        inference, eos_ids = self.config.inference, eos_ids or self._eos_ids()
+        if inference.engine != "pytorch":
+            make = engine_class(self.config)
+            where = f'building [inference] engine = "{inference.engine}"'
+            with user_code(where, ConfigurationError):
+                return make(self.config, model=adapter.peft_model, eos_ids=eos_ids, device=base.device)  # type: ignore[call-arg]
         return TorchEngine(
             adapter.peft_model,
-            eos_ids or self._eos_ids(),
+            eos_ids,
             base.device,
             decode_rows=self._choices.decode_rows,
             decode_tokens=self._choices.decode_tokens,
@@ -91,6 +102,7 @@ class LocalBackend(Backend):
             prefix_caching=inference.prefix_caching,
             fused=fused,
             shards=base.shards,
+            follow=self._copy_to_sampler if adapter is not self._adapter else None,
         )
 
     def _eos_ids(self) -> tuple[int, ...]:
@@ -122,12 +134,20 @@ class LocalBackend(Backend):
         """peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 || trainable%: 1.0616"."""
         return self._adapter.trainable_line()
 
-    def publish(self) -> None:
-        if self._sampler_adapter is None:
-            return
+    def _copy_to_sampler(self) -> None:
+        assert self._sampler_adapter is not None
         with torch.no_grad():
             for own, learned in zip(self._sampler_adapter.parameters.values(), self._adapter.parameters.values(), strict=True):
                 own.copy_(learned)
+
+    # -- what the parity gate asks for -------------------------------------------------------------------------------
+
+    def trial_adapter(self, seed: int) -> TrialAdapter:
+        return LocalTrialAdapter(self._adapter, seed)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        return positions_and_window(self._base.model.config)
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
@@ -151,7 +171,6 @@ class LocalBackend(Backend):
     def load(self, folder: Path) -> None:
         self._adapter.load(folder)
         self._learner.optimizer.load(folder)
-        self.publish()
 
     def close(self) -> None:
         self.engine.close()

@@ -76,8 +76,13 @@ class _Ratios:
             return result
         with np.errstate(over="ignore", invalid="ignore"):
             w = np.exp(d)
+            p50, p90, p99 = np.quantile(np.abs(d), (0.5, 0.9, 0.99)).tolist()
             return replace(
                 result,
+                log_ratio_mean=float(np.abs(d).mean()),
+                log_ratio_p50=p50,
+                log_ratio_p90=p90,
+                log_ratio_p99=p99,
                 ratio_mean=float(w.mean()),
                 ratio_max=float(w.max()),
                 ratio_min=float(w.min()),

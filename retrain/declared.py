@@ -1,0 +1,130 @@
+"""What the engine and the backend of a configuration declare that they can do, read without building either; and what follows from it.
+
+Of a plugin it is read from its class, so its module is imported; a built-in one stands in a table, and no model library is loaded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
+from retrain.errors import ConfigurationError
+from retrain.inference_engine.base import ENGINES, EngineCapabilities, InferenceEngine
+from retrain.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+
+def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
+    """The plugin that `[inference] engine` names. Raises ConfigurationError for one that cannot be loaded or declares nothing."""
+    found: type[InferenceEngine] = load_plugin("engine", config.inference.engine, config)
+    _check_declaration(found, EngineCapabilities, f'[inference] engine = "{config.inference.engine}"')
+    return found
+
+
+def backend_class(config: "TrainConfig") -> type[Backend]:
+    """The same for `[backend] backend`."""
+    found: type[Backend] = load_plugin("backend", config.backend.backend, config)
+    _check_declaration(found, BackendCapabilities, f'[backend] backend = "{config.backend.backend}"')
+    return found
+
+
+def _check_declaration(found: type, wanted: type, where: str) -> None:
+    if not isinstance(getattr(found, "capabilities", None), wanted):
+        raise ConfigurationError(f"{where} declares no capabilities; give the class an attribute capabilities = {wanted.__name__}(...).")
+
+
+def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
+    """None where the backend samples by itself or the engine is not built yet."""
+    if config.backend.backend != "local":
+        return None
+    name = config.inference.engine
+    return ENGINES[name] if name in ENGINES else engine_class(config).capabilities
+
+
+def declared_backend(config: "TrainConfig") -> BackendCapabilities | None:
+    """None for one that is not built yet."""
+    name = config.backend.backend
+    found = BACKENDS[name] if name in BACKENDS else backend_class(config).capabilities
+    ahead = name == "local" and len(config.backend.device_list) > 1
+    return replace(found, samples_ahead=True) if found and ahead else found
+
+
+def incapable(config: "TrainConfig") -> list[str]:
+    """One sentence for each thing that the configuration asks for and its engine or backend declares that it cannot do."""
+    from retrain.config.outcomes import per_token_refusals
+
+    backend, engine = declared_backend(config), declared_engine(config)
+    problems = per_token_refusals(config, backend.per_token_advantages) if backend else []
+    return [*problems, *(_engine_problems(config, engine) if engine else ())]
+
+
+def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Iterator[str]:
+    from retrain.config.outcomes import kept_set_refusals
+
+    where = f'[inference] engine = "{config.inference.engine}"'
+    yield from kept_set_refusals(config, engine.kept_set)
+    if not (engine.in_process or engine.adapter_reload):
+        yield f"{where} cannot take a new adapter, so it would sample from the untrained model for ever; choose another engine."
+    if not engine.token_ids_out:
+        yield f"{where} returns text and no token ids, and text encoded again would be other tokens; choose another engine."
+    if engine.logprobs == "none":
+        yield f"{where} returns no log-probs, which the ratio is taken against; choose another engine."
+    if not engine.entropy and _uncertainty(config) == "shannon_entropy":
+        yield f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use surprisal or predictive_variance.'
+    if config.inference.engine not in ENGINES and config.backend.shard_base:
+        yield f"{where} with [backend] shard_base = true: only the pytorch engine samples from a model in parts; leave it false."
+    if config.inference.engine not in ENGINES and len(config.backend.device_list) > 1:
+        yield f"{where} with two [backend] devices: only the pytorch engine samples on a device of its own; name one device."
+
+
+def _uncertainty(config: "TrainConfig") -> str:
+    return str(config.algorithm.transform_params.get("uncertainty_kind", config.algorithm.uncertainty_kind))
+
+
+def capability_notes(config: "TrainConfig") -> Iterator[str]:
+    """What a run should say of an engine or a backend that does less than the local ones, one sentence each."""
+    backend, engine = declared_backend(config), declared_engine(config)
+    if backend and not backend.synchronous_loss:
+        yield f'[backend] backend = "{config.backend.backend}" reports a loss that is not the step\'s own: read the rewards instead.'
+    if backend and not backend.exact_resume:
+        yield f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: resumed and undisturbed runs differ.'
+    if engine and engine.noise == "none":
+        yield (
+            f'[inference] engine = "{config.inference.engine}" draws its own noise: runs of one seed share their prompts and not their '
+            "sampling, and a run cannot be repeated exactly."
+        )
+    if engine and not engine.token_ids_in:
+        yield f'[inference] engine = "{config.inference.engine}" takes prompts as text, so each must encode back to its own ids.'
+    if engine and engine.logprobs == "raw" and config.training.temperature != 1:
+        yield (
+            f'[inference] engine = "{config.inference.engine}" returns log-probs before the temperature, so the learner recomputes those '
+            f"of temperature = {config.training.temperature:g}: a pass more per step."
+        )
+
+
+def engine_words(engine: EngineCapabilities) -> str:
+    """For `explain`: what an engine declares, in a few words."""
+    given = {
+        "log-probs of the sampled distribution": engine.logprobs == "sampled",
+        "log-probs before the temperature": engine.logprobs == "raw",
+        "shared noise": engine.noise == "counter",
+        "entropies": engine.entropy,
+        "kept sets": engine.kept_set,
+        "prefix cache": engine.prefix_cache,
+        "several completions a call": engine.n,
+    }
+    place = "in this process" if engine.in_process else "elsewhere"
+    return ", ".join([place, *(words for words, is_given in given.items() if is_given)])
+
+
+def backend_words(backend: BackendCapabilities) -> str:
+    """For `explain`."""
+    given = {
+        "per-token advantages": backend.per_token_advantages,
+        "its loss is the step's own": backend.synchronous_loss,
+        "exact resume": backend.exact_resume,
+        "samples a step ahead": backend.samples_ahead,
+    }
+    return ", ".join(words for words, is_given in given.items() if is_given)

@@ -1,0 +1,164 @@
+"""The parity gate stops an engine that samples from another policy than the one that is trained, adapter included."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import faulty_engines
+import pytest
+from faulty_engines import Served
+from runs import lines, small
+
+from retrain import train
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.parity import default_mismatch_limit
+from retrain.startup import Parts, load_parts, run_parity_gate
+
+CONFIG = small(Path("nowhere"), training={"temperature": 0.8})
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Parts]:
+    with closing(load_parts(CONFIG, None, lambda line: None)) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def engine(parts: Parts) -> Iterator[Any]:
+    """Puts an engine plugin in the place of the backend's own, built as the backend builds one."""
+    backend: Any = parts.backend
+    own = backend.engine
+
+    def built(name: str) -> None:
+        make = getattr(faulty_engines, name)
+        backend.engine = make(CONFIG, model=backend._adapter.peft_model, eos_ids=parts.text.eos_ids, device="cpu")
+
+    yield built
+    backend.engine = own
+
+
+def adapter_bytes(parts: Parts) -> dict[str, bytes]:
+    backend: Any = parts.backend
+    return {name: parameter.detach().numpy().tobytes() for name, parameter in backend._adapter.parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("IgnoresTheAdapter", "ignores the adapter"),
+        ("HalvesTheScale", r"as if \d\d% of the adapter's effect"),
+        ("DropsAProjection", "as if (9.|100)% of the adapter's effect on v_proj were missing"),
+        ("SwapsQAndK", r"as if \d\d% of the adapter's effect"),
+        ("DropsTheLastLayer", "as if (9.|100)% of the adapter's effect on part 4 of 4 of the layers were missing"),
+        ("KeepsTheFirstAdapter", "ignores the adapter"),
+        ("KeepsTheTrialAdapter", "after the trial adapter was taken back, .* still serves another adapter"),
+        ("KeepsOldKeysAndValues", "cached prefixes"),
+    ],
+)
+def test_the_gate_stops_an_engine_that_serves_another_adapter(fault: str, told: str, parts: Parts, engine: Any) -> None:
+    before = adapter_bytes(parts)
+    engine(fault)
+    with pytest.raises(RunFailed, match=f"Parity gate: .*{told}"):
+        run_parity_gate(CONFIG, parts, 0)
+    assert adapter_bytes(parts) == before
+
+
+def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, engine: Any) -> None:
+    before = adapter_bytes(parts)
+    for place in ("in this process", "served"):
+        if place == "served":
+            engine("Served")
+        result = run_parity_gate(CONFIG, parts, 0)
+        assert adapter_bytes(parts) == before
+        assert result.max_difference < result.tolerance == (1e-4 if place == "in this process" else 1e-3)
+        assert result.adapter_effect is not None and result.adapter_effect > 0.01
+        assert f"the adapter changes the log-probs by {result.adapter_effect:.2g} nats on average" in result.line()
+        assert result.groups == 7 + 4 and result.longest_prompt > 256, "seven projections, four parts; a page of 256 is filled"
+
+
+def test_in_half_precision_a_missing_projection_is_told_from_rounding(parts: Parts, engine: Any) -> None:
+    rounded = small(Path("nowhere"), inference={"dtype": "bf16"})
+    engine("ServedInBf16")
+    assert run_parity_gate(rounded, parts, 0).adapter_effect is not None
+    engine("DropsAProjectionInBf16")
+    with pytest.raises(RunFailed, match="adapter's effect on"):
+        run_parity_gate(rounded, parts, 0)
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_plugin_runs_and_passes_the_gate_again_at_its_first_new_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Served.syncs.clear()
+    train(small(tmp_path / "plugin", inference={"engine": "faulty_engines.Served"}, training={"max_steps": 3}))
+    assert capsys.readouterr().out.count("Parity gate passed") == 2
+    assert Served.syncs == [0, 0, 0, 0, 1, 1, 1, 2], "three of the gate, then once a step, and two of the second gate"
+    train(small(tmp_path / "own", training={"max_steps": 3}), quiet=True)
+    plugin, own = (lines(tmp_path / name / "metrics.jsonl") for name in ("plugin", "own"))
+    assert [record["loss"] for record in plugin] == pytest.approx([record["loss"] for record in own], abs=1e-4)
+    recorded = json.loads((tmp_path / "plugin" / "environment.json").read_text())
+    assert recorded["engine"] == asdict(Served.capabilities) and recorded["backend"]["exact_resume"] is True
+    assert recorded["parity_gate"]["adapter_effect"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "steps"),
+    [("IgnoresTheAdapter", "ignores the adapter", 0), ("StopsReloading", "after the first step's adapter was synced", 1)],
+)
+def test_a_run_on_an_engine_plugin_stops_at_the_gate(tmp_path: Path, name: str, told: str, steps: int) -> None:
+    with pytest.raises(RunFailed, match=told):
+        train(small(tmp_path / "run", inference={"engine": f"faulty_engines.{name}"}, training={"lr": 3e-2}), quiet=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert (len(lines(metrics)) if metrics.exists() else 0) == steps
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ("faulty_engines.TextOnly", ["cannot take a new adapter", "no token ids", "no log-probs", "records no entropies"]),
+        ("faulty_engines.DeclaresNothing", ["declares no capabilities", "capabilities = EngineCapabilities"]),
+        ("faulty_engines.Nothing", ["cannot be loaded"]),
+        ("faulty_engines.lines", ["cannot be loaded"]),
+    ],
+)
+def test_what_an_engine_declares_is_checked_before_a_model_is_loaded(tmp_path: Path, engine: str, told: list[str]) -> None:
+    algorithm = {"transform_mode": "gtpo", "uncertainty_kind": "shannon_entropy"}
+    with pytest.raises(ConfigurationError) as caught:
+        train(small(tmp_path / "run", inference={"engine": engine}, algorithm=algorithm, model={"model": "no/such-model"}), quiet=True)
+    assert all(part in str(caught.value) for part in told)
+
+
+# -- the mismatch of every step --------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_sampler_leaves_the_policy_stops_after_three_steps(tmp_path: Path) -> None:
+    drifting = {"engine": "faulty_engines.Drifts"}
+    with pytest.raises(RunFailed, match=r"differed by 0\.01 nats per token .* step 3.* limit of 0\.001 for 3 steps in a row"):
+        train(small(tmp_path / "run", inference=drifting, training={"max_steps": 6}), quiet=True)
+    records = lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == 4 and records[0]["log_ratio_mean"] < 1e-5
+    quantiles = [records[3][name] for name in ("log_ratio_p50", "log_ratio_p90", "log_ratio_p99")]
+    assert quantiles == sorted(quantiles) and quantiles == pytest.approx([0.01] * 3, abs=1e-4)
+    with pytest.raises(RunFailed, match="limit of 0.001"):
+        train(small(tmp_path / "run", inference=drifting, training={"max_steps": 6}, resume={"from": str(tmp_path / "run")}), quiet=True)
+    allowed = small(
+        tmp_path / "run", inference=drifting | {"mismatch_limit": 0.0}, training={"max_steps": 6}, resume={"from": str(tmp_path / "run")}
+    )
+    assert train(allowed, quiet=True).summary.steps == 6
+
+
+def test_the_limit_is_ten_times_the_gates_figure_above_the_noise() -> None:
+    assert default_mismatch_limit(1e-6, half_precision=False) == 1e-3
+    assert default_mismatch_limit(5e-4, half_precision=False) == pytest.approx(5e-3)
+    assert default_mismatch_limit(1e-3, half_precision=True) == 0.02
+    assert default_mismatch_limit(8e-3, half_precision=True) == pytest.approx(0.08)
+
+
+def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> None:
+    run = train(small(tmp_path / "run", lora={"dropout": 0.5}, training={"max_steps": 5, "lr": 3e-2}), quiet=True)
+    assert max(record.log_ratio_mean or 0 for record in run.metrics()) > 1e-3
