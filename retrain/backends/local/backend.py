@@ -64,9 +64,8 @@ class LocalBackend(Backend):
         self._choices = choices or world.from_leader(choose(config, self._base))
         notes: list[str] = []
         self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter, say=notes.append)
-        self.notes += tuple(notes)
         aggregation = cast("Aggregation", effective_aggregation(config))
-        self.notes: tuple[str, ...] = tuple(filter(None, (old_logprobs_note(config, self._base.dtype),)))
+        self.notes: tuple[str, ...] = tuple(filter(None, (*notes, old_logprobs_note(config, self._base.dtype))))
         """Sentences about the loaded model that the user should see at the start."""
         self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world)
         self._sampler_adapter: Adapter | None = None
