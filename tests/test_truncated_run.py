@@ -14,7 +14,7 @@ from retrain import train
 from retrain.cli.main import main
 from retrain.config.outcomes import kept_set_refusals
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.inference_engine.base import EngineCapabilities
+from retrain.inference_engine.base import ENGINES
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.memory import predict_memory
 from retrain.preflight import notes
@@ -85,7 +85,9 @@ def test_the_gate_stops_an_engine_whose_kept_sets_are_not_what_it_drew_from(
 
 
 def test_an_engine_that_cannot_give_kept_sets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchEngine, "capabilities", EngineCapabilities(noise="counter", logprobs="sampled", entropy=True))
+    declared = ENGINES["pytorch"]
+    assert declared is not None
+    monkeypatch.setitem(ENGINES, "pytorch", replace(declared, kept_set=False))
     with pytest.raises(ConfigurationError, match=r'\[training\] top_p = 0.9 is trained over .* leave it at 1.0, or use engine = "pytorch"'):
         train(small(tmp_path / "run", training={"top_p": 0.9}), quiet=True)
     assert kept_set_refusals(small(tmp_path), kept_set=False) == []
