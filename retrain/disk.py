@@ -13,6 +13,11 @@ from retrain.errors import EnvironmentFailure
 _FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 
+def is_reader_gone(error: OSError) -> bool:
+    """Whether it comes from writing to a pipe whose reader went away, or to a terminal that was closed."""
+    return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
+
+
 def delete(path: Path) -> None:
     """A file, a folder with all that is in it, or a link but nothing behind it; gone already is fine."""
     if path.is_dir() and not path.is_symlink():

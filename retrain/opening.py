@@ -245,7 +245,7 @@ def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
     marker = read_marker(target)
     if marker.get("kind") != "checkpoints" or marker.get("run_id") != run_id:
         return "which has no marker of this run"
-    owner = RunFolder(Path(marker.get("run", folder.path.resolve())))  # 0.1.0 named no folder
+    owner = RunFolder(Path(str(marker.get("run", folder.path.resolve()))))  # 0.1.0 named no folder
     if owner.path == folder.path.resolve() or not owner.checkpoint_pointer.is_file() or _pointer(owner)[1] != run_id:
         return ""
     return f"whose checkpoints belong to {owner.path}, of which {folder.path} is a copy"

@@ -15,9 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often a run is killed at a random moment and resumed (test_run_resume.py)")
-    parser.addoption(
-        "--stops", type=int, default=4, help="at how many of 50 moments two signals stop a run (test_run_resume.py)"
-    )
+    parser.addoption("--stops", type=int, default=3, help="at how many of 50 moments two signals stop a run (test_run_resume.py)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,12 +6,14 @@ The processes are forked from a server that has imported everything, so each cos
 import importlib
 import multiprocessing
 import os
+import pty
 import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +79,10 @@ def count(path: Path) -> int:
 
 
 _PLACED = (
-    Placed("retrain.backends.local.learner", "Learner._update", 10),  # the second of a step's four updates
+    Placed("retrain.backends.local.learner", "Learner._update", 6),  # the second of the second step's four updates
     Placed("retrain.session", "Session.observe", 4),
     Placed("retrain.tracking.jsonl", "JsonlWriter.write", 60),
-    Placed("retrain.backends.local.optimizer", "AdapterOptimizer.step", 19, after=True),
+    Placed("retrain.backends.local.optimizer", "AdapterOptimizer.step", 15, after=True),
     Placed("retrain.sepa", "SEPAController.observe", 6, after=True),
     Placed("retrain.tracking.files", "RunFiles.step", 5, after=True),
     Placed("retrain.tracking.files", "RunFiles.evaluation", 2),
@@ -95,41 +97,27 @@ MOMENTS = (*_PLACED[:2], *_RANDOM[:2], *_PLACED[2:], *_RANDOM[2:])
 
 def stop_twice(file: Path, folder: Path, moment: Placed | Random, threads: int) -> int:
     """Run a configuration, send two Ctrl-C 20 ms apart at the moment, and return the exit code of the command line."""
-    return _in_its_own_process(_run_until_stopped, str(file), str(folder), moment, threads)
-
-
-def hang_up(file: Path, folder: Path, threads: int) -> int:
-    """Run a configuration in a terminal that closes after the second step."""
-    master, slave = os.openpty()
-    try:
-        process = _start(_run_in_terminal, str(file), os.ttyname(slave), threads)
-        deadline = time.monotonic() + 120
-        while (not (folder / "metrics.jsonl").exists() or count(folder / "metrics.jsonl") < 2) and time.monotonic() < deadline:
-            os.set_blocking(master, False)
-            try:
-                os.read(master, 1 << 16)  # a terminal that nobody reads holds the run up
-            except BlockingIOError:
-                time.sleep(0.01)
-    finally:
-        os.close(slave)
-        os.close(master)
-    process.join(120)
-    return process.exitcode if process.exitcode is not None else -1
-
-
-def _in_its_own_process(target: Callable[..., None], *arguments: Any) -> int:
-    process = _start(target, *arguments)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["retrain.trainer", "retrain.backends.local.backend", "transformers", "peft", "tests.stops"])
+    process = context.Process(target=_run_until_stopped, args=(str(file), str(folder), moment, threads))
+    process.start()
     process.join(240)
     assert process.exitcode is not None
     return process.exitcode
 
 
-def _start(target: Callable[..., None], *arguments: Any) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["retrain.trainer", "retrain.backends.local.backend", "transformers", "peft", "tests.stops"])
-    process = context.Process(target=target, args=arguments)
-    process.start()
-    return process
+def hang_up(file: Path, folder: Path) -> int:
+    """The exit code of a command line whose terminal closes after the second step."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, [sys.executable, "-m", "retrain", str(file)], os.environ | {"OMP_NUM_THREADS": "1"})
+    os.set_blocking(terminal, False)
+    while not (folder / "metrics.jsonl").exists() or count(folder / "metrics.jsonl") < 2:
+        with suppress(BlockingIOError):
+            os.read(terminal, 1 << 16)  # a terminal that nobody reads holds the run up
+        time.sleep(0.01)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _run_until_stopped(file: str, folder: str, moment: Placed | Random, threads: int) -> None:
@@ -138,25 +126,10 @@ def _run_until_stopped(file: str, folder: str, moment: Placed | Random, threads:
         time.sleep(_BETWEEN_SIGNALS_S)
         os.kill(os.getpid(), signal.SIGINT)
 
-    moment.arm(fire, Path(folder))
-    _run(file, threads, "--quiet")
-
-
-def _run_in_terminal(file: str, terminal: str, threads: int) -> None:
-    os.setsid()
-    descriptor = os.open(terminal, os.O_RDWR)  # the first one that a new session opens is its controlling terminal
-    for number in (0, 1, 2):
-        os.dup2(descriptor, number)
-    os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False)
-    _run(file, threads)
-
-
-def _run(file: str, threads: int, *flags: str) -> None:
     import torch
 
     from retrain.cli.main import main
 
     torch.set_num_threads(threads)
-    sys.exit(main([file, *flags]))
+    moment.arm(fire, Path(folder))
+    sys.exit(main([file, "--quiet"]))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import pytest
 from retrain import train
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed, StoppedAtOnce
+from retrain.interrupts import Interrupts
 from retrain.session import Session
 from tests.runs import lines, small
+from tests.stops import hang_up
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +146,76 @@ def test_one_signal_saves_and_exits_with_its_code(tmp_path: Path, number: signal
     assert b"Traceback" not in error
     steps = len(lines(folder / "metrics.jsonl"))
     assert (folder / "checkpoints" / f"step_{steps:06d}" / "manifest.json").is_file()
+
+
+def test_a_terminal_that_closes_saves_as_sigterm_does(tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run.toml"
+    file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8")
+    assert hang_up(file, folder) == 129
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("interrupted", "Interrupted by SIGHUP.")
+    assert (folder / "checkpoints" / f"step_{summary['steps']:06d}" / "manifest.json").is_file()
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_several_hangups_are_one(hangups: None) -> None:
+    with Interrupts() as interrupts:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert interrupts.stopped_by == signal.SIGTERM
+
+
+def test_a_run_under_nohup_outlives_its_terminal(hangups: None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupts.stopped_by is None
+
+
+def test_rows_are_on_the_disk_before_their_checkpoint_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, synced = os.fsync, []
+
+    def watch(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    sections = {"evaluation": {"every": 1, "max_examples": 2}, "logging": {"tokens_every": 1}, "training": {"max_steps": 1}}
+    train(small(tmp_path / "run", **sections), quiet=True)
+    before = synced[: synced.index("manifest.json")]
+    assert {"metrics.jsonl", "evaluation.jsonl", "steps.jsonl", "generations.jsonl", "emergence", ".tmp-step_0.safetensors"} <= {*before}
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    assert state["files"]["metrics.jsonl"]["size"] == (tmp_path / "run" / "metrics.jsonl").stat().st_size
+
+
+def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrain.errors import EnvironmentFailure
+
+    real, refused = os.write, 1
+
+    def write(descriptor: int, data: bytes) -> int:
+        nonlocal refused
+        if refused and Path(f"/proc/self/fd/{descriptor}").readlink().name == "metrics.jsonl":
+            refused -= 1
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    train(small(tmp_path / "once"), quiet=True)
+    assert [line["step"] for line in lines(tmp_path / "once" / "metrics.jsonl")] == [0, 1, 2, 3]
+    refused = 1000
+    with pytest.raises(EnvironmentFailure, match=r"step 3 could not be written to .*metrics\.jsonl: No space left.*3 time\(s\) in a row"):
+        train(small(tmp_path / "always", training={"max_steps": 9, "save_every": 9}), quiet=True)
+    refused = 0
+    resumed = small(tmp_path / "always", training={"max_steps": 2, "save_every": 9}, resume={"from": str(tmp_path / "always")})
+    train(resumed, quiet=True)
+    assert [line["step"] for line in lines(tmp_path / "always" / "metrics.jsonl")] == [0, 1]
 
 
 def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[bytes]") -> None:

@@ -9,10 +9,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from retrain.cli.usage import COMMANDS, usage
+from retrain.disk import is_reader_gone
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
 from retrain.threads import spin_briefly
 
@@ -32,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `retrain help config | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        _let_go_of_closed_streams()
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -89,7 +92,19 @@ def _say_error(error: RetrainError | StoppedAtOnce) -> None:
     mask = Redactor().text
     problems = error.problems if isinstance(error, ConfigurationError) else (str(error),)
     for problem in problems:
-        print(f"retrain: {mask(problem)}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone, and the exit code says it too
+            print(f"retrain: {mask(problem)}", file=sys.stderr)
+
+
+def _let_go_of_closed_streams() -> None:
+    """What is still to be written to a closed pipe or terminal goes nowhere: Python's own last try would change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            if not is_reader_gone(error):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _masked_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

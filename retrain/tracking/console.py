@@ -5,10 +5,12 @@ Nothing here interprets markup, so a model's text stays text.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from retrain.disk import is_reader_gone
 from retrain.tracking.record import EvaluationResult, RunSummary, StepRecord
 from retrain.tracking.redact import Redactor
 from retrain.tracking.terminal import encodable, one_line
@@ -45,8 +47,9 @@ class Console(Tracker):
         self._print(group_line(correct, judged, reference))
 
     def progress(self, label: str, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.show(label, done, total)
+        with self._watched():
+            if self._bar is not None:
+                self._bar.show(label, done, total)
 
     def step(self, record: StepRecord) -> None:
         self._print(step_line(record))
@@ -59,20 +62,29 @@ class Console(Tracker):
             self._print(line)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.hide()
+        with self._watched():
+            if self._bar is not None:
+                self._bar.hide()
 
     def _print(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.hide()
-        if self._quiet:
-            return
-        text = encodable(self._mask(line), self._out.encoding or "utf-8")
-        try:
+        with self._watched():
+            if self._bar is not None:
+                self._bar.hide()
+            if self._quiet:
+                return
+            text = encodable(self._mask(line), self._out.encoding or "utf-8")
             self._out.write(text + "\n")
             self._out.flush()
-        except BrokenPipeError:  # the reader is gone (`| head`), the run is not: its files go on
-            self._quiet = True
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Who watches may go away (`| head`, a terminal that closes) while the run, and its files, go on."""
+        try:
+            yield
+        except OSError as error:
+            if not is_reader_gone(error):
+                raise
+            self._quiet, self._bar = True, None
 
 
 def group_line(correct: int, judged: int, reference: str) -> str:

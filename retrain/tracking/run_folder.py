@@ -120,8 +120,9 @@ class RunFolder:
         return kind_of(self.path) == "run" and bool(self.remains())
 
     def links(self) -> list[Path]:
-        """Links in the places of a run's files."""
-        return [path for path in (*self.written(), *self.lines()) if path.is_symlink()]
+        """Links in the places of what a resume cuts or deletes."""
+        places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines())
+        return [path for path in places if path.is_symlink()]
 
     def create(self) -> None:
         """Make the folder ours. Raises ConfigurationError where a file stands in the way, EnvironmentFailure where it cannot be made."""
