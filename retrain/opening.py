@@ -132,7 +132,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
 
 def _as_stored(config: TrainConfig) -> TrainConfig:
     """The configuration as config.toml holds it: credentials in it are masked there, so they must not count as a difference."""
-    return load_text(Redactor().text(dump_toml(config)))
+    return load_text(dump_toml(Redactor().config(config)))
 
 
 # -- checkpoints outside the run's folder --------------------------------------------------------------------------------

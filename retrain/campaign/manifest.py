@@ -129,8 +129,7 @@ class Manifest:
 
 def stored_form(config: TrainConfig) -> dict[str, Any]:
     """What was given, as JSON holds it, with credentials masked. What was not follows from the version, and each run stores every key."""
-    masked: dict[str, Any] = Redactor().json(given_values(config))
-    return masked
+    return given_values(Redactor().config(config))
 
 
 def _check_same(stored: TrainConfig, plan: Plan) -> None:

@@ -46,8 +46,11 @@ def command(
     from retrain.tracking.redact import Redactor
 
     seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=_progress)
-    text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
-    sys.stdout.write(Redactor().text(text))
+    redactor = Redactor()
+    if as_json or form == "json":
+        sys.stdout.write(json.dumps(redactor.json(finite(seen.to_json())), indent=2) + "\n")
+    else:
+        sys.stdout.write(redactor.text(to_text(seen)))
     if seen.refused:
         raise typer.Exit(ConfigurationError.exit_code)
 

@@ -56,8 +56,10 @@ def load_text(text: str, path: Path | None = None) -> TrainConfig:
 
 
 def load_stored(path: str | Path) -> TrainConfig:
-    """The configuration that a run's folder holds, untouched by the variables of this process."""
-    return load_config(path, environ={})
+    """The configuration that a run's folder holds, untouched by the variables of this process. No code that it names is run."""
+    config = load_config(path, environ={})
+    config._origin = replace(config._origin, foreign=True)
+    return config
 
 
 def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python") -> TrainConfig:
@@ -65,7 +67,8 @@ def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set 
     data = given_values(config)
     given = [Override(path, value, origin) for path, value in values.items()]
     merged = _merge(data, given)
-    return _validate(merged, Origin(config.source_path, {**config._origin.given, **{override.path: origin for override in given}}))
+    places = {**config._origin.given, **{override.path: origin for override in given}}
+    return _validate(merged, replace(config._origin, given=places))
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:
