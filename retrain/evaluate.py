@@ -10,8 +10,8 @@ from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.opening import stored_checkpoints
-from retrain.preflight import refuse_not_built
 from retrain.plugins import named_code
+from retrain.preflight import refuse_not_built
 from retrain.rollout import Watcher
 from retrain.startup import load_parts
 from retrain.tracking import RunFolder

@@ -90,8 +90,9 @@ def by_channel(response, reference):
         "deep": framed("[" * 50000),
     }
     if response == "drip":
+        os.write(channel(), (1000).to_bytes(4, "little"))
         while True:
-            os.write(channel(), b"\\0")
+            os.write(channel(), b" ")
             time.sleep(0.01)
     if response in written:
         os.write(channel(), written[response])

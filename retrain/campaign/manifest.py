@@ -18,6 +18,7 @@ from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.tracking.redact import Redactor
+from retrain.tracking.terminal import clean
 
 MANIFEST = "manifest.json"
 TIMESTAMP = "%Y%m%d_%H%M%S"
@@ -107,7 +108,7 @@ class Manifest:
 
     def ended(self, name: str, status: Status, reason: str = "") -> None:
         entry = self[name]
-        entry.status, entry.ended, entry.reason = status, _now(), reason or None
+        entry.status, entry.ended, entry.reason = status, _now(), clean(reason) or None
         self.write_if_possible()
 
     def write_if_possible(self) -> None:

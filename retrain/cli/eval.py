@@ -33,8 +33,9 @@ def command(
     from retrain.evaluate import evaluate_run
     from retrain.tracking.console import evaluation_line
     from retrain.tracking.jsonl import finite
+    from retrain.tracking.terminal import clean
 
     result = evaluate_run(
-        target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(line, file=sys.stderr, flush=True), trust=trust
+        target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(clean(line), file=sys.stderr, flush=True), trust=trust
     )
-    print(json.dumps(finite(result.summary())) if as_json else evaluation_line(result))
+    print(json.dumps(finite(result.summary())) if as_json else clean(evaluation_line(result)))

@@ -84,17 +84,19 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 def _say_error(error: RetrainError) -> None:
     from retrain.tracking.redact import Redactor
+    from retrain.tracking.terminal import clean
 
     mask = Redactor().text
     problems = error.problems if isinstance(error, ConfigurationError) else (str(error),)
     for problem in problems:
-        print(f"retrain: {mask(problem)}", file=sys.stderr)
+        print(f"retrain: {clean(mask(problem))}", file=sys.stderr)
 
 
 def _masked_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     from retrain.tracking.redact import Redactor
+    from retrain.tracking.terminal import clean
 
-    sys.stderr.write(Redactor().text("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(clean(Redactor().text("".join(traceback.format_exception(kind, error, trace)))))
     sys.stderr.write("This is a bug in retrain, not in your configuration.\n")
 
 
