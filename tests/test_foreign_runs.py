@@ -53,7 +53,7 @@ def test_looking_at_a_run_runs_no_code_of_its_model(foreign: Path, tmp_path: Pat
 @pytest.mark.parametrize("command", ["inspect {} --against gtpo", "report {}", "explain {}/config.toml --memory-gib 8", "status {}"])
 def test_looking_at_a_run_imports_no_plugin_beside_it(foreign: Path, tmp_path: Path, command: str) -> None:
     with_plugin(foreign, 'advantage_mode = "maxrl"', 'advantage_mode = "evil_plugin.f"')
-    with_plugin(foreign, 'trust_remote_code = true', "trust_remote_code = false")
+    with_plugin(foreign, "trust_remote_code = true", "trust_remote_code = false")
     main(command.format(foreign).split())
     assert not (tmp_path / "trace").exists()
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from campaigns import write_run
+from runs import small
 
+from retrain import train
 from retrain.cli.main import main
 from retrain.errors import RunFailed
 from retrain.tracking.terminal import clean
@@ -30,12 +32,23 @@ def test_an_error_shows_no_escapes(capsys: pytest.CaptureFixture[str], monkeypat
     assert capsys.readouterr().err == f"retrain: the reward said {SAFE}\n"
 
 
-@pytest.mark.parametrize("command", [["status"], ["compare", "--markdown"]])
+@pytest.mark.parametrize("command", ["status", "compare", "report"])
 def test_a_foreign_run_cannot_write_escapes_by_its_name_or_its_reason(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_run(tmp_path / f"run{HOSTILE.replace(chr(0), '').replace('/', '')}")
+    folder = write_run(tmp_path / f"run{HOSTILE}".replace("\0", ""), 1)
     (folder / "summary.json").write_text(json.dumps({"status": "failed", "reason": HOSTILE}))
-    main([command[0], str(tmp_path)])
+    main([command, str(tmp_path)])
     captured = capsys.readouterr()
+    assert captured.out or captured.err
     assert not set("\x1b\x9b\u202e\r\x00") & set(captured.out + captured.err)
+
+
+def test_the_summary_of_a_run_that_failed_holds_no_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RunFailed(f"the reward said {HOSTILE}")
+
+    monkeypatch.setattr("retrain.session.Session.sample", fail)
+    with pytest.raises(RunFailed):
+        train(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["reason"] == f"the reward said {SAFE}"

@@ -4,14 +4,11 @@ Neither the time nor the memory of sympy is bounded here, since the library's ow
 integers never returns to it. The parent kills the worker instead.
 """
 
+import importlib
 import logging
 from functools import lru_cache
 from typing import Any
 
-import latex2sympy2_extended.latex2sympy2
-import latex2sympy2_extended.math_normalization
-import math_verify.grader
-import math_verify.parser
 from math_verify import LatexExtractionConfig, parse, verify
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warning that time-outs are off is the intention here
@@ -52,8 +49,13 @@ def _let_memory_errors_out() -> None:
     An answer for which memory ran out would so be found unequal, and count as wrong where it could not be judged.
     """
     kinds = _ExceptMemory(kind for kind in Exception.__subclasses__() if kind is not MemoryError)
-    for module in (math_verify.grader, math_verify.parser, latex2sympy2_extended.latex2sympy2, latex2sympy2_extended.math_normalization):
-        vars(module)["Exception"] = kinds
+    for name in (
+        "math_verify.grader",
+        "math_verify.parser",
+        "latex2sympy2_extended.latex2sympy2",
+        "latex2sympy2_extended.math_normalization",
+    ):
+        vars(importlib.import_module(name))["Exception"] = kinds
 
 
 _let_memory_errors_out()  # after the first use: by now all kinds of exceptions are defined
