@@ -47,11 +47,8 @@ def command(
     from retrain.tracking.terminal import clean
 
     seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=_progress)
-    redactor = Redactor()
-    if as_json or form == "json":
-        sys.stdout.write(json.dumps(redactor.json(finite(seen.to_json())), indent=2) + "\n")
-    else:
-        sys.stdout.write(clean(redactor.text(to_text(seen))))
+    text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
+    sys.stdout.write(clean(Redactor().text(text)))
     if seen.refused:
         raise typer.Exit(ConfigurationError.exit_code)
 
