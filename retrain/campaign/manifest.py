@@ -96,7 +96,8 @@ class Manifest:
     def write(self) -> None:
         names = ("timestamp", "retrain_version", "config", "conditions", "seeds", "max_steps", "runs", "squeeze")
         values = {name: getattr(self, name) for name in names} | {"runs": [asdict(entry) for entry in self.runs]}
-        replace_file(self.folder / MANIFEST, json.dumps(Redactor().json(values), indent=1) + "\n")
+        masked = Redactor().json(values) | {"config": self.config}  # which is masked as a configuration, and must load again
+        replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
 
     def __getitem__(self, name: str) -> RunEntry:
         return self._by_name[name]
