@@ -10,6 +10,7 @@ from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.opening import stored_checkpoints
+from retrain.plugins import named_code
 from retrain.preflight import refuse_not_built
 from retrain.rollout import Watcher
 from retrain.startup import load_parts
@@ -17,10 +18,13 @@ from retrain.tracking import RunFolder
 from retrain.types import Completion
 
 
-def evaluate_run(path: Path, *, checkpoint: int | None = None, overrides: Overrides, say: Callable[[str], None]) -> Evaluation:
+def evaluate_run(
+    path: Path, *, checkpoint: int | None = None, overrides: Overrides, say: Callable[[str], None], trust: bool = False
+) -> Evaluation:
     """Evaluate the run in the folder `path` at a checkpoint (the newest by default), or the untrained model of a TOML.
 
-    Nothing is written. Raises ConfigurationError for a folder without a run and for a checkpoint of a TOML.
+    Nothing is written. Code that a run's folder names, which anyone may have made, is executed only with `trust`.
+    Raises ConfigurationError for a folder without a run, for one that names code, and for a checkpoint of a TOML.
     """
     folder = RunFolder(path)
     if path.is_dir() and not folder.config.is_file():
@@ -29,6 +33,11 @@ def evaluate_run(path: Path, *, checkpoint: int | None = None, overrides: Overri
         raise ConfigurationError(f"--checkpoint {checkpoint} needs a run's folder, and {path} is a configuration.")
     stored = path.is_dir()  # a stored configuration is complete: the variables of today's shell are none of its business
     given = load_config(folder.config, overrides, environ={}) if stored else load_config(path, overrides)
+    if stored and not trust and (named := named_code(given)):
+        raise ConfigurationError(
+            f"{folder.config} names Python code that its evaluation would execute: {'; '.join(named)}. "
+            "Look at the code first, then add --trust."
+        )
     if given.backend.shard_base:
         say("[backend] shard_base = true is unused here: retrain eval is one process and holds the whole model.")
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})

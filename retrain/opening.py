@@ -158,7 +158,7 @@ def _not_resumable(folder: RunFolder, problem: str, remedy: str = "put back what
 
 def _as_stored(config: TrainConfig) -> TrainConfig:
     """The configuration as config.toml holds it: credentials in it are masked there, so they must not count as a difference."""
-    return load_text(Redactor().text(dump_toml(config)))
+    return load_text(dump_toml(Redactor().config(config)))
 
 
 # -- checkpoints outside the run's folder --------------------------------------------------------------------------------

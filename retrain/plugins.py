@@ -14,8 +14,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.names import PLUGIN_GROUP
+from retrain.config.names import PLUGIN_GROUP, is_data_location, is_dotted
 from retrain.config.suggestions import nearest
+from retrain.config.toml import toml_value
 from retrain.errors import ConfigurationError, RetrainError
 
 if TYPE_CHECKING:
@@ -89,11 +90,30 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
         with user_code(f"{where}: loading {found[0][0]}", ConfigurationError):
             plugin = found[0][1].load()
     elif "." in name:
+        if config._origin.foreign:
+            raise ConfigurationError(f"{where} is code that a run's folder names, and looking at a run does not execute it.")
         plugin = _load_dotted(name, where, config)
     else:
         raise ConfigurationError(f"{where} is not known{_suggestion(name, [*(builtins or ()), *_entry_point_names()])}")
     _check(kind, plugin, where, config)
     return plugin
+
+
+def named_code(config: "TrainConfig") -> list[str]:
+    """Every place of a configuration that names Python code outside of retrain and installed plugins: `[section] key = value`."""
+    reward, model = config.reward, config.model
+    values = [(key, config.value(key)) for key in _NAMING_CODE]
+    values += [("reward.type", name) for name in reward.types] + [("evaluation.reward", config.evaluation.reward)]
+    values += [("reward.custom_module", f"{reward.custom_module}.{reward.custom_function}")] * ("custom" in reward.types)
+    named = [(key, name) for key, name in values if isinstance(name, str) and is_dotted(name) and not is_data_location(name)]
+    sentences = ["[{}] {} = {}".format(*key.split("."), toml_value(name)) for key, name in named]
+    return [f"[model] trust_remote_code = true (of {model.model})"] * model.trust_remote_code + sentences
+
+
+_NAMING_CODE = (
+    *("algorithm.advantage_mode", "algorithm.transform_mode", "algorithm.uncertainty_kind", "algorithm.algorithm_mode"),
+    *("data.source", "evaluation.source", "inference.engine", "backend.backend"),
+)
 
 
 def inspect_call(kind: str, function: Callable[..., Any]) -> Call:

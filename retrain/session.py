@@ -36,6 +36,7 @@ from retrain.rollout import Rollout, Watcher
 from retrain.sepa import SEPAController
 from retrain.startup import Parts, is_rounded, load_parts, run_parity_gate, training_plan
 from retrain.tracking import EvaluationRecord, RunSummary, StepRecord, Tracker, build_tracker, read_jsonl
+from retrain.tracking.terminal import clean
 from retrain.types import Float32Array, Group, Prompt, Row, StepResult
 
 _NONFINITE_LIMIT = 3
@@ -385,7 +386,7 @@ class Session:
         ours = isinstance(error, RetrainError)
         summary = self.summary("interrupted" if isinstance(error, Interrupted) else "failed")
         with suppress(OSError, EnvironmentFailure):  # a full disk may be the reason itself, which is on its way to the screen
-            self.tracker.finish(replace(summary, reason=str(error) if ours else f"{type(error).__name__}: {error}"))
+            self.tracker.finish(replace(summary, reason=clean(str(error) if ours else f"{type(error).__name__}: {error}")))
 
     def summary(self, status: str) -> RunSummary:
         final = self.store.folder / "final"

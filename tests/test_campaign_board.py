@@ -140,3 +140,11 @@ def test_a_run_without_steps_has_no_rate(campaign: tuple[Plan, Manifest]) -> Non
     plan, manifest = campaign
     progress = read_progress(plan, manifest["maxrl+gtpo_s1"])
     assert (progress.steps, progress.correct, progress.remaining_s) == (0, None, None)
+
+
+def test_a_campaign_whose_words_are_a_secrets_value_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "random")
+    config = {"reward": {"type": "random", "params": {}}, "campaign": {"seeds": [1, 2], "max_steps": 50}}
+    plan = plan_campaign(config_from_mapping(config), tmp_path)
+    Manifest.of_plan(plan, datetime.now()).write()
+    Manifest.read(tmp_path).resumed_with(plan)

@@ -1,5 +1,6 @@
 """User functions: called as they ask, killed when they hang, and never turned into a zero when they fail."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,39 @@ def by_request(response, reference):
         raise SystemExit
     if response == "crash":
         os.kill(os.getpid(), 11)
+    return 1.0
+
+def channel():  # this worker's only socket
+    return next(fd for fd in range(3, 100) if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}")[:6] == "socket")
+
+def framed(text):
+    return len(text).to_bytes(4, "little") + text.encode()
+
+def by_fork(response, reference):
+    if response == "fork":
+        if os.fork() == 0:
+            return 0.0
+        time.sleep(0.2)
+    return 1.0
+
+def by_channel(response, reference):
+    written = {
+        "noise": b"\\xff" * 50,
+        "no JSON": framed("[1, 2"),
+        "a list": framed("[1, 2]"),
+        "no number": framed('{"value": 0.0}'),
+        "another's": framed('{"value": 0.0, "number": 123456}'),
+        "a word": framed('{"value": "much", "number": %d}' % 0),
+        "infinity": framed('{"value": Infinity, "number": %d}' % 0),
+        "deep": framed("[" * 50000),
+    }
+    if response == "drip":
+        os.write(channel(), (1000).to_bytes(4, "little"))
+        while True:
+            os.write(channel(), b" ")
+            time.sleep(0.01)
+    if response in written:
+        os.write(channel(), written[response])
     return 1.0
 
 def three(response, reference, judge):
@@ -184,3 +218,25 @@ def test_a_function_that_cannot_be_a_reward_is_refused_at_the_start(function: st
 def test_params_that_no_reward_takes_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="bonus"):
         build_scorer(TrainConfig.model_validate({"reward": {"type": "match", "params": {"bonus": 1}}}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("response", ["noise", "no JSON", "a list", "no number", "another's", "a word", "infinity", "deep"])
+def test_a_reply_that_cannot_be_read_could_not_judge_and_the_next_answer_is_its_own(response: str) -> None:
+    with custom("by_channel", deadline_s=10.0) as scorer:
+        score = judged(scorer, response)
+        assert score.outcome is Outcome.COULD_NOT_JUDGE
+        assert "could not be read" in score.reason
+        assert [judged(scorer, "4").reward for _ in range(2)] == [1.0, 1.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_that_writes_for_ever_ends_on_the_deadline() -> None:
+    with custom("by_channel", deadline_s=0.5) as scorer:
+        assert "deadline_s = 0.5" in judged(scorer, "drip").reason
+        assert judged(scorer).reward == 1.0
+
+
+def test_a_child_that_a_reward_forks_answers_for_nobody() -> None:
+    with custom("by_fork") as scorer:
+        assert [judged(scorer, response).reward for response in ("fork", "4", "fork", "fork", "4")] == [1.0] * 5

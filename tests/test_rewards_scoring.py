@@ -55,6 +55,13 @@ def test_math_is_right_or_wrong(math_scorer: Scorer, response: str, reference: s
     assert score(math_scorer, response, reference) == expected
 
 
+def test_an_infinite_sum_is_no_reward() -> None:
+    with scorer_of(type=["match", "random"], weights=[1e308, 1.7e308], random_p=1.0) as scorer:
+        verdict = score(scorer, r"\boxed{4}")
+    assert (verdict.outcome, verdict.reward) == (Outcome.COULD_NOT_JUDGE, None)
+    assert "inf, which is not finite" in verdict.reason
+
+
 def test_match_compares_strings_and_hendrycks_forms() -> None:
     with scorer_of(type="match") as exact, scorer_of(type="match", normalize="hendrycks") as lenient:
         assert score(exact, r"\boxed{0.5}", "0.5") == RIGHT

@@ -96,6 +96,20 @@ def test_an_answer_that_swells_is_stopped_before_its_deadline(monkeypatch: pytes
         assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_answer_for_which_memory_runs_out_inside_math_verify_is_not_wrong() -> None:
+    """The library's own `except Exception` would make it so. In a process of its own: the limit holds for ever."""
+    script = (
+        "import resource; from retrain.rewards.verification import equal\n"
+        "mapped = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (mapped + (20 << 20), -1))\n"
+        "try: print(equal('(x+y+z)^{60}', '(x+y+z+1)^{60}'))\n"
+        "except MemoryError: print('no memory')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "no memory\n"
+
+
 def test_an_import_does_not_count_against_the_deadline() -> None:
     with math_pool(deadline_s=0.3) as pool:
         assert verify(pool, r"\frac{8}{2}").result(60).value == 1.0

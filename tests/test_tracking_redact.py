@@ -1,9 +1,15 @@
 """Secrets are masked, and ordinary text is left alone."""
 
+import json
+from collections.abc import Callable
+from urllib.parse import quote
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.config import config_from_mapping, dump_toml, load_text
+from retrain.config.toml import toml_value
 from retrain.tracking.redact import MASK, Redactor
 
 PLAIN = Redactor({})
@@ -70,3 +76,71 @@ def test_a_secret_inside_a_longer_one_leaves_nothing_behind() -> None:
 def test_no_string_of_a_structure_keeps_the_secret(value: object) -> None:
     redactor = Redactor({"A_KEY": "sesame-open"})
     assert "sesame-open" not in str(redactor.json({"deep": [value, {"sesame-open": "x sesame-open"}]}))
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "hf_token", "Authorization", "judge_password", "passphrase", "session-cookie", "aws_credentials", "clientSecret"]
+)
+def test_a_string_under_a_key_named_like_a_secret_is_masked_wherever_it_stands(name: str) -> None:
+    assert PLAIN.json({"params": [{name: "abc", "deeper": {name: ["x", "y"]}}]}) == {
+        "params": [{name: MASK, "deeper": {name: [MASK, MASK]}}]
+    }
+    assert PLAIN.arguments(["--reward-params", f"{name}=abc=", f"--reward-params={name}=abc"])[-1] == f"--reward-params={name}={MASK}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 8),
+        ("api_key", 8),
+        ("judge_api_key_env", "OPENAI_API_KEY"),
+        ("eos_token", "<eos>"),
+        ("answer_key", "gold"),
+        ("tokenizer", "fast"),
+        ("keyword", "maybe"),
+        ("author", "Ada"),
+    ],
+)
+def test_a_key_that_only_looks_like_a_secrets_keeps_its_value(name: str, value: object) -> None:
+    assert PLAIN.json({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://host/cb#access_token=abc&n=1", "https://host/cb#access_token=***&n=1"),
+        ("https://host/?x-auth=abc", "https://host/?x-auth=***"),
+        ("next=https%3A%2F%2Fuser%3Apa55%40host%2F%3Fapi_key%3Dabc%26n%3D1", "next=https%3A%2F%2F***%40host%2F%3Fapi_key%3D***%26n%3D1"),
+    ],
+)
+def test_credentials_are_masked_in_fragments_and_percent_encoded_too(text: str, masked: str) -> None:
+    assert PLAIN.text(text) == masked
+
+
+@pytest.mark.parametrize("write", [str, repr, json.dumps, quote, lambda value: toml_value({"a": value})])
+def test_a_secret_is_masked_with_every_escape(write: Callable[[str], str]) -> None:
+    secret = 'p"w\\n ü/+'
+    text = Redactor({"A_KEY": secret}).text(f"it is {write(secret)}!")
+    assert MASK in text and "p" not in text.replace("it is", "") and "w" not in text
+
+
+def test_a_masked_configuration_loads_and_hides_every_secret() -> None:
+    secret = 'quoted"\\secret'
+    config = config_from_mapping(
+        {
+            "reward": {"type": "custom", "custom_module": "mine", "params": {"api_key": "abcdef", "note": secret, "max_tokens": 3}},
+            "data": {"system_prompt": f"say {secret}"},
+            "environment": {"args": {"auth": {"token": "tiny"}}},
+        }
+    )
+    text = dump_toml(Redactor({"A_KEY": secret}).config(config))
+    stored = load_text(text)
+    assert stored.reward.params == {"api_key": MASK, "note": MASK, "max_tokens": 3}
+    assert stored.data.system_prompt == f"say {MASK}"
+    assert "tiny" not in text and "quoted" not in text
+
+
+@pytest.mark.parametrize("word", ["random", "sampler", "token_mean", "constant", "training"])
+def test_a_secret_that_is_a_word_of_the_configuration_leaves_it_loadable(word: str) -> None:
+    config = config_from_mapping({"reward": {"type": "random"}, "loss": {"old_logprobs": "sampler", "aggregation": "token_mean"}})
+    assert load_text(dump_toml(Redactor({"A_TOKEN": word}).config(config))).reward.type == "random"

@@ -19,7 +19,7 @@ from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import Plan
 from retrain.errors import RetrainError
 from retrain.tracking.redact import Redactor
-from retrain.tracking.terminal import encodable, one_line
+from retrain.tracking.terminal import clean, encodable, one_line
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -119,7 +119,7 @@ class Board:
     def say(self, line: str) -> None:
         if self._quiet:
             return
-        text = encodable(self._mask(line), self._out.encoding or "utf-8")
+        text = encodable(clean(self._mask(line)), self._out.encoding or "utf-8")
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -193,11 +193,11 @@ class Board:
         for name in _COLUMNS:
             table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
         for name, *cells in rows:
-            table.add_row(*(Text(self._mask(cell)) for cell in (shortened(name, names_width), *cells)))
+            table.add_row(*(Text(clean(self._mask(cell))) for cell in (shortened(name, names_width), *cells)))
         if len(shown) < len(runs):
             table.add_row(Text(f"and {len(runs) - len(shown)} more"))
         below = [Text(self._mask(reason), no_wrap=True, overflow="ellipsis") for reason in reasons]
-        return Group(Text(self._mask(self.headline(runs))), table, *below)
+        return Group(Text(clean(self._mask(self.headline(runs)))), table, *below)
 
     @staticmethod
     def _cells(run: Progress) -> tuple[str, ...]:

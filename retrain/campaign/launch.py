@@ -14,6 +14,7 @@ from retrain.campaign.plan import CampaignRun
 from retrain.config import TrainConfig, replaced
 from retrain.errors import Interrupted, RetrainError
 from retrain.tracking import RunFolder
+from retrain.tracking.terminal import clean
 
 OUTPUT = "output.log"
 """What a run prints, in its folder."""
@@ -64,7 +65,7 @@ def perform(config: TrainConfig) -> Outcome:
     except Interrupted as error:
         return Outcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
     except RetrainError as error:
-        print(f"retrain: {error}", file=sys.stderr)
+        print(clean(f"retrain: {error}"), file=sys.stderr)
         return Outcome(Status.FAILED, " ".join(str(error).split()))
     except Exception as error:  # whatever one run dies of, the others go on; its traceback is in its output
         traceback.print_exc()

@@ -18,6 +18,7 @@ from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.tracking.redact import Redactor
+from retrain.tracking.terminal import clean
 
 MANIFEST = "manifest.json"
 TIMESTAMP = "%Y%m%d_%H%M%S"
@@ -95,7 +96,8 @@ class Manifest:
     def write(self) -> None:
         names = ("timestamp", "retrain_version", "config", "conditions", "seeds", "max_steps", "runs", "squeeze")
         values = {name: getattr(self, name) for name in names} | {"runs": [asdict(entry) for entry in self.runs]}
-        replace_file(self.folder / MANIFEST, json.dumps(Redactor().json(values), indent=1) + "\n")
+        masked = Redactor().json(values) | {"config": self.config}  # which is masked as a configuration, and must load again
+        replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
 
     def __getitem__(self, name: str) -> RunEntry:
         return self._by_name[name]
@@ -107,7 +109,7 @@ class Manifest:
 
     def ended(self, name: str, status: Status, reason: str = "") -> None:
         entry = self[name]
-        entry.status, entry.ended, entry.reason = status, _now(), reason or None
+        entry.status, entry.ended, entry.reason = status, _now(), clean(reason) or None
         self.write_if_possible()
 
     def write_if_possible(self) -> None:
@@ -129,8 +131,7 @@ class Manifest:
 
 def stored_form(config: TrainConfig) -> dict[str, Any]:
     """What was given, as JSON holds it, with credentials masked. What was not follows from the version, and each run stores every key."""
-    masked: dict[str, Any] = Redactor().json(given_values(config))
-    return masked
+    return given_values(Redactor().config(config))
 
 
 def _check_same(stored: TrainConfig, plan: Plan) -> None:

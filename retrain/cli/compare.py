@@ -69,15 +69,16 @@ def command(
     from retrain.analysis.comparison_text import to_json, to_markdown
     from retrain.analysis.verdict import Rules
     from retrain.tracking.jsonl import finite
+    from retrain.tracking.terminal import clean
 
     rules = Rules(alpha=alpha, margin=margin, effect=effect, power=power, lower_is_better=lower_is_better)
     comparison = _compare(targets, baseline or [], control, metric, rules)
     if as_json or form is Format.JSON:
         print(json.dumps(finite(to_json(comparison)), indent=2))
     elif form is Format.MARKDOWN:
-        print(to_markdown(comparison), end="")
+        print(clean(to_markdown(comparison)), end="")
     else:
-        print(to_text(comparison, shutil.get_terminal_size().columns), end="")
+        print(clean(to_text(comparison, shutil.get_terminal_size().columns)), end="")
 
 
 def _compare(targets: list[Path], baseline: list[str], control: bool, metric: str | None, rules: "Rules") -> "Comparison":

@@ -18,6 +18,7 @@ def command(
     context: typer.Context,
     target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model.")],
     checkpoint: Annotated[int | None, typer.Option(help="Steps completed of the checkpoint; the newest unless given.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Execute the Python code that the run's folder names.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Held-out pass@1 and pass@k. Any flag of the configuration may follow, such as --evaluation-max-examples 50."""
@@ -32,6 +33,9 @@ def command(
     from retrain.evaluate import evaluate_run
     from retrain.tracking.console import evaluation_line
     from retrain.tracking.jsonl import finite
+    from retrain.tracking.terminal import clean
 
-    result = evaluate_run(target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(line, file=sys.stderr, flush=True))
-    print(json.dumps(finite(result.summary())) if as_json else evaluation_line(result))
+    result = evaluate_run(
+        target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(clean(line), file=sys.stderr, flush=True), trust=trust
+    )
+    print(json.dumps(finite(result.summary())) if as_json else clean(evaluation_line(result)))

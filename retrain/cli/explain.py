@@ -44,13 +44,16 @@ def command(
     from retrain.explain.text import to_text
     from retrain.tracking.jsonl import finite
     from retrain.tracking.redact import Redactor
+    from retrain.tracking.terminal import clean
 
     seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=_progress)
     text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
-    sys.stdout.write(Redactor().text(text))
+    sys.stdout.write(clean(Redactor().text(text)))
     if seen.refused:
         raise typer.Exit(ConfigurationError.exit_code)
 
 
 def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    from retrain.tracking.terminal import clean
+
+    print(clean(line), file=sys.stderr, flush=True)

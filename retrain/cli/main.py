@@ -88,12 +88,13 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 def _say_error(error: RetrainError | StoppedAtOnce) -> None:
     from retrain.tracking.redact import Redactor
+    from retrain.tracking.terminal import clean
 
     mask = Redactor().text
     problems = error.problems if isinstance(error, ConfigurationError) else (str(error),)
     for problem in problems:
         with suppress(OSError):  # the terminal may be gone, and the exit code says it too
-            print(f"retrain: {mask(problem)}", file=sys.stderr)
+            print(f"retrain: {clean(mask(problem))}", file=sys.stderr)
 
 
 def _let_go_of_closed_streams() -> None:
@@ -109,8 +110,9 @@ def _let_go_of_closed_streams() -> None:
 
 def _masked_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     from retrain.tracking.redact import Redactor
+    from retrain.tracking.terminal import clean
 
-    sys.stderr.write(Redactor().text("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(clean(Redactor().text("".join(traceback.format_exception(kind, error, trace)))))
     sys.stderr.write("This is a bug in retrain, not in your configuration.\n")
 
 

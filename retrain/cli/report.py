@@ -35,6 +35,7 @@ def command(
     from retrain.report.build import write_report
     from retrain.report.data import Request
     from retrain.tracking import RunFolder
+    from retrain.tracking.terminal import clean
 
     rules = Rules(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
     request = Request(folder, baseline, metric, rules, against or (), steps)
@@ -44,9 +45,9 @@ def command(
         _serve(request, port, refresh)
         return
     written = write_report(request, output or RunFolder(folder).report)
-    print(f"Report: {written.page}")
+    print(clean(f"Report: {written.page}"))
     for picture in written.pictures:
-        print(f"Picture: {picture}")
+        print(clean(f"Picture: {picture}"))
 
 
 def _serve(request: "Request", port: int, refresh: float) -> None:

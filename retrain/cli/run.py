@@ -46,11 +46,12 @@ def run_file(arguments: Sequence[str]) -> int:
 
 def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
     from retrain.squeeze import run_squeeze
+    from retrain.tracking.terminal import clean
 
     squeezed = run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
     line = _draw_squeeze(squeezed, _squeeze_picture(config))
     if not parsed.quiet:
-        print(line)
+        print(clean(line))
     return 0
 
 

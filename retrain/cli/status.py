@@ -44,10 +44,11 @@ def command(
 
 def _show(text: str, *, clear: bool) -> None:
     from retrain.tracking.redact import Redactor
+    from retrain.tracking.terminal import clean
 
     if clear and sys.stdout.isatty():
         sys.stdout.write(_CLEAR)
-    sys.stdout.write(Redactor().text(text) + "\n")
+    sys.stdout.write(clean(Redactor().text(text)) + "\n")
     sys.stdout.flush()
 
 

@@ -56,12 +56,14 @@ def load_text(text: str, path: Path | None = None) -> TrainConfig:
 
 
 def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
-    """The configuration that a run's folder holds, untouched by the variables of this process.
+    """The configuration that a run's folder holds, untouched by the variables of this process. No code that it names is run.
 
     `to_read`: what ran under the rules of an earlier version is read, though it could not be started or resumed any more.
     """
     file = Path(path)
-    return _build(read_toml(file), [], file, rules=not to_read)
+    config = _build(read_toml(file), [], file, rules=not to_read)
+    config._origin = replace(config._origin, foreign=True)
+    return config
 
 
 def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python") -> TrainConfig:
@@ -69,7 +71,8 @@ def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set 
     data = given_values(config)
     given = [Override(path, value, origin) for path, value in values.items()]
     merged = _merge(data, given)
-    return _validate(merged, Origin(config.source_path, {**config._origin.given, **{override.path: origin for override in given}}))
+    places = {**config._origin.given, **{override.path: origin for override in given}}
+    return _validate(merged, replace(config._origin, given=places))
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:

@@ -12,3 +12,5 @@ class Origin:
     path: Path | None = None
     given: Mapping[str, str] = field(default_factory=dict)
     """ "section.key" to "file", "environment NAME" or "flag --name"; keys left to their default are absent."""
+    foreign: bool = False
+    """Found in a run's folder, which anyone may have made: code that it names is not run."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retrain.analysis.runs import StoredRun
 from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
 from retrain.campaign.preflight import condition_notes
-from retrain.config import TrainConfig
+from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
 from retrain.config.outcomes import not_built, unused_keys
 from retrain.errors import ConfigurationError, EnvironmentFailure
@@ -17,6 +17,7 @@ from retrain.explain.schedule import Schedule, schedule_campaign, schedule_run
 from retrain.explain.timing import StepTime, from_pilot, from_probe, pilot_differences
 from retrain.preflight import notes
 from retrain.sepa import follows_schedule, maximal_lambda
+from retrain.tracking.redact import Redactor
 
 if TYPE_CHECKING:
     from retrain.memory import Memory
@@ -142,6 +143,7 @@ def explain(
 
 def _settings(config: TrainConfig) -> list[Setting]:
     origins = config.provenance
+    config = Redactor().config(config)
     return [
         Setting(key.path, value, origins[key.path])
         for key in all_keys()
@@ -195,6 +197,7 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
     from retrain.backends.local.devices import choose_device
     from retrain.memory import predict_memory
 
+    configs = [replaced(config, {"model.trust_remote_code": False}) for config in configs]  # to explain is to read: no code is run
     if memory_gib is None:
         try:
             choose_device(configs[0])

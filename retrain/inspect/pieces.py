@@ -13,7 +13,7 @@ class Pieces:
     """The vocabulary of a run's model. Raises EnvironmentFailure where its tokenizer cannot be had."""
 
     def __init__(self, model: "Model") -> None:
-        self._tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
+        self._tokenizer = load_tokenizer(model.model, model.revision)  # whoever looks at a run trusts no code that it names
         self.vocabulary = VocabularyTable(self._tokenizer)
 
     def of(self, token_ids: TokenIds) -> list[str]:

@@ -4,6 +4,7 @@ The last marker by position decides, even when it is broken: a completion cut in
 """
 
 import re
+from collections import deque
 
 _MARKER = re.compile(
     r"""
@@ -27,11 +28,10 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
     """
     if after_think:
         text = text.rpartition(_END_OF_THOUGHT)[2]
-    last = None
-    for last in _MARKER.finditer(text):
-        pass
-    if last is None:
+    markers = deque(_MARKER.finditer(text), maxlen=1)
+    if not markers:
         return None
+    last = markers[0]
     start, limit = last.end(), last.end() + LONGEST_ANSWER
     if last["brace"]:
         end = closing_brace(text[:limit], start)

@@ -3,6 +3,7 @@
 import json
 import socket
 import struct
+import time
 from datetime import date, datetime
 from typing import Any
 
@@ -16,6 +17,10 @@ _HEADER = struct.Struct("<I")
 
 class ChannelClosed(EOFError):
     """The other side is gone."""
+
+
+class BadMessage(ValueError):
+    """What arrived is no message. Nothing that comes after it can be understood either."""
 
 
 def encode(message: Message) -> bytes:
@@ -49,10 +54,17 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
-    def receive(self, timeout: float | None) -> Message:
-        """The next message. TimeoutError after `timeout` seconds without a byte; what has arrived is kept for the next call."""
-        while (message := self._take()) is None:
-            self._socket.settimeout(timeout)
+    def receive(self, timeout: float | None, longest: int = 1 << 32) -> Message:
+        """The next message, of at most `longest` bytes. BadMessage for anything else.
+
+        TimeoutError where it is not complete after `timeout` seconds; what has arrived is kept for the next call.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while (message := self._take(longest)) is None:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:  # also where bytes drip in for ever
+                raise TimeoutError
+            self._socket.settimeout(left)
             try:
                 chunk = self._socket.recv(1 << 16)
             except TimeoutError:
@@ -64,14 +76,21 @@ class Channel:
             self._received += chunk
         return message
 
-    def _take(self) -> Message | None:
+    def _take(self, longest: int) -> Message | None:
         if len(self._received) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._received)
+        if length > longest:
+            raise BadMessage(f"it claims to have {length} bytes")
         end = _HEADER.size + length
         if len(self._received) < end:
             return None
-        message: Message = json.loads(self._received[_HEADER.size : end])
+        try:
+            message = json.loads(self._received[_HEADER.size : end])
+        except (ValueError, RecursionError) as error:
+            raise BadMessage("it is not JSON") from error
+        if not isinstance(message, dict):
+            raise BadMessage("it is not a JSON object")
         del self._received[:end]
         return message
 

@@ -5,6 +5,7 @@ processes (workers.py), so that completions are judged while others still decode
 """
 
 import importlib.util
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -82,7 +83,7 @@ class Scorer:
         return sum(part.weight for part in self._parts)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
-        """The verdict to come. The future never raises: what goes wrong is a could-not-judge with its reason."""
+        """The verdict to come. What goes wrong is a could-not-judge with its reason; the future raises for a bug only."""
         parts = [part.judge(request) for part in self._parts]
         verdict: Future[Score] = Future()
         verdict.set_running_or_notify_cancel()  # from here on only the parts decide
@@ -103,7 +104,10 @@ class Scorer:
 
     def _conclude(self, parts: "Sequence[Future[Judgement]]", verdict: "Future[Score]") -> None:
         ended = Judgement(None, "the scorer was closed before it was judged")
-        verdict.set_result(self._score([ended if part.cancelled() else part.result() for part in parts]))
+        try:
+            verdict.set_result(self._score([ended if part.cancelled() else part.result() for part in parts]))
+        except BaseException as error:  # a part failed by a bug of ours: who waits for the verdict must hear of it
+            verdict.set_exception(error)
 
     def _score(self, judgements: Sequence[Judgement]) -> Score:
         """The weighted sum. One part that could not judge makes the whole so."""
@@ -112,6 +116,8 @@ class Scorer:
             if judgement.value is None:
                 return Score(Outcome.COULD_NOT_JUDGE, None, judgement.reason)
             reward += part.weight * judgement.value
+        if not math.isfinite(reward):
+            return Score(Outcome.COULD_NOT_JUDGE, None, f"the weighted sum of the rewards is {reward}, which is not finite")
         return Score(Outcome.RIGHT if reward > self._correct_threshold else Outcome.WRONG, reward)
 
     def close(self) -> None:

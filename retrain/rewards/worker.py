@@ -1,6 +1,7 @@
 """What a worker process does: load what it was told to, say so, then answer one job after another until it is killed or left alone."""
 
 import importlib
+import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +14,11 @@ VERIFICATION_MODULE = "retrain.rewards.verification"
 
 
 def serve(channel: Channel) -> None:
-    """The life of a worker. The first message is its set-up; the answer is {"ready": true} or {"refused": sentence}."""
+    """The life of a worker. The first message is its set-up; the answer is {"ready": true} or {"refused": sentence}.
+
+    Every reply carries the number of its job.
+    """
+    own = os.getpid()
     try:
         setup = channel.receive(None)
         try:
@@ -21,10 +26,11 @@ def serve(channel: Channel) -> None:
         except ConfigurationError as error:
             channel.send({"refused": str(error)})
             return
-        channel.send({"ready": True})
-        while True:
+        reply: Message = {"ready": True}
+        while os.getpid() == own:  # a child that user code forked and that came back here must not answer
+            channel.send(reply)
             job = channel.receive(None)
-            channel.send(handlers[job["handler"]](job))
+            reply = handlers[job["handler"]](job) | {"number": job["number"]}
     except ChannelClosed:
         return  # the trainer needs this worker no longer
 

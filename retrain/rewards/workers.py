@@ -4,6 +4,8 @@ One thread here owns one worker process there: it sends a job, waits on the wall
 the deadline or the memory limit is passed. Nothing inside a worker is trusted to stop by itself.
 """
 
+import itertools
+import math
 import os
 import queue
 import threading
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import ConfigurationError
-from retrain.rewards.channel import Channel, ChannelClosed, Message, encode
+from retrain.rewards.channel import BadMessage, Channel, ChannelClosed, Message, encode
 from retrain.rewards.nursery import STARTUP_LIMIT_S, Nursery, NurseryLost
 from retrain.rewards.worker import VERIFICATION_MODULE
 
@@ -26,6 +28,8 @@ ADDRESS_SPACE_LIMIT = 4 << 30
 _TICK_S = 0.05
 """How often the parent looks at the memory of a worker that has not answered."""
 _MAX_AUTOMATIC_WORKERS = 16
+_LONGEST_REPLY = 1 << 16
+"""Bytes; a reward and the reason why there is none take a few hundred."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +89,18 @@ class WorkerPool:
         self._nursery = Nursery(setup.preload)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._numbers = itertools.count()
         self._keepers = [_Keeper(setup, self._nursery, self._jobs, deadline_s, self._closing) for _ in range(workers)]
         for keeper in self._keepers:
             keeper.start()
 
     def submit(self, message: Message) -> "Future[Judgement]":
-        """Judge one job. The deadline starts when a worker that is ready takes it; the future never raises.
+        """Judge one job. The deadline starts when a worker that is ready takes it; what goes wrong is a could-not-judge.
 
         TypeError, here and now, for a message that is not JSON.
         """
-        job = _Job(encode(message), Future())
+        number = next(self._numbers)
+        job = _Job(number, encode(message | {"number": number}), Future())
         self._jobs.put(job)
         if self._closing.is_set():
             job.future.cancel()
@@ -128,6 +134,8 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class _Job:
+    number: int
+    """The reply carries it too: what user code left in the channel is not taken for the next answer."""
     message: bytes
     future: "Future[Judgement]"
 
@@ -163,7 +171,11 @@ class _Keeper(threading.Thread):
         self.started.set()
         while (job := self._jobs.get()) is not None:
             if job.future.set_running_or_notify_cancel():
-                job.future.set_result(self._judge(job.message))
+                try:
+                    job.future.set_result(self._judge(job))
+                except BaseException as error:  # a bug, and the run must hear of it: nobody else will answer
+                    job.future.set_exception(error)
+                    raise
                 self._prepare()
         if self._worker is not None:
             self._worker.channel.close()
@@ -179,7 +191,7 @@ class _Keeper(threading.Thread):
         except _Refused as error:
             self.refusal = str(error)
             return self.refusal
-        except (NurseryLost, ChannelClosed, OSError) as error:
+        except (NurseryLost, ChannelClosed, BadMessage, OSError) as error:
             return f"no reward worker could be started ({error})"
         return ""
 
@@ -187,30 +199,33 @@ class _Keeper(threading.Thread):
         pid, channel = self._nursery.spawn()
         try:
             channel.send(self._setup.message())
-            answer = channel.receive(STARTUP_LIMIT_S)
-        except (ChannelClosed, TimeoutError):
+            answer = channel.receive(STARTUP_LIMIT_S, _LONGEST_REPLY)
+            if "refused" in answer:
+                raise _Refused(str(answer["refused"]))
+            if answer != {"ready": True}:
+                raise BadMessage("it does not say that it is ready")
+        except (ChannelClosed, BadMessage, TimeoutError, _Refused):
             channel.close()
             self._nursery.end(pid)
             raise
-        if "refused" in answer:
-            channel.close()
-            self._nursery.end(pid)
-            raise _Refused(answer["refused"])
         return _Worker(pid, channel)
 
-    def _judge(self, message: bytes) -> Judgement:
+    def _judge(self, job: _Job) -> Judgement:
         reason = self._prepare()
         if self._worker is None:
             return Judgement(None, reason)
         try:
-            self._worker.channel.send_encoded(message)
-            return self._wait(self._worker)
+            self._worker.channel.send_encoded(job.message)
+            return self._wait(self._worker, job.number)
+        except BadMessage as error:
+            self._discard()
+            return Judgement(None, f"the reward worker's reply could not be read: {error}")
         except ChannelClosed:
             status = self._discard()
             how = f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
             return Judgement(None, "the run is ending" if self._closing.is_set() else f"the reward worker died ({how})")
 
-    def _wait(self, worker: _Worker) -> Judgement:
+    def _wait(self, worker: _Worker, number: int) -> Judgement:
         deadline = time.monotonic() + self._deadline_s
         while True:
             left = deadline - time.monotonic()
@@ -218,7 +233,7 @@ class _Keeper(threading.Thread):
                 self._discard()
                 return Judgement(None, f"the reward took longer than deadline_s = {self._deadline_s:g} and its worker was killed")
             try:
-                reply = worker.channel.receive(min(left, _TICK_S))
+                judgement = _judgement(worker.channel.receive(min(left, _TICK_S), _LONGEST_REPLY), number)
             except TimeoutError:
                 if self._is_too_large(worker):
                     self._discard()
@@ -226,7 +241,7 @@ class _Keeper(threading.Thread):
                 continue
             if self._is_too_large(worker, fraction=0.5):
                 self._discard()  # sympy's caches only grow
-            return Judgement(reply["value"], reply.get("reason", ""))
+            return judgement
 
     def _is_too_large(self, worker: _Worker, fraction: float = 1.0) -> bool:
         limit = self._setup.memory_limit
@@ -239,6 +254,18 @@ class _Keeper(threading.Thread):
             return None
         worker.channel.close()
         return self._nursery.end(worker.pid)
+
+
+def _judgement(reply: Message, number: int) -> Judgement:
+    """Raises BadMessage unless this is a verdict on the job of that number."""
+    if reply.get("number") != number:
+        raise BadMessage("it is not the answer to this completion")
+    value, reason = reply.get("value"), reply.get("reason", "")
+    if value is None:
+        return Judgement(None, str(reason))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadMessage("its value is not a finite number")
+    return Judgement(float(value))
 
 
 def resident_bytes(pid: int) -> int:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from retrain.checkpoint import replace_file
 from retrain.config.outcomes import unused_keys
@@ -18,6 +18,7 @@ from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
 from retrain.startup import Say
 from retrain.tracking import RunFolder
+from retrain.tracking.terminal import clean
 from retrain.tracking.tracker import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Squeezed:
 def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False) -> Squeezed:
     """The job of a configuration with `[squeeze] adapter_path` and no `[campaign]`: results on standard output, progress on the other."""
     refuse_not_built(config)
-    say, progress = (_silence, _silence) if quiet else (print, partial(print, file=sys.stderr, flush=True))
+    say, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
     for line in unused_keys(config):
         say(line)
     squeezed = squeeze_adapter(config, Path(config.squeeze.adapter_path).expanduser(), overwrite=overwrite, progress=progress)
@@ -61,6 +62,10 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
 
 def _silence(line: str) -> None:
     """--quiet."""
+
+
+def _print(line: str, file: TextIO | None = None) -> None:
+    print(clean(line), file=file, flush=True)
 
 
 def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: bool = False, progress: Say = _silence) -> Squeezed:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from retrain.disk import is_reader_gone
 from retrain.tracking.record import EvaluationResult, RunSummary, StepRecord
 from retrain.tracking.redact import Redactor
-from retrain.tracking.terminal import encodable, one_line
+from retrain.tracking.terminal import clean, encodable, one_line
 from retrain.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Console(Tracker):
                 self._bar.hide()
             if self._quiet:
                 return
-            text = encodable(self._mask(line), self._out.encoding or "utf-8")
+            text = encodable(clean(self._mask(line)), self._out.encoding or "utf-8")
             self._out.write(text + "\n")
             self._out.flush()
 

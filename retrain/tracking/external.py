@@ -47,8 +47,7 @@ class ExternalSettings:
         return [self.redactor.text(tag) for tag in self.config.logging.tags]
 
     def masked_config(self) -> dict[str, Any]:
-        masked: dict[str, Any] = self.redactor.json(self.config.model_dump(mode="json", by_alias=True, exclude_none=True))
-        return masked
+        return self.redactor.config(self.config).model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def masked_rows(self, records: Sequence[GenerationRecord]) -> list[list[Any]]:
         """Completions as the rows of a table under GENERATION_COLUMNS."""

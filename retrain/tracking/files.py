@@ -34,8 +34,9 @@ class RunFiles(Tracker):
 
         self._folder.create()
         self._folder.summary.unlink(missing_ok=True)  # what it says of an earlier session is true no more
-        replace_file(self._folder.config, self._redactor.text(dump_toml(self._config)))
-        environment = self._redactor.json(describe_environment(device))
+        replace_file(self._folder.config, dump_toml(self._redactor.config(self._config)))
+        environment = describe_environment(device)
+        environment = self._redactor.json(environment) | {"command": self._redactor.arguments(environment["command"])}
         if self._folder.environment.exists():
             first = json.loads(self._folder.environment.read_text(encoding="utf-8"))
             environment = first | {"resumed": [*first.get("resumed", []), environment]}

@@ -1,19 +1,32 @@
 """Secrets never leave the process: what is printed, written or sent passes through here.
 
-Three things are masked: the values of environment variables named like a secret, tokens of known shapes, and credentials in URLs.
+Masked are the values of environment variables and of table keys that are named like a secret, tokens of known shapes, and credentials
+in URLs. A configuration is masked value by value, before it is written as text, and stays one that loads.
 """
 
+import json
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, quote_plus
+
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 MASK = "***"
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-_HARMLESS_NAME = re.compile(r"TOKENIZERS_|_(?:PATH|FILE|DIR)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|CRED|COOKIE", re.IGNORECASE)
+_HARMLESS_NAME = re.compile(
+    r"TOKENS|TOKENI[ZS]|(?:EOS|BOS|PAD|UNK|SEP|CLS|MASK|STOP|END|START)_TOKEN|(?:ANSWER|PROMPT|QUESTION|LABEL|TEXT|SORT)_KEY"
+    r"|KEYWORD|KEYBOARD|KEYMAP|MONKEY|PASSAGE|COMPASS|BYPASS|PASS@|AUTHOR(?!I)|.*_(?:PATH|FILE|DIR|SOCK|ENV|COLUMN)$",
+    re.IGNORECASE,
+)
+"""Parts of names that only look like a secret's: max_tokens, and judge_api_key_env, which names a variable."""
 _MIN_LENGTH = 6
-"""A shorter value stands in ordinary text by chance: masking "1" would eat every number."""
+"""A shorter value of a variable stands in ordinary text by chance: masking "1" would eat every number."""
 
 _SHAPES = re.compile(
     r"""
@@ -32,36 +45,88 @@ _SHAPES = re.compile(
     """,
     re.VERBOSE,
 )
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
-_URL_PARAMETER = re.compile(r"(?<=[?&])((?:api_?key|key|token|access_token|secret|password)=)[^&\s'\"#]+", re.IGNORECASE)
+_MARKS = (
+    *("hf_", "sk-", "rk-", "pk-", "tml-", "wandb_", "api_key=", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
+    *("AKIA", "AIza", "xox", "eyJ", "Bearer"),
+)
+"""One of these stands in every token of a known shape."""
+_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@|(?<=%3A%2F%2F)(?:[^\s/@&'\"%]|%(?!2F|40))+%40", re.IGNORECASE)
+_URL_PARAMETER = re.compile(
+    r"((?:[?&#;]|%3F|%26|%23)[\w.-]{0,40}?(?:key|token|secret|pass|auth|cred|cookie|sig)[\w.-]{0,40}(?:=|%3D))"
+    r"(?:[^&;\s'\"#%]|%(?!26|23))+",
+    re.IGNORECASE,
+)
 
 
 class Redactor:
     """Masks by the environment as it was when this was made: make it after `.env` is loaded."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        values = {value for name, value in (os.environ if environment is None else environment).items() if _is_secret(name, value)}
-        ordered = sorted(values, key=len, reverse=True)  # a secret that contains another goes first
+        given = os.environ if environment is None else environment
+        values = {value for name, value in given.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH}
+        forms = {form for value in values for form in _written(value)}
+        ordered = sorted(forms, key=len, reverse=True)  # a secret that contains another goes first
         self._values = re.compile("|".join(re.escape(value) for value in ordered)) if ordered else None
 
     def text(self, text: str) -> str:
         if self._values is not None:
             text = self._values.sub(MASK, text)
-        text = _SHAPES.sub(MASK, text)
-        text = _URL_CREDENTIALS.sub(f"{MASK}@", text)
-        return _URL_PARAMETER.sub(rf"\g<1>{MASK}", text)
+        if any(mark in text for mark in _MARKS):  # most texts hold none, and a search for them costs a hundredth
+            text = _SHAPES.sub(MASK, text)
+        if "@" in text or "%40" in text:
+            text = _URL_CREDENTIALS.sub(_masked_credentials, text)
+        if "=" in text or "%3" in text:
+            text = _URL_PARAMETER.sub(rf"\g<1>{MASK}", text)
+        return text
 
-    def json(self, value: Any) -> Any:
-        """The same value with every string in it masked, keys included."""
+    def json(self, value: Any, name: str = "") -> Any:
+        """The same value with every string in it masked, keys included; whole where `name` or a table's key is that of a secret."""
         match value:
             case str():
-                return self.text(value)
+                return MASK if value and is_secret_name(name) else self.text(value)
             case Mapping():
-                return {self.text(key): self.json(item) for key, item in value.items()}
+                return {self.text(key): self.json(item, key if isinstance(item, str | list | tuple) else "") for key, item in value.items()}
             case list() | tuple():
-                return [self.json(item) for item in value]
+                return [self.json(item, name) for item in value]
         return value
 
+    def arguments(self, arguments: Sequence[str]) -> list[str]:
+        """A command line, in which a secret may stand behind its key: `--reward-params api_key=...`."""
+        masked = []
+        for argument in arguments:
+            name, sign, value = argument.rpartition("=")
+            masked.append(self.text(name) + sign + self.json(value, name))
+        return masked
 
-def _is_secret(name: str, value: str) -> bool:
-    return bool(_SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name) and len(value) >= _MIN_LENGTH
+    def config(self, config: "TrainConfig") -> "TrainConfig":
+        """The configuration as it may be stored.
+
+        A value that the schema would not take masked, such as one of a few words, is no secret, whatever a variable holds.
+        """
+        from retrain.config import replaced
+        from retrain.config.load import given_values
+
+        for section, keys in given_values(config).items():
+            for key, value in keys.items():
+                masked = self.json(value, key)
+                if masked != value:
+                    try:
+                        config = replaced(config, {f"{section}.{key}": masked})
+                    except ConfigurationError:
+                        continue
+        return config
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable, a table's key or a command line's key is named like a secret."""
+    return bool(_SECRET_NAME.search(_HARMLESS_NAME.sub("", name)))
+
+
+def _written(value: str) -> tuple[str, ...]:
+    """The forms in which a value may stand in a text: as it is, with the escapes of JSON and TOML or of Python, and in a URL."""
+    escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))
+    return value, *(form[1:-1] for form in escaped), quote(value), quote(value, safe=""), quote_plus(value)
+
+
+def _masked_credentials(match: re.Match[str]) -> str:
+    return MASK + ("@" if match.group().endswith("@") else "%40")

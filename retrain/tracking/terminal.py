@@ -7,22 +7,28 @@ from itertools import accumulate
 _ESCAPE_SEQUENCES = re.compile(
     r"""
     (?:\x1b\[|\x9b) [0-?]* [ -/]* [@-~]                     # CSI: colours, cursor
-  | (?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]) [^\x07\x1b\x9c]* (?:\x07|\x1b\\|\x9c)?   # OSC, DCS, SOS, PM, APC up to their end
+  | (?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])                 # OSC, DCS, SOS, PM, APC up to their end; without one, what follows is text
+    (?: [^\x07\x1b\x90\x98\x9c-\x9f]*+ (?:\x07|\x1b\\|\x9c) )?
   | \x1b [ -/]* [0-~]?                                      # every other escape
     """,
     re.VERBOSE,
 )
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+def clean(text: str) -> str:
+    """A sentence or a table as it may be printed or stored, whoever wrote the names and messages in it.
+
+    Escape sequences and controls are dropped, direction marks shown as <U+202E>; line breaks and tabs stay.
+    """
+    return _BIDI.sub(_named, _CONTROLS.sub("", _ESCAPE_SEQUENCES.sub("", text)))
+
+
 def one_line(text: str, limit: int = 120) -> str:
     """`text` on one line of at most `limit` characters: escape sequences dropped, line breaks as \\n, direction marks as <U+202E>."""
-    text = _ESCAPE_SEQUENCES.sub("", text[: 4 * limit])
-    text = text.replace("\n", "\\n").replace("\t", " ")
-    text = _CONTROLS.sub("", text)
-    text = _BIDI.sub(_named, text)
+    text = clean(text[: 4 * limit]).replace("\n", "\\n").replace("\t", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -1,0 +1,88 @@
+"""Whatever a model writes is read in a time in proportion to its length: in the trainer's thread nothing else could stop it."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from retrain.advantages.planning import RegexDetector
+from retrain.rewards.boxed import extract_boxed
+from retrain.rewards.match import answers_match
+from retrain.rewards.math import settled
+from retrain.tracking.redact import Redactor
+from retrain.tracking.terminal import clean, one_line, visible, without_escapes
+
+_SHORT, _LONG = 10_000, 40_000
+_REDACTOR = Redactor({"A_KEY": "sesame-open"})
+_DETECTOR = RegexDetector()
+
+READERS: dict[str, Callable[[str], object]] = {
+    "box": extract_boxed,
+    "match": lambda text: answers_match(text, "5", "hendrycks"),
+    "math": lambda text: settled(text, "4"),
+    "planning": lambda text: _DETECTOR.detect([text[i : i + 4] for i in range(0, len(text), 4)]),
+    "line": one_line,
+    "clean": clean,
+    "visible": visible,
+    "pieces": lambda text: without_escapes([text[i : i + 4] for i in range(0, len(text), 4)]),
+    "secrets": _REDACTOR.text,
+}
+HOSTILE = (
+    *("$", "0", " ", "\\", "{", "(", "!", "9!", "^{", "a", "'", "=", "\n", "-", "://", "eyJ-", "sk-", "?key", "&a", "%3A%2F%2F", "%3Fkey"),
+    *(
+        r"\boxed",
+        r"\boxed ",
+        r"\fbox",
+        r"\boxed{",
+        r"\frac",
+        r"\frac1",
+        r"\sqrt2",
+        r"\text{ ",
+        r"\left",
+        "{,}",
+        "</think>",
+        "eyJaaaaaaaaaa.",
+    ),
+    *(
+        "\x1b[",
+        "\x1b]",
+        "\x9d",
+        "\x1b[0",
+        "\x9b",
+        "wait",
+        "wait ",
+        "eyJaaaaaaaaaa.",
+        "let me check ",
+        "what if - ",
+        "\u0130",
+        "\u2019",
+        "\u202e",
+    ),
+)
+
+
+def seconds(read: Callable[[str], object], text: str, times: int = 3) -> float:
+    """Of processor time, the best of a few: other processes do not count."""
+    best = float("inf")
+    for _ in range(times):
+        began = time.process_time()
+        read(text)
+        best = min(best, time.process_time() - began)
+    return best
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_four_times_the_text_takes_four_times_as_long(name: str) -> None:
+    read = READERS[name]
+    for fragment in HOSTILE:
+        for before, after in (("", ""), ("$", "x"), (r"\boxed{1}", "}"), ("0", "x")):
+            short, long = (before + fragment * (size // len(fragment)) + after for size in (_SHORT, _LONG))
+            if seconds(read, long, 1) > 0.01:  # below, it is no matter
+                assert seconds(read, long) < 8 * seconds(read, short) + 0.01, (fragment, before, after)
+
+
+@pytest.mark.parametrize(
+    "text", ["$" * 1600 + "x", "0" * 10**6 + "x", r"\boxed" * 160_000, r"\fbox" * 200_000, r"\boxed{" * 150_000, " " * 10**6]
+)
+def test_a_million_hostile_characters_are_judged_at_once(text: str) -> None:
+    assert seconds(lambda answer: (settled(answer, "4"), extract_boxed(answer)), text) < 0.5
