@@ -15,7 +15,9 @@ from filelock import FileLock, Timeout
 
 from retrain.checkpoint import Checkpoint, CheckpointStore, TrainerState, replace_file
 from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
-from retrain.errors import ConfigurationError
+from retrain.disk import expanded
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.parsing import is_path_text, read_object
 from retrain.tracking.redact import Redactor
 from retrain.tracking.run_folder import MARKER, RunFolder, kind_of, mark
 
@@ -148,7 +150,7 @@ def _checkpoint_folder(config: TrainConfig, folder: RunFolder) -> Path:
             f"[logging] log_dir ends in {name!r}, which cannot name a folder under [backend] adapter_path; "
             "use letters, digits and ._+=- there."
         )
-    target = (Path(config.backend.adapter_path).expanduser() / name).resolve()
+    target = (expanded(config.backend.adapter_path, "[backend] adapter_path") / name).resolve()
     if target.exists() and any(target.iterdir()) and _owner(target / MARKER) not in _own_ids(folder):
         raise ConfigurationError(
             f"{target} holds the checkpoints of another run, so [backend] adapter_path = {config.backend.adapter_path!r} cannot be used "
@@ -170,11 +172,14 @@ def stored_checkpoints(folder: RunFolder) -> Path:
     """Where the checkpoints of an existing run lie."""
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
-    return Path(json.loads(folder.checkpoint_pointer.read_text(encoding="utf-8"))["path"])
+    path = read_object(folder.checkpoint_pointer).get("path")
+    if not is_path_text(path):
+        raise RunFailed(f"{folder.checkpoint_pointer} names no folder of checkpoints: the file was changed or another program wrote it.")
+    return Path(str(path))
 
 
 def _owner(marker: Path) -> str | None:
-    return json.loads(marker.read_text(encoding="utf-8")).get("run_id") if marker.is_file() else None
+    return str(read_object(marker).get("run_id") or "") or None if marker.is_file() else None
 
 
 def _own_ids(folder: RunFolder) -> set[str | None]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from retrain.cli.usage import COMMANDS, usage
+from retrain.disk import path_error
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.threads import spin_briefly
 
@@ -34,6 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `retrain help config | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        known = path_error(error)
+        if known is None:
+            raise
+        _say_error(known)
+        return known.exit_code
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -52,7 +59,12 @@ def _dispatch(arguments: list[str]) -> int:
 
 def is_path(argument: str) -> bool:
     """A first argument that is no command is a file if it looks like one or is one."""
-    return "/" in argument or os.sep in argument or argument.endswith(".toml") or Path(argument).exists()
+    if "/" in argument or os.sep in argument or argument.endswith(".toml"):
+        return True
+    try:
+        return Path(argument).exists()
+    except OSError:  # too long to be one
+        return False
 
 
 def _unknown(argument: str) -> str:
@@ -60,7 +72,7 @@ def _unknown(argument: str) -> str:
 
     near = nearest(argument, COMMANDS, cutoff=0.5)
     hint = f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
-    return f"{argument!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
+    return f"{shortened(argument)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
 
 
 def _run_file(arguments: list[str]) -> int:
@@ -89,7 +101,17 @@ def _say_error(error: RetrainError) -> None:
     mask = Redactor().text
     problems = error.problems if isinstance(error, ConfigurationError) else (str(error),)
     for problem in problems:
-        print(f"retrain: {mask(problem)}", file=sys.stderr)
+        print(f"retrain: {shortened(mask(problem))}", file=sys.stderr)
+
+
+def shortened(sentence: str) -> str:
+    """A sentence that quotes a value of any length, on a few lines: its beginning says what is wrong and its end what to do."""
+    if len(sentence) <= _LONGEST_SENTENCE:
+        return sentence
+    return f"{sentence[: _LONGEST_SENTENCE - 200]} ... {sentence[-195:]}"
+
+
+_LONGEST_SENTENCE = 1200
 
 
 def _masked_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from retrain.config.names import BUILTIN_NAMES, GROUP_RELATIVE_ADVANTAGES, RECIPES, SEPA_TRANSFORMS, UNCERTAINTY_ALIASES
 from retrain.config.suggestions import nearest
 from retrain.config.toml import toml_value
+from retrain.config.values import MOST_COMPLETIONS
 from retrain.config.violations import Violation
 from retrain.errors import MOST_SENTENCES
 
@@ -156,8 +157,14 @@ def _one_checkpoint_is_not_enough(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _minibatches_need_completions(config: "TrainConfig") -> Iterator[Violation]:
+def _a_step_has_an_end_and_fills_its_minibatches(config: "TrainConfig") -> Iterator[Violation]:
     completions = config.training.batch_size * config.training.group_size
+    if completions > MOST_COMPLETIONS:
+        yield Violation(
+            ("training.batch_size", "training.group_size"),
+            f"[training] batch_size x group_size = {completions:,} completions per step, which are held in memory at once; "
+            f"give {MOST_COMPLETIONS:,} at most",
+        )
     if config.training.minibatches > completions:
         yield Violation(
             ("training.minibatches", "training.batch_size", "training.group_size"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.checkpoint import replace_file
 from retrain.config.outcomes import unused_keys
-from retrain.disk import safetensors_io, writing_to
+from retrain.disk import expanded, safetensors_io, writing_to
 from retrain.errors import ConfigurationError
 from retrain.preflight import refuse_not_built
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
@@ -52,7 +52,8 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
     say, progress = (_silence, _silence) if quiet else (print, partial(print, file=sys.stderr, flush=True))
     for line in unused_keys(config):
         say(line)
-    squeezed = squeeze_adapter(config, Path(config.squeeze.adapter_path).expanduser(), overwrite=overwrite, progress=progress)
+    adapter = expanded(config.squeeze.adapter_path, "[squeeze] adapter_path")
+    squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         say(line)
     track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis, progress)
@@ -71,7 +72,7 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
     settings = config.squeeze
     adapter = read_adapter(adapter_path)
     device = svd_device(settings.device)
-    output = Path(settings.output_path).expanduser() if settings.output_path else None
+    output = expanded(settings.output_path, "[squeeze] output_path") if settings.output_path else None
     check_settings(settings, adapter)
     if output:
         check_output(adapter.folder, output, overwrite)  # before the work

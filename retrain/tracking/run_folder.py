@@ -7,6 +7,7 @@ from pathlib import Path
 
 from retrain.checkpoint import replace_file
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.parsing import read_object
 from retrain.tracking.jsonl import truncate_to_step
 
 MARKER = ".retrain.json"
@@ -133,7 +134,7 @@ class RunFolder:
 def kind_of(folder: Path) -> str:
     """What retrain made a folder for: run, checkpoints, campaign; "" where it did not."""
     marker = folder / MARKER
-    return str(json.loads(marker.read_text(encoding="utf-8")).get("kind", "")) if marker.is_file() else ""
+    return str(read_object(marker).get("kind", "")) if marker.is_file() else ""
 
 
 def mark(folder: Path, kind: str, **content: str) -> None:
