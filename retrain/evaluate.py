@@ -10,7 +10,7 @@ from retrain.errors import ConfigurationError
 from retrain.evaluation import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.opening import stored_checkpoints
-from retrain.preflight import refuse_not_built
+from retrain.preflight import refuse_not_built, trust_note
 from retrain.rollout import Watcher
 from retrain.startup import load_parts
 from retrain.tracking import RunFolder
@@ -31,6 +31,8 @@ def evaluate_run(path: Path, *, checkpoint: int | None = None, overrides: Overri
     given = load_config(folder.config, overrides, environ={}) if stored else load_config(path, overrides)
     if given.backend.shard_base:
         say("[backend] shard_base = true is unused here: retrain eval is one process and holds the whole model.")
+    if note := trust_note(given):
+        say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
     refuse_not_built(config)
     found = _checkpoint(folder, checkpoint, say) if path.is_dir() else None

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,7 +18,8 @@ def command(
     context: typer.Context,
     target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model.")],
     checkpoint: Annotated[int | None, typer.Option(help="Steps completed of the checkpoint; the newest unless given.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Held-out pass@1 and pass@k. Any flag of the configuration may follow, such as --evaluation-max-examples 50."""
     from retrain.config.overrides import parse_overrides
@@ -34,4 +35,4 @@ def command(
     from retrain.tracking.jsonl import finite
 
     result = evaluate_run(target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(line, file=sys.stderr, flush=True))
-    print(json.dumps(finite(result.summary())) if as_json else evaluation_line(result))
+    print(json.dumps(finite(result.summary())) if as_json or form == "json" else evaluation_line(result))

@@ -19,6 +19,10 @@ FREE_KEYS = frozenset(
         "reward.workers",
         "backend.adapter_path",
         "backend.shard_base",
+        "inference.url",
+        "model.base_url",
+        "backend.max_concurrent",
+        "backend.throttle_dir",
     }
 )
 """What may differ between a run and its resumption, beside devices of the same kind."""
