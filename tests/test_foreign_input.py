@@ -39,6 +39,8 @@ NASTY = {
     "a folder": ".",
 }
 READERS = [name for name in COMMANDS if name not in ("init", "migrate-config", "version", "eval")]
+SLOW = ("explain", "report")
+"""Read a model or draw figures where nothing is wrong, so they get fewer of the options."""
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +97,9 @@ def test_no_argument_of_a_command_is_a_traceback(command: str, place: Path, caps
     app.command(command, **getattr(module, "SETTINGS", {}))(module.command)
     options = [item.opts[0] for item in typer.main.get_command(app).params if item.param_type_name == "option" and not item.is_flag]  # type: ignore[attr-defined]
     with inside(place):
-        for value in NASTY.values():
+        for value in list(NASTY.values())[:7] if command in SLOW else NASTY.values():
             answered(command, value)
-            for option in options if command not in ("report", "explain") else options[:4]:
+            for option in options[:2] if command in SLOW else options:
                 answered(command, "old" if command != "explain" else "run.toml", f"{option}={value}")
 
 
@@ -211,7 +213,7 @@ OTHERS = (".lock.owner", "checkpoints.json", "trainer_state.json")
 @pytest.mark.parametrize("name", [*FILES, *OTHERS])
 def test_a_file_of_another_shape_in_a_run_is_a_sentence(name: str, tmp_path: Path) -> None:
     whole = run_folder(tmp_path / "whole")
-    for number, text in enumerate([*SHAPES, *(f"{shape}\n" for shape in SHAPES)]):
+    for number, text in enumerate([f"{shape}\n" if name.endswith("l") else shape for shape in SHAPES]):
         folder = Path(shutil.copytree(whole, tmp_path / f"run{number}"))
         written(name, text)(folder)
         look(folder)

@@ -5,6 +5,7 @@ Nothing is read before it is asked for, and what lies at the end of a long file 
 """
 
 import os
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -195,6 +196,8 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
 
 
 _KINDS = {field.name: field.type for field in fields(StepRecord)}
+_NO_OBJECT = re.compile(rb"^[^{]", re.MULTILINE)
+"""A line that does not begin as ours do."""
 
 
 def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
@@ -217,6 +220,9 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     whole = data[: data.rfind(b"\n") + 1]  # a torn last line is no line
     if not whole:
         return schema.empty_table()
+    if _NO_OBJECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
+        for _ in read_jsonl(path):  # raises for a line that is null and for deep nesting, either of which ends Arrow's process
+            pass
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
     try:
