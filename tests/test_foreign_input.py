@@ -230,7 +230,7 @@ def both_as_run_and_above(tmp_path: Path, name: str, text: str) -> None:
         answered(*argv)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(value=JSON, name=st.sampled_from(["summary.json", "environment.json", ".retrain.json", "checkpoints.json", "manifest.json"]))
 def test_any_json_in_a_file_of_a_run_is_survived(value: Any, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     place = tmp_path_factory.mktemp("any")
@@ -238,7 +238,7 @@ def test_any_json_in_a_file_of_a_run_is_survived(value: Any, name: str, tmp_path
     both_as_run_and_above(place, name, json.dumps(value))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     value=JSON,
     field=st.sampled_from(["step", "condition", "loss", "correct_rate", "step_time_s", "num_datums", "samples", "correct", "task"]),
@@ -252,7 +252,7 @@ def test_any_json_in_a_line_is_survived(value: Any, field: str, tmp_path_factory
     look(folder)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     entry=st.dictionaries(st.sampled_from(["name", "condition", "seed", "dir", "status", "reason"]), JSON, max_size=6),
     whole=st.booleans(),

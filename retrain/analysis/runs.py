@@ -240,7 +240,8 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     """The metrics of every run in or below `folder`: one row a step, oldest first.
 
     Columns: `run` (the path below `folder`), `condition` and `seed`, then the other fields of a StepRecord. What is null in the file
-    is missing in the frame, never 0. Times in seconds, entropies and surprisals in nats. Raises ConfigurationError where no run is.
+    is missing in the frame, never 0. Times in seconds, entropies and surprisals in nats. Raises ConfigurationError where no run is,
+    RunFailed for a damaged file.
     """
     import pandas as pd
     import pyarrow as pa
@@ -255,7 +256,14 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
         "condition": pd.Categorical(np.repeat([run.condition for run in runs], rows)),
         "seed": np.repeat([run.seed for run in runs], rows),
     }
-    return pd.DataFrame(frame | {name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"})
+    try:
+        columns = {name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"}
+    except (ValueError, TypeError) as error:
+        for run in runs:
+            for line in read_jsonl(run.folder.metrics):  # raises the error that names the damaged line, or its field
+                StepRecord.from_json(line)
+        raise RunFailed(f"{root} holds metrics of a wrong type ({error}): a file was changed or the disk is damaged.") from error
+    return pd.DataFrame(frame | columns)
 
 
 def _below(root: Path, path: Path) -> str:
