@@ -95,9 +95,7 @@ def analyze(
     layers = tuple(layer_spectrum(layer.a.to(device), layer.b.to(device), name=layer.name, scale=layer.scale) for layer in adapter.layers)
     trained = [layer for layer in layers if not layer.is_zero]
     if not trained:
-        raise Untrained(
-            f"{adapter.folder} is untrained: every update of it is zero, so no rank can be recommended; train it first."
-        )
+        raise Untrained(f"{adapter.folder} is untrained: every update of it is zero, so no rank can be recommended; train it first.")
     retained = [{k: layer.retained(k) for k in ranks} for layer in trained]
     recommended = recommend_rank(retained, ranks, threshold, rule, adapter.rank)
     table = tuple(_row(k, trained) for k in ranks)
