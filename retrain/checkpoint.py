@@ -17,6 +17,7 @@ from typing import Any
 
 from retrain.disk import delete, safetensors_io
 from retrain.errors import EnvironmentFailure, RunFailed
+from retrain.parsing import parse_json
 from retrain.types import MachineChoices
 
 SCHEMA_VERSION = 1
@@ -67,7 +68,7 @@ class TrainerState:
 
     @classmethod
     def from_json(cls, text: str, where: Path) -> "TrainerState":
-        values = json.loads(text)
+        values = parse_json(text)
         if values.get("schema_version") != SCHEMA_VERSION:
             raise RunFailed(
                 f"{where} was written with state version {values.get('schema_version')!r}, this retrain reads version {SCHEMA_VERSION}: "
@@ -237,7 +238,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 def verify(folder: Path) -> str:
     """An empty string if every byte of `folder` matches its manifest, else what is wrong."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((folder / MANIFEST).read_bytes())
         seal = manifest.pop("sha256")
         entries = [(entry["name"], entry["size"], entry["sha256"]) for entry in manifest["files"]]
     except FileNotFoundError:

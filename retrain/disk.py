@@ -1,4 +1,4 @@
-"""What a full or broken disk says, as errors that the rest of the code expects."""
+"""What a full or broken disk says, and a path that cannot be one, as errors that the rest of the code expects."""
 
 import errno
 import os
@@ -8,9 +8,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from retrain.errors import EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 
 _FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+_PATH_PROBLEMS = {
+    errno.ENAMETOOLONG: "its name is too long (255 bytes at most, 4,095 with its folders); shorten it",
+    errno.EISDIR: "it is a folder, and a file is expected there; name the file",
+    errno.ENOTDIR: "a file stands where a folder is expected; check the path",
+    errno.ELOOP: "its links lead in a circle; mend them",
+}
+_DENIED = frozenset({errno.EACCES, errno.EPERM})
+
+
+def path_error(error: OSError) -> RetrainError | None:
+    """The sentence for an OSError that is about a path or a disk and never about this program; None for any other."""
+    where = str(error.filename or "A file")
+    if error.errno in _PATH_PROBLEMS:
+        return ConfigurationError(f"{where} cannot be used: {_PATH_PROBLEMS[error.errno]}.")
+    if error.errno in _DENIED:
+        return EnvironmentFailure(f"{where} cannot be used: this user may not read or write it; change its permissions or name another.")
+    return EnvironmentFailure(f"{where} cannot be used: {error.strerror}; free space or choose another disk.") if is_disk(error) else None
+
+
+def is_disk(error: OSError) -> bool:
+    """Whether a disk that is full or broken said it."""
+    return error.errno in _FAILURES
+
+
+def expanded(path: str, key: str) -> Path:
+    """The path that a key names, with ~ and ~user expanded. Raises ConfigurationError for a user whom this machine does not have."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = path.partition("/")[0]
+        raise ConfigurationError(f"{key} = {path!r}: this machine has no user {user.removeprefix('~')!r}; write the whole path.") from error
 
 
 def is_reader_gone(error: OSError) -> bool:
@@ -49,7 +80,7 @@ def writing_to(folder: Path, then: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FAILURES:
+        if not is_disk(error):
             raise
         where = error.filename or f"A file in {folder}"
         raise EnvironmentFailure(f"{where} cannot be written: {error.strerror}; free space there, then {then}.") from error

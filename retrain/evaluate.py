@@ -11,7 +11,7 @@ from retrain.evaluation import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.opening import stored_checkpoints
 from retrain.plugins import named_code
-from retrain.preflight import refuse_not_built
+from retrain.preflight import refuse_not_built, trust_note
 from retrain.rollout import Watcher
 from retrain.startup import load_parts
 from retrain.tracking import RunFolder
@@ -40,6 +40,8 @@ def evaluate_run(
         )
     if given.backend.shard_base:
         say("[backend] shard_base = true is unused here: retrain eval is one process and holds the whole model.")
+    if note := trust_note(given):
+        say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
     refuse_not_built(config)
     found = _checkpoint(folder, checkpoint, say) if path.is_dir() else None

@@ -14,7 +14,9 @@ from filelock import FileLock, Timeout
 
 from retrain.checkpoint import Checkpoint, CheckpointStore, TrainerState, put_back, replace_file
 from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
-from retrain.errors import ConfigurationError
+from retrain.disk import expanded
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.parsing import is_path_text, read_object
 from retrain.tracking.redact import Redactor
 from retrain.tracking.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
 
@@ -174,7 +176,7 @@ def _checkpoint_folder(config: TrainConfig, folder: RunFolder, overwrite: bool) 
             f"[logging] log_dir ends in {name!r}, which cannot name a folder under [backend] adapter_path; "
             "use letters, digits and ._+=- there."
         )
-    target = (Path(config.backend.adapter_path).expanduser() / name).resolve()
+    target = (expanded(config.backend.adapter_path, "[backend] adapter_path") / name).resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return target
     marker = read_marker(target)
@@ -227,13 +229,12 @@ def stored_checkpoints(folder: RunFolder) -> Path:
 
 
 def _pointer(folder: RunFolder) -> tuple[Path, str]:
-    """The folder of the checkpoints and the run's id. Raises ConfigurationError for a file that cannot be understood."""
-    path = folder.checkpoint_pointer
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return Path(str(content["path"])), str(content["run_id"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path} cannot be understood ({error}): the file was changed; put it back as it was.") from error
+    """The folder of the checkpoints and the run's id. Raises RunFailed for a file that names none."""
+    content = read_object(folder.checkpoint_pointer)
+    path, run_id = content.get("path"), content.get("run_id")
+    if not is_path_text(path) or not isinstance(run_id, str):
+        raise RunFailed(f"{folder.checkpoint_pointer} names no folder of checkpoints: the file was changed or another program wrote it.")
+    return Path(str(path)), run_id
 
 
 def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:

@@ -34,7 +34,7 @@ def parse_json(text: str | bytes) -> Any:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file that anybody may have changed; what lacks in it is the caller's affair.
 
-    Raises RunFailed for a file that holds no JSON object, EnvironmentFailure's OSErrors pass.
+    Raises RunFailed for a file that holds no JSON object; what the disk says passes as OSError.
     """
     try:
         content = parse_json(path.read_bytes())
@@ -45,10 +45,17 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_path_text(value: Any) -> bool:
+    """Whether a value from a file can name a file: a string without NUL, and without a name that no file system holds."""
+    return isinstance(value, str) and "\0" not in value and all(len(name.encode(errors="replace")) <= 255 for name in value.split("/"))
+
+
 def json_kind(value: Any) -> str:
     """What a JSON value is, with its article."""
-    kinds = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return kinds[type(value)]
+    return _KINDS[type(value)]
+
+
+_KINDS = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "an object"}
 
 
 def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any:

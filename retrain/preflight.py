@@ -30,6 +30,7 @@ def preflight_lines(config: TrainConfig) -> list[str]:
 def notes(config: TrainConfig) -> list[str]:
     """What is allowed in a single run and may surprise, one sentence each."""
     found = (
+        trust_note(config),
         maximal_lambda_note(config),
         _loss_note(config),
         _dropout_note(config),
@@ -50,6 +51,11 @@ def _origin_lines(config: TrainConfig) -> list[str]:
 
 _ROOM = 0.01
 """How far a bound must be from 1 for the mismatch of sampler and learner in float32 never to reach it."""
+def trust_note(config: TrainConfig) -> str:
+    """Said whenever a model is about to be loaded with code of its own."""
+    if not config.model.trust_remote_code:
+        return ""
+    return f"[model] trust_remote_code = true: Python code that comes with {config.model.model} runs as this user."
 
 
 def _loss_note(config: TrainConfig) -> str:

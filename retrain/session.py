@@ -31,6 +31,7 @@ from retrain.metrics import (
 from retrain.opening import Opening, open_run
 from retrain.parallel import ALONE, World, joined
 from retrain.parity import default_mismatch_limit
+from retrain.parsing import read_object
 from retrain.preflight import preflight_lines, refuse_lone_sharding, refuse_not_built
 from retrain.rollout import Rollout, Watcher
 from retrain.sepa import SEPAController
@@ -118,7 +119,7 @@ class Session:
         if not self.world.leader:
             return
         self.tracker.message(result.line())
-        environment = json.loads(self.folder.environment.read_text(encoding="utf-8"))
+        environment = read_object(self.folder.environment)
         environment |= {"parity_gate": result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
         environment |= {"engine": asdict(self.parts.backend.engine.capabilities), "backend": asdict(self.parts.backend.capabilities)}
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain import hub
+from retrain.disk import expanded
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.types import ChatMessage, Example, Int32Array
 from retrain.vocabulary import VocabularyTable
@@ -68,7 +69,7 @@ def resolve_model(name: str) -> str:
         from retrain.data.lab import MODEL_PATH
 
         return str(MODEL_PATH)
-    folder = Path(name).expanduser()
+    folder = expanded(name, "[model] model")
     return str(folder) if folder.exists() else name
 
 

@@ -80,6 +80,13 @@ CASES = [
     Case("a judge without a model", 2, "judge_model", '[reward]\ntype = "judge"'),
     Case("a removed key", 2, "migrate-config", '[backend]\nprime_rl_transport = "zmq"'),
     Case("a flag that does not exist", 2, "--batch-size", "", ("run.toml", "--batchsize", "4")),
+    Case("a flag of another trainer", 2, "--lr", "", ("run.toml", "--learning-rate", "1e-4")),
+    Case("an integer of 5,000 digits", 2, "4,300 digits", f"[training]\nmax_steps = {'9' * 5000}"),
+    Case("nesting without end", 2, "nests deeper", f"[algorithm]\nadvantage_params = {'{a=' * 400}1{'}' * 400}"),
+    Case("a name that no disk holds", 2, "255 bytes", "", ("run.toml", "--log-dir", "a" * 300)),
+    Case("a step that no machine holds", 2, "at most 1000000", "[training]\nbatch_size = 1000000000"),
+    Case("a user whom the machine does not have", 2, "no user", '[squeeze]\nadapter_path = "~nosuchuser/adapter"'),
+    Case("a marker of another shape", 1, "holds a list", '[logging]\nlog_dir = "old"', files={"old/.retrain.json": "[]"}),
     Case("a flag without its value", 2, "--lr", "", ("run.toml", "--lr")),
     Case("a flag with a wrong value", 2, "--max-steps", "", ("run.toml", "--max-steps", "many")),
     Case(

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "retrain"
 HEAVY = {"torch", "transformers", "peft", "datasets", "wandb", "trackio", "tensorboard", "pandas", "scipy", "math_verify", "httpx", "ray"}
 
 LAYERS: tuple[set[str], ...] = (
-    {"disk", "errors", "noise", "parallel", "threads", "types"},
+    {"disk", "errors", "noise", "parallel", "parsing", "threads", "types"},
     {"config"},
     {"advantages", "backends", "checkpoint", "data", "fused", "hub", "inference_engine", "plugins", "rewards", "sepa", "tokenization"}
     | {"tracking", "vocabulary"},
@@ -188,7 +188,9 @@ def test_every_declared_dependency_is_imported_by_the_package() -> None:
         for requirement in requirements:
             name = re.match(r"[A-Za-z0-9._-]+", requirement).group()  # type: ignore[union-attr]
             assert IMPORTED_AS.get(name, name.replace("-", "_")) in named, f"{where}: {name} is imported nowhere"
-    pinned = {line.partition("==")[0] for line in (PACKAGE.parent / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line}
+    pinned = {
+        line.partition("==")[0] for line in (PACKAGE.parent / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
+    }
     wanted = [*declared["dependencies"], *(item for group in declared["optional-dependencies"].values() for item in group)]
     assert pinned <= {re.match(r"[A-Za-z0-9._-]+", item).group() for item in wanted}  # type: ignore[union-attr]
 
@@ -204,5 +206,7 @@ def imported_names(path: Path) -> Iterator[str]:
                 yield from (alias.name.partition(".")[0] for alias in names)
             case ast.ImportFrom(module=str(module)):
                 yield module.partition(".")[0]
-            case ast.Call(func=called, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(called).endswith(("import_module", "import_extra")):
+            case ast.Call(func=called, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(called).endswith(
+                ("import_module", "import_extra")
+            ):
                 yield name.partition(".")[0]

@@ -15,7 +15,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("key of another section", "[training]\nlora_rank = 4", "[training] lora_rank is not a key; lora_rank belongs under [model]."),
     ("key outside of a section", "lr = 1.0", "lr = 1.0 stands outside of a section; it belongs under [training]."),
     ("section that is a value", "training = 3", "[training] is a section, and here it is 3."),
-    ("text for an integer", '[training]\nbatch_size = "8"', '[training] batch_size = "8" is a string; allowed: an integer of at least 1.'),
+    (
+        "text for an integer",
+        '[training]\nbatch_size = "8"',
+        '[training] batch_size = "8" is a string; allowed: an integer of at least 1 and at most 1000000.',
+    ),
     ("fraction for an integer", "[training]\ngroup_size = 4.0", "[training] group_size = 4.0 is a number with a fraction; allowed:"),
     ("boolean for an integer", "[sepa]\nsteps = true", "[sepa] steps = true is a boolean; allowed: an integer of at least 0."),
     ("integer for a boolean", "[plugins]\nstrict = 1", "[plugins] strict = 1 is an integer; allowed: true or false."),

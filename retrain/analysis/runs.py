@@ -4,8 +4,8 @@ A run is a folder with config.toml, and a campaign one with manifest.json, whose
 Nothing is read before it is asked for, and what lies at the end of a long file is read from its end.
 """
 
-import json
 import os
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -19,6 +19,7 @@ from retrain.analysis.statistics import Floats
 from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.evaluation import Evaluation
+from retrain.parsing import is_path_text, read_object
 from retrain.tracking import EvaluationRecord, RunFolder, StepRecord, read_jsonl
 from retrain.tracking.jsonl import read_jsonl_backwards
 
@@ -74,7 +75,7 @@ class StoredRun:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """summary.json, which a session leaves at its end unless it is killed; empty without."""
-        return _read_object(self.folder.summary) if self.folder.summary.is_file() else {}
+        return read_object(self.folder.summary) if self.folder.summary.is_file() else {}
 
     @property
     def failed(self) -> bool:
@@ -125,7 +126,15 @@ class StoredRun:
 def is_campaign(folder: Path) -> bool:
     """A checkpoint has a manifest.json too, and lists no runs in it."""
     manifest = folder / MANIFEST
-    return manifest.is_file() and "runs" in _read_object(manifest)
+    return manifest.is_file() and "runs" in _object_or_nothing(manifest)
+
+
+def _object_or_nothing(path: Path) -> dict[str, Any]:
+    """Another program's manifest.json may hold anything."""
+    try:
+        return read_object(path)
+    except RunFailed:
+        return {}
 
 
 def is_run(folder: Path) -> bool:
@@ -147,19 +156,19 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     manifest = folder / MANIFEST
     if not is_campaign(folder):
         raise ConfigurationError(f"{folder} is no campaign of retrain (no {MANIFEST} with runs); name a campaign's folder.")
-    entries = _read_object(manifest).get("runs")
+    entries = read_object(manifest).get("runs")
     if not isinstance(entries, list):
         raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
     return [_planned_run(folder, entry) for entry in entries]
 
 
 def _planned_run(folder: Path, entry: Any) -> StoredRun:
-    try:
-        path = folder / (entry.get("dir") or Path("runs") / entry["name"])  # a relative `dir` is relative to the campaign
-        planned = PlannedRun(entry["condition"], int(entry["seed"]), str(entry.get("status") or ""), str(entry.get("reason") or ""))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RunFailed(f"{folder / MANIFEST} holds a run without its name, condition or seed: {entry!r}.") from error
-    return StoredRun(path, planned)
+    shape = {"name": str, "condition": str, "seed": int}
+    whole = isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in shape.items())
+    if not whole or not is_path_text(directory := entry.get("dir") or f"runs/{entry['name']}"):
+        raise RunFailed(f"{folder / MANIFEST} holds a run without its name, condition, seed or folder: {str(entry)[:200]}.")
+    planned = PlannedRun(entry["condition"], entry["seed"], str(entry.get("status") or ""), str(entry.get("reason") or ""))
+    return StoredRun(folder / directory, planned)  # a relative `dir` is relative to the campaign
 
 
 def find_runs(folder: Path) -> list[StoredRun]:
@@ -186,17 +195,9 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
                 yield from _walk(child)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise RunFailed(f"{path} is not JSON ({error}): the file was changed or the disk is damaged.") from error
-    if not isinstance(content, dict):
-        raise RunFailed(f"{path} holds {type(content).__name__} where an object is expected.")
-    return content
-
-
 _KINDS = {field.name: field.type for field in fields(StepRecord)}
+_NO_OBJECT = re.compile(rb"^[^{]", re.MULTILINE)
+"""A line that does not begin as ours do."""
 
 
 def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
@@ -219,6 +220,9 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     whole = data[: data.rfind(b"\n") + 1]  # a torn last line is no line
     if not whole:
         return schema.empty_table()
+    if _NO_OBJECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
+        for _ in read_jsonl(path):  # raises for a line that is null and for deep nesting, either of which ends Arrow's process
+            pass
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
     try:
@@ -236,7 +240,8 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     """The metrics of every run in or below `folder`: one row a step, oldest first.
 
     Columns: `run` (the path below `folder`), `condition` and `seed`, then the other fields of a StepRecord. What is null in the file
-    is missing in the frame, never 0. Times in seconds, entropies and surprisals in nats. Raises ConfigurationError where no run is.
+    is missing in the frame, never 0. Times in seconds, entropies and surprisals in nats. Raises ConfigurationError where no run is,
+    RunFailed for a damaged file.
     """
     import pandas as pd
     import pyarrow as pa
@@ -251,7 +256,14 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
         "condition": pd.Categorical(np.repeat([run.condition for run in runs], rows)),
         "seed": np.repeat([run.seed for run in runs], rows),
     }
-    return pd.DataFrame(frame | {name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"})
+    try:
+        columns = {name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"}
+    except (ValueError, TypeError) as error:
+        for run in runs:
+            for line in read_jsonl(run.folder.metrics):  # raises the error that names the damaged line, or its field
+                StepRecord.from_json(line)
+        raise RunFailed(f"{root} holds metrics of a wrong type ({error}): a file was changed or the disk is damaged.") from error
+    return pd.DataFrame(frame | columns)
 
 
 def _below(root: Path, path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.analysis.writer import Liveness, Writer
-from retrain.errors import ConfigurationError, RetrainError
+from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.tracking import RunFolder, StepRecord
 from retrain.tracking.run_folder import MARKER
 
@@ -148,7 +148,10 @@ def overview(folder: Path) -> Overview:
         if is_run(path) or not is_campaign(path):
             runs.append(run_status(StoredRun(path), now))
         else:
-            campaigns.append(CampaignStatus(path, tuple(run_status(run, now) for run in campaign_runs(path))))
+            try:
+                campaigns.append(CampaignStatus(path, tuple(run_status(run, now) for run in campaign_runs(path))))
+            except RunFailed as error:
+                runs.append(_unreadable(StoredRun(path), error))
     return Overview(folder, tuple(campaigns), tuple(runs))
 
 
@@ -172,7 +175,11 @@ def run_status(run: StoredRun, now: float) -> RunStatus:
     try:
         return _read(run, now)
     except RetrainError as error:
-        return RunStatus(run.path, _condition(run), None, State.UNREADABLE, note=str(error).replace("\n", " "))
+        return _unreadable(run, error)
+
+
+def _unreadable(run: StoredRun, error: RetrainError) -> RunStatus:
+    return RunStatus(run.path, _condition(run), None, State.UNREADABLE, note=str(error).replace("\n", " "))
 
 
 def _condition(run: StoredRun) -> str:

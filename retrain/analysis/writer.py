@@ -11,7 +11,7 @@ from typing import Self
 
 from retrain.tracking import RunFolder
 
-_OWNER = re.compile(r"pid (\d+) on (.+)")
+_OWNER = re.compile(r"pid (\d{1,10}) on (.+)")
 _CLOCK_SLACK_S = 5.0
 """Between the clock of the file system and the kernel's ticks."""
 
@@ -38,7 +38,7 @@ class Writer:
         try:
             text = folder.lock_owner.read_text(encoding="utf-8")
             since = folder.lock_owner.stat().st_mtime
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
             return None
         match = _OWNER.fullmatch(text.strip())
         return cls(int(match.group(1)), match.group(2), since) if match else None

@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 class AutoSqueeze:
     """Analyses the first run's adapter, once, where the campaign has `[squeeze]`: printed, into the manifest, and to the trackers.
 
-    A failure is said and stops nothing.
+    An adapter that is still zero says nothing, so the next run's is taken. A failure is said and stops nothing.
     """
 
     def __init__(self, plan: Plan, manifest: Manifest, say: Say) -> None:
@@ -26,21 +26,28 @@ class AutoSqueeze:
         self._manifest = manifest
         self._say = say
         self._due = plan.config.is_set("squeeze") and manifest.squeeze is None
+        self._untrained: set[str] = set()
+        """Names of the runs that were passed over."""
 
     def after(self, run: CampaignRun) -> None:
-        """`run` is done: the plan's first one is the one that counts, whichever is done first."""
-        if self._due and run == self._plan.runs[0]:
-            self._squeeze(run)
+        """`run` is done: the plan's first one is the one that counts, whichever is done first; where that is untrained, the next."""
+        for candidate in self._plan.runs:
+            if not self._due or (candidate != run and self._manifest[candidate.name].status is not Status.DONE):
+                return
+            self._squeeze(candidate)
 
     def at_end(self) -> None:
-        """The first run that is done, where the plan's first one failed, or was done before an earlier session was cut."""
-        done = [run for run in self._plan.runs if self._manifest[run.name].status is Status.DONE]
-        if self._due and done:
-            self._squeeze(done[0])
+        """The first trained run that is done, where the plan's first one failed, or was done before an earlier session was cut."""
+        for run in self._plan.runs:
+            if self._due and self._manifest[run.name].status is Status.DONE:
+                self._squeeze(run)
 
     def _squeeze(self, run: CampaignRun) -> None:
         from retrain.squeeze import squeeze_adapter
+        from retrain.squeeze.analysis import Untrained
 
+        if run.name in self._untrained:
+            return
         self._due = False
         self._say(f"LoRA-Squeeze of {run.name}:")
         config = _with_squeeze(run, self._plan.config)
@@ -48,6 +55,11 @@ class AutoSqueeze:
         try:
             squeezed = squeeze_adapter(config, adapter, progress=self._say)
             track_squeeze(config, RunFolder(self._plan.folder / SQUEEZE_RUN), squeezed.analysis, self._say)
+        except Untrained as error:
+            self._untrained.add(run.name)
+            self._due = True
+            self._say(f"LoRA-Squeeze takes the next run: {error}")
+            return
         except RetrainError as error:
             self._say(f"LoRA-Squeeze failed, and the campaign goes on: {error}")
             return

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,7 +19,8 @@ def command(
     target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model.")],
     checkpoint: Annotated[int | None, typer.Option(help="Steps completed of the checkpoint; the newest unless given.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Execute the Python code that the run's folder names.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Held-out pass@1 and pass@k. Any flag of the configuration may follow, such as --evaluation-max-examples 50."""
     from retrain.config.overrides import parse_overrides
@@ -38,4 +39,4 @@ def command(
     result = evaluate_run(
         target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(clean(line), file=sys.stderr, flush=True), trust=trust
     )
-    print(json.dumps(finite(result.summary())) if as_json else clean(evaluation_line(result)))
+    print(json.dumps(finite(result.summary())) if as_json or form == "json" else clean(evaluation_line(result)))

@@ -14,6 +14,9 @@ SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_optio
 """The file and the configuration's flags are for its own parser."""
 
 
+_MOST = 1_000_000
+
+
 def command(
     context: typer.Context,
     pilot: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take the step time from these runs, and their spread.")] = None,
@@ -36,6 +39,9 @@ def command(
     overrides = parse_overrides(context.args)
     if len(overrides.rest) > 1:
         raise ConfigurationError(f"retrain explain takes one file; {overrides.rest[1]!r} is one too many.")
+    for name, value in (("price-per-hour", price_per_hour), ("memory-gib", memory_gib)):
+        if value is not None and not value < _MOST:
+            raise ConfigurationError(f"--{name} {value:g} is out of range; give a number from 0 to {_MOST:,}.")
     if pilot and probe:
         raise ConfigurationError("--pilot and --probe both give the step time; leave one of them out.")
     load_dotenv()

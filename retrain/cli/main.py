@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from retrain.cli.usage import COMMANDS, usage
-from retrain.disk import is_reader_gone
+from retrain.disk import is_reader_gone, path_error
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
 from retrain.threads import spin_briefly
 
@@ -35,6 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `retrain help config | head`: the reader has what it wanted
         return 0
+    except OSError as error:
+        known = path_error(error)
+        if known is None:
+            raise
+        _say_error(known)
+        return known.exit_code
     finally:
         _let_go_of_closed_streams()
 
@@ -55,7 +61,12 @@ def _dispatch(arguments: list[str]) -> int:
 
 def is_path(argument: str) -> bool:
     """A first argument that is no command is a file if it looks like one or is one."""
-    return "/" in argument or os.sep in argument or argument.endswith(".toml") or Path(argument).exists()
+    if "/" in argument or os.sep in argument or argument.endswith(".toml"):
+        return True
+    try:
+        return Path(argument).exists()
+    except OSError:  # too long to be one
+        return False
 
 
 def _unknown(argument: str) -> str:
@@ -63,7 +74,7 @@ def _unknown(argument: str) -> str:
 
     near = nearest(argument, COMMANDS, cutoff=0.5)
     hint = f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
-    return f"{argument!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
+    return f"{shortened(argument)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
 
 
 def _run_file(arguments: list[str]) -> int:
@@ -94,7 +105,17 @@ def _say_error(error: RetrainError | StoppedAtOnce) -> None:
     problems = error.problems if isinstance(error, ConfigurationError) else (str(error),)
     for problem in problems:
         with suppress(OSError):  # the terminal may be gone, and the exit code says it too
-            print(f"retrain: {clean(mask(problem))}", file=sys.stderr)
+            print(f"retrain: {shortened(clean(mask(problem)))}", file=sys.stderr)
+
+
+_LONGEST_SENTENCE = 1200
+
+
+def shortened(sentence: str) -> str:
+    """A sentence that quotes a value of any length, on a few lines: its beginning says what is wrong and its end what to do."""
+    if len(sentence) <= _LONGEST_SENTENCE:
+        return sentence
+    return f"{sentence[: _LONGEST_SENTENCE - 200]} ... {sentence[-195:]}"
 
 
 def _let_go_of_closed_streams() -> None:

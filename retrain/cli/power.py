@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,7 +21,8 @@ def command(
     comparisons: Annotated[int | None, typer.Option(help="Conditions beside the baseline; the pilot's, or 1.")] = None,
     alpha: Annotated[float, typer.Option(help="Level of the whole family of comparisons.")] = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Plan a campaign: seeds needed for a difference, from a pilot's spread or a given one."""
     from retrain.analysis.planning import Plan, read_pilot
@@ -33,7 +34,7 @@ def command(
     assert spread is not None
     plan = Plan(effect, spread, alpha, power, comparisons or (found.comparisons if found else 1))
     _check(plan, comparisons)
-    if as_json:
+    if as_json or form == "json":
         print(json.dumps(_as_json(plan, found), indent=2))
     else:
         print("\n".join(_lines(plan, found)))

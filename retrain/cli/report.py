@@ -44,6 +44,8 @@ def command(
             raise ConfigurationError(f"--output {output} and --serve are two ways to see a report; give one of them.")
         _serve(request, port, refresh)
         return
+    if output is not None and output.is_dir():
+        raise ConfigurationError(f"--output {output} is a folder; name the page, such as {output / 'report.html'}.")
     written = write_report(request, output or RunFolder(folder).report)
     print(clean(f"Report: {written.page}"))
     for picture in written.pictures:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.cli.dotenv import load_dotenv
+from retrain.disk import expanded
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def _squeeze_picture(config: "TrainConfig") -> Path:
     from retrain.tracking.tracker import SQUEEZE_RUN
 
     if config.squeeze.output_path:
-        return Path(config.squeeze.output_path).expanduser() / "squeeze.png"
-    adapter = Path(config.squeeze.adapter_path).expanduser().resolve()
+        return expanded(config.squeeze.output_path, "[squeeze] output_path") / "squeeze.png"
+    adapter = expanded(config.squeeze.adapter_path, "[squeeze] adapter_path").resolve()
     return Path(config.logging.log_dir).parent / SQUEEZE_RUN / f"{'-'.join(adapter.parts[1:][-3:])}.png"
 
 

@@ -20,6 +20,10 @@ FREE_KEYS = frozenset(
         "backend.adapter_path",
         "backend.shard_base",
         "inference.mismatch_limit",
+        "inference.url",
+        "model.base_url",
+        "backend.max_concurrent",
+        "backend.throttle_dir",
     }
 )
 """What may differ between a run and its resumption, beside devices of the same kind."""

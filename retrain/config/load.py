@@ -174,7 +174,7 @@ def _validate(data: Sections, origin: Origin, *, rules: bool = True) -> TrainCon
 
 
 def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple[list[str], int]:
-    """Sentences about wrong values, then, with those left out, about the rules between the keys that remain; and how many more there are."""
+    """Sentences about wrong values, then, with those left out, about the rules between the other keys; and how many more there are."""
     details = details_of(error)
     sentences, unsaid = field_sentences(details, data, place)
     violations = violations_of(details)

@@ -156,6 +156,14 @@ def _campaign_where(test: Callable[[Any], bool]) -> Test:
     return lambda config: config.campaign is not None and test(config.campaign)
 
 
+def is_read(config: TrainConfig, path: str) -> bool:
+    """Whether the section of a key is read: a squeeze job does not train, and reads few without evaluate."""
+    section = path.partition(".")[0]
+    if config.kind != "squeeze":
+        return True
+    return section in EVALUATION_SECTIONS if config.squeeze.evaluate and config.squeeze.output_path else section == "squeeze"
+
+
 EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
 """What a squeeze job with evaluate looks at."""
 
@@ -182,9 +190,10 @@ UNUSED: tuple[Unused, ...] = (
         lambda c: c.kind == "squeeze" and _no_tracker_of("wandb", "trackio", "tensorboard")(c),
         "a squeeze job writes there for trackers alone",
     ),
+    Unused(("squeeze.adapter_path",), _campaign, "a campaign squeezes the adapter of its own first run"),
     Unused(
         ("squeeze.compress_to", "squeeze.per_layer", "squeeze.evaluate"),
-        lambda c: c.kind == "squeeze" and not c.squeeze.output_path,
+        lambda c: c.kind != "run" and not c.squeeze.output_path,
         "no output_path is given, so nothing is compressed",
     ),
     Unused(("backend.shard_base",), lambda c: c.kind == "squeeze", "a squeeze job is one process and holds the whole model"),
@@ -282,7 +291,7 @@ def not_built(config: TrainConfig) -> list[str]:
         f"[{row.key.replace('.', '] ', 1)} = {toml_value(arm.value(row.key))} is not built yet; {row.instead}."
         for arm in arms(config)
         for row in NOT_BUILT
-        if row.when(arm)
+        if row.when(arm) and is_read(arm, row.key)
     ]
     return list(dict.fromkeys(problems))
 

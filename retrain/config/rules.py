@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from retrain.config.names import BUILTIN_NAMES, GROUP_RELATIVE_ADVANTAGES, RECIPES, SEPA_TRANSFORMS, UNCERTAINTY_ALIASES
 from retrain.config.suggestions import nearest
 from retrain.config.toml import toml_value
+from retrain.config.values import MOST_COMPLETIONS
 from retrain.config.violations import Violation
 from retrain.errors import MOST_SENTENCES
 
@@ -40,7 +41,10 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
     """Every violation once, in the order of the rules. Conditions that set keys of their own are judged one by one (`arm_problems`)."""
     own_keys = config.campaign is not None and any(condition.sets for condition in config.campaign.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
-    return list(dict.fromkeys(violation for rule in rules for violation in rule(config)))
+    from retrain.config.outcomes import is_read
+
+    found = dict.fromkeys(violation for rule in rules for violation in rule(config))
+    return [violation for violation in found if is_read(config, violation.keys[0])]
 
 
 def modes_of(condition: "Condition") -> tuple[str, str]:
@@ -157,8 +161,14 @@ def _one_checkpoint_is_not_enough(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _minibatches_need_completions(config: "TrainConfig") -> Iterator[Violation]:
+def _a_step_has_an_end_and_fills_its_minibatches(config: "TrainConfig") -> Iterator[Violation]:
     completions = config.training.batch_size * config.training.group_size
+    if completions > MOST_COMPLETIONS:
+        yield Violation(
+            ("training.batch_size", "training.group_size"),
+            f"[training] batch_size x group_size = {completions:,} completions per step, which are held in memory at once; "
+            f"give {MOST_COMPLETIONS:,} at most",
+        )
     if config.training.minibatches > completions:
         yield Violation(
             ("training.minibatches", "training.batch_size", "training.group_size"),
@@ -314,6 +324,17 @@ def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
         yield Violation(
             ("environment.max_turns",),
             "[environment] max_turns = 0 would end every episode before it starts; give -1 (no limit) or 1 or more",
+        )
+
+
+@_rule
+def _one_squeezed_rank(config: "TrainConfig") -> Iterator[Violation]:
+    squeeze = config.squeeze
+    if config.kind != "run" and squeeze.per_layer and squeeze.compress_to:
+        yield Violation(
+            ("squeeze.compress_to", "squeeze.per_layer"),
+            f"[squeeze] compress_to = {squeeze.compress_to} is one rank for all layers, and per_layer = true chooses one for each; "
+            "leave one of them out",
         )
 
 

@@ -28,12 +28,14 @@ from retrain.config.origin import Origin
 from retrain.config.rules import broken_rules
 from retrain.config.values import (
     MAX_SEED,
+    MOST_COMPLETIONS,
     OpenName,
     check_arguments,
     check_devices,
     check_grams,
     check_holdable,
     check_label,
+    check_path,
     check_svd_device,
     check_table,
     parse_devices,
@@ -55,6 +57,7 @@ def key(default: Any, doc: str, *, meaningful_unset: bool = False, example: Any 
 
 
 Strings = list[str]
+PathText = Annotated[str, AfterValidator(check_path)]
 Table = Annotated[dict[str, Any], AfterValidator(check_table)]
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
@@ -86,14 +89,14 @@ class Backend(Section):
         False,
         "Under torchrun, for a model too big for one GPU: each process holds a part of the frozen layers and gathers one at a time.",
     )
-    adapter_path: str = key(
+    adapter_path: PathText = key(
         "",
         "Folder under which checkpoints go, in a subfolder named like the run; unset means <log_dir>/checkpoints.",
         meaningful_unset=True,
     )
     options: Table = key({}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire.")
     max_concurrent: int = key(4, "Simultaneous Tinker calls over all workers of a campaign.", ge=1)
-    throttle_dir: str = key("", "Folder of the locks that Tinker workers share; campaigns set it.")
+    throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.")
 
     @property
     def device_list(self) -> tuple[str, ...]:
@@ -122,7 +125,7 @@ class PrimeRLOptions(Section):
 class Model(Section):
     """The base model."""
 
-    model: str = key("Qwen/Qwen3-4B-Instruct-2507", 'Model id on the Hugging Face hub, a local folder, or "lab".', min_length=1)
+    model: PathText = key("Qwen/Qwen3-4B-Instruct-2507", 'Model id on the Hugging Face hub, a local folder, or "lab".', min_length=1)
     base_url: str = key("", "Tinker service URL (tinker backend only).")
     lora_rank: int = key(32, "LoRA rank; alpha is twice the rank unless [lora] alpha is set.", ge=1)
     revision: str = key("", "Branch, tag or commit of the model on the hub; empty means the default branch.")
@@ -171,8 +174,8 @@ class Training(Section):
 
     seed: int = key(-1, "Seed of everything random; -1 draws one, prints and stores it.", ge=-1, le=MAX_SEED)
     max_steps: int = key(500, "Training steps in all.", ge=1)
-    batch_size: int = key(8, "Prompts a step.", ge=1)
-    group_size: int = key(16, "Completions sampled per prompt.", ge=1)
+    batch_size: int = key(8, "Prompts a step.", ge=1, le=MOST_COMPLETIONS)
+    group_size: int = key(16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS)
     max_tokens: int = key(10240, "New tokens per completion at most.", ge=1)
     temperature: float = key(0.7, "Sampling temperature; the policy that is trained is the one at this temperature.", gt=0)
     top_k: int = key(0, "Sample from, and train over, the k most probable tokens at each position, renormalised; 0 is off.", ge=0)
@@ -200,6 +203,7 @@ class Training(Section):
         "Redraws at most of a group whose rewards are all equal, with the same prompt; correct_rate, mean_reward and SEPA's gate read the "
         "first draws, which no reward has selected.",
         ge=0,
+        le=1000,
     )
     max_examples: int = key(0, "Examples used of the data source; 0 uses all.", ge=0)
     save_every: int = key(20, "Steps between checkpoints.", ge=1)
@@ -226,7 +230,7 @@ class Lora(Section):
     alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0)
     dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1)
     target_modules: Strings = key([], "Names of the adapted layers; empty means all linear layers of the blocks.")
-    init_from: str = key("", "PEFT folder whose weights the adapter starts from.")
+    init_from: PathText = key("", "PEFT folder whose weights the adapter starts from.")
     use_rslora: bool = key(False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.")
 
 
@@ -307,7 +311,7 @@ class Evaluation(Section):
         "and in campaigns the base's for all conditions.",
     )
     max_examples: int = key(200, "Problems evaluated at most; 0 uses all.", ge=0)
-    samples: int = key(1, "Completions sampled per problem.", ge=1)
+    samples: int = key(1, "Completions sampled per problem.", ge=1, le=MOST_COMPLETIONS)
     temperature: float | None = key(
         None,
         "Sampling temperature, 0 for greedy; unset means training's. Where it is not 0, [training] top_k, top_p and min_p apply as well.",
@@ -392,7 +396,7 @@ class Data(Section):
     source: Annotated[str, OpenName("data")] = key(
         "math", "Data source: built in, hub:NAME[:config][:split], a .jsonl or .parquet file or folder, or a plugin."
     )
-    path: str = key("", "File or folder for jsonl, parquet, or a local copy of math or gsm8k.")
+    path: PathText = key("", "File or folder for jsonl, parquet, or a local copy of math or gsm8k.")
     prompt_column: str = key("prompt", "Column that holds the problem.", min_length=1)
     answer_column: str = key("answer", "Column that holds the reference answer.", min_length=1)
     system_prompt: str = key("", "System message before every prompt; empty is none.")
@@ -442,7 +446,7 @@ class Reward(Section):
         0.05, "Stop when more than this fraction could not be judged over the last 20 steps; 1 is off.", ge=0, le=1
     )
     deadline_s: float = key(5.0, "Seconds after which a verification is killed.", gt=0)
-    workers: int = key(0, "Worker processes that verify; 0 chooses from the machine.", ge=0)
+    workers: int = key(0, "Worker processes that verify; 0 chooses from the machine.", ge=0, le=1024)
 
     @property
     def types(self) -> list[str]:
@@ -474,10 +478,10 @@ class Squeeze(Section):
     """Rank analysis and compression of an adapter."""
 
     min_variance_retention: float = key(0.95, "Variance that the recommended rank must keep.", gt=0, le=1)
-    adapter_path: str = key("", "Adapter to analyse; a file with this key and no [campaign] is a squeeze job.")
+    adapter_path: PathText = key("", "Adapter to analyse; a file with this key and no [campaign] is a squeeze job.")
     source_rank: int = key(0, "Expected rank of the adapter; 0 reads it from the weights.", ge=0)
     target_ranks: list[Positive] = key([], "Ranks to evaluate; empty means powers of two.")
-    output_path: str = key("", "Folder for the compressed adapter; empty does not compress.")
+    output_path: PathText = key("", "Folder for the compressed adapter; empty does not compress.")
     compress_to: int = key(0, "Rank of the compressed adapter; 0 takes the recommended one.", ge=0)
     device: Annotated[str, AfterValidator(check_svd_device)] = key("cpu", "Torch device of the SVD.")
     rule: Literal["mean", "min"] = key("mean", "Whether the mean or the worst layer must keep the variance.")
@@ -488,13 +492,13 @@ class Squeeze(Section):
 class Resume(Section):
     """Going on with a run."""
 
-    from_: str = key("", "Folder of the run to go on with (it holds trainer_state.json).", alias="from")
+    from_: PathText = key("", "Folder of the run to go on with (it holds trainer_state.json).", alias="from")
 
 
 class Logging(Section):
     """What a run writes."""
 
-    log_dir: str = key("logs/train", "The run's folder; of a campaign, its folder (unset: logs/campaign_<time>).", min_length=1)
+    log_dir: PathText = key("logs/train", "The run's folder; of a campaign, its folder (unset: logs/campaign_<time>).", min_length=1)
     label: Annotated[str, AfterValidator(check_label)] = key(
         "", "Name of the condition in metrics and on the screen; empty means {advantage}+{transform}; campaigns set it."
     )

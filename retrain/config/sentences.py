@@ -177,7 +177,7 @@ def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:
         return "holds a number out of range" if isinstance(value, list) else "is out of range"
     if kind in ("too_short", "string_too_short"):
         return "is empty"
-    if int in key.kinds and isinstance(value, str) and value.lstrip("+-").isdecimal():
+    if int in key.kinds and isinstance(value, str) and len(value) >= 4300 and value.lstrip("+-").isdecimal():
         return "has too many digits"
     if type(value) not in key.kinds and not (type(value) is int and float in key.kinds):
         return _WHAT_IT_IS.get(type(value), f"is a {type(value).__name__}")

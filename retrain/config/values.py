@@ -12,9 +12,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from retrain.config.names import BUILTIN_NAMES, UNCERTAINTY_ALIASES, is_known, names_of
 from retrain.config.suggestions import nearest
-from retrain.parsing import ParseError, parse_json, unholdable
+from retrain.parsing import ParseError, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
+MOST_COMPLETIONS = 1_000_000
+"""Of one step: its rows are held at once, and far more would exhaust any machine before the first is sampled."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
@@ -70,6 +72,13 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 def check_devices(text: str) -> str:
     parse_devices(text)
+    return text
+
+
+def check_path(text: str) -> str:
+    """Refuse what no file system holds, whatever the machine."""
+    if not is_path_text(text):
+        raise refuse("is no path: it holds a NUL character or a name of more than 255 bytes")
     return text
 
 

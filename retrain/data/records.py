@@ -1,6 +1,5 @@
 """Rows from files and from the hub, each with the name that a message about it needs."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any, Literal
 
 from retrain import hub
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.parsing import parse_json
 
 Split = Literal["train", "heldout"]
 
@@ -98,7 +98,7 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                values = json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8"))
+                values = parse_json(line.decode("utf-8-sig" if index == 0 else "utf-8"))
             except ValueError:  # not UTF-8, or not JSON
                 values = None
             yield Record(f"{file.name} line {index + 1}", f"{file.stem}-{index}", values if isinstance(values, dict) else None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.data.records import SUFFIXES, Files, HubData, NoSplit, Record, Split, find_files, read_files, read_hub
+from retrain.disk import expanded
 from retrain.errors import ConfigurationError
 from retrain.types import ChatMessage, Example
 
@@ -70,7 +71,7 @@ class Request:
     @property
     def path(self) -> Path:
         """[data] path, or the path in `source`; relative to the current folder, else to the configuration file's."""
-        path = Path(self.data.path or self.data.source).expanduser()
+        path = expanded(self.data.path or self.data.source, "[data] path" if self.data.path else "[data] source")
         beside = self.config.source_path
         if not path.exists() and beside is not None and (beside.parent / path).exists():
             return beside.parent / path

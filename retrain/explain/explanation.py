@@ -11,6 +11,7 @@ from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
 from retrain.config.outcomes import not_built, unused_keys
+from retrain.disk import expanded
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
 from retrain.explain.schedule import Schedule, schedule_campaign, schedule_run
@@ -222,7 +223,7 @@ def _adapter_of(config: TrainConfig) -> "tuple[LoraAdapter | None, list[str]]":
 
     settings = config.squeeze
     try:
-        adapter = read_adapter(Path(settings.adapter_path).expanduser())
+        adapter = read_adapter(expanded(settings.adapter_path, "[squeeze] adapter_path"))
         svd_device(settings.device)
         check_settings(settings, adapter)
         if settings.target_ranks:

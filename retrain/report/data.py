@@ -1,6 +1,5 @@
 """Everything that a report shows, read from a folder; nothing here draws or knows HTML."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from retrain.analysis.status import RunStatus, run_status
 from retrain.analysis.verdict import Rules
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect.credit import StepCredit, read_step, stored_steps
+from retrain.parsing import is_path_text, read_object
 from retrain.report.curves import Arm, arms_of
 from retrain.report.samples import SampledRun, sampled_runs
 
@@ -169,7 +169,7 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[Arm], request: Request
 def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
     """From the campaign's manifest, which holds that of its first run, else of the first adapter that a run finished."""
     if is_campaign(folder):
-        squeeze = json.loads((folder / MANIFEST).read_bytes()).get("squeeze")
+        squeeze = read_object(folder / MANIFEST).get("squeeze")
         if isinstance(squeeze, dict) and squeeze.get("table"):
             return SqueezeCurve.from_json(runs[0].name if runs else "", squeeze)
     for run in runs:
@@ -182,8 +182,9 @@ def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> Squee
 def _final_adapter(run: StoredRun) -> Path | None:
     if not run.folder.summary.is_file():
         return None
-    adapter = run.path / str(json.loads(run.folder.summary.read_bytes()).get("adapter") or "")
-    return adapter if (adapter / "adapter_config.json").is_file() else None
+    named = run.summary.get("adapter")
+    adapter = run.path / named if named and is_path_text(named) else None
+    return adapter if adapter and (adapter / "adapter_config.json").is_file() else None
 
 
 def _analysed(run: StoredRun, adapter: Path, notes: list[str]) -> SqueezeCurve | None:

@@ -1,6 +1,5 @@
 """A LoRA adapter as a PEFT folder holds it: `adapter_config.json` and `adapter_model.safetensors`."""
 
-import json
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from retrain.errors import ConfigurationError
+from retrain.parsing import ParseError, parse_json
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -106,13 +106,13 @@ def read_adapter(folder: Path) -> LoraAdapter:
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = parse_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigurationError(
             f"{folder} is no PEFT adapter (no {CONFIG_FILE}); name the folder of one, such as a run's checkpoints/final."
         ) from error
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not JSON ({error}); save the adapter again.") from error
+    except ParseError as error:
+        raise ConfigurationError(f"{path} {error}; save the adapter again.") from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         kind = settings.get("peft_type") if isinstance(settings, dict) else None
         raise ConfigurationError(f"{path} has peft_type {kind!r}; only LORA adapters can be squeezed.")

@@ -16,6 +16,10 @@ from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum, reaches
 Rule = Literal["mean", "min"]
 
 
+class Untrained(ConfigurationError):
+    """Every update of the adapter is zero."""
+
+
 @dataclass(frozen=True)
 class TableRow:
     """What one rank keeps of the variance V, over the layers that are not zero."""
@@ -91,9 +95,7 @@ def analyze(
     layers = tuple(layer_spectrum(layer.a.to(device), layer.b.to(device), name=layer.name, scale=layer.scale) for layer in adapter.layers)
     trained = [layer for layer in layers if not layer.is_zero]
     if not trained:
-        raise ConfigurationError(
-            f"{adapter.folder} is untrained: every update of it is zero, so no rank can be recommended; train it first."
-        )
+        raise Untrained(f"{adapter.folder} is untrained: every update of it is zero, so no rank can be recommended; train it first.")
     retained = [{k: layer.retained(k) for k in ranks} for layer in trained]
     recommended = recommend_rank(retained, ranks, threshold, rule, adapter.rank)
     table = tuple(_row(k, trained) for k in ranks)

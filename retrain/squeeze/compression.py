@@ -19,6 +19,7 @@ from torch import Tensor
 
 from retrain.checkpoint import sync_folder, write_synced
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.parsing import read_object
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, LoraLayer, read_adapter, weight_names
 from retrain.squeeze.analysis import svd_device
 from retrain.squeeze.spectrum import Factors, factorise, product_norm
@@ -151,7 +152,7 @@ def check_output(source: Path, output: Path, overwrite: bool) -> None:
 
 def _is_ours(folder: Path) -> bool:
     marker = folder / MARKER
-    return marker.is_file() and json.loads(marker.read_text(encoding="utf-8")).get("kind") == "squeeze"
+    return marker.is_file() and read_object(marker).get("kind") == "squeeze"
 
 
 def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], card: str) -> None:

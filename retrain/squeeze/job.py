@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from retrain.checkpoint import replace_file
 from retrain.config.outcomes import unused_keys
-from retrain.disk import safetensors_io, writing_to
+from retrain.disk import expanded, safetensors_io, writing_to
 from retrain.errors import ConfigurationError
-from retrain.preflight import refuse_not_built
+from retrain.preflight import refuse_not_built, trust_note
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
@@ -51,9 +51,11 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
     """The job of a configuration with `[squeeze] adapter_path` and no `[campaign]`: results on standard output, progress on the other."""
     refuse_not_built(config)
     say, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
-    for line in unused_keys(config):
+    loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
+    for line in [*unused_keys(config), *([note] if loads_model and (note := trust_note(config)) else [])]:
         say(line)
-    squeezed = squeeze_adapter(config, Path(config.squeeze.adapter_path).expanduser(), overwrite=overwrite, progress=progress)
+    adapter = expanded(config.squeeze.adapter_path, "[squeeze] adapter_path")
+    squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         say(line)
     track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis, progress)
@@ -76,7 +78,7 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
     settings = config.squeeze
     adapter = read_adapter(adapter_path)
     device = svd_device(settings.device)
-    output = Path(settings.output_path).expanduser() if settings.output_path else None
+    output = expanded(settings.output_path, "[squeeze] output_path") if settings.output_path else None
     check_settings(settings, adapter)
     if output:
         check_output(adapter.folder, output, overwrite)  # before the work
@@ -94,11 +96,6 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
 
 def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
     """Raises ConfigurationError for what does not go together, or not with this adapter."""
-    if settings.per_layer and settings.compress_to:
-        raise ConfigurationError(
-            f"[squeeze] compress_to = {settings.compress_to} is one rank for all layers, and per_layer = true chooses one for each; "
-            "leave one of them out."
-        )
     if settings.compress_to > adapter.rank:
         raise ConfigurationError(
             f"[squeeze] compress_to = {settings.compress_to} is out of range; allowed: 1 to {adapter.rank}, the rank of {adapter.folder}."

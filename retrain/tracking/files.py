@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.checkpoint import replace_file, sync_folder
+from retrain.parsing import read_object
 from retrain.tracking.environment import describe_environment
 from retrain.tracking.jsonl import Json, JsonlWriter, finite
 from retrain.tracking.record import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
@@ -38,8 +39,9 @@ class RunFiles(Tracker):
         environment = describe_environment(device)
         environment = self._redactor.json(environment) | {"command": self._redactor.arguments(environment["command"])}
         if self._folder.environment.exists():
-            first = json.loads(self._folder.environment.read_text(encoding="utf-8"))
-            environment = first | {"resumed": [*first.get("resumed", []), environment]}
+            first = read_object(self._folder.environment)
+            before = first.get("resumed")
+            environment = first | {"resumed": [*(before if isinstance(before, list) else []), environment]}
         replace_file(self._folder.environment, _pretty(environment))
 
     def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Self
 
 from retrain.checkpoint import replace_file
 from retrain.errors import RunFailed
+from retrain.parsing import ParseError, json_kind, parse_json
 
 Json = dict[str, Any]
 
@@ -202,9 +203,11 @@ def _whole_lines_backwards(path: Path) -> Iterator[bytes]:
 def _parse(line: bytes, path: Path, number: int | None) -> Json:
     place = f"{path}, line {number}," if number else f"{path}"
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise RunFailed(f"{place} is not JSON ({error}): the file was changed or the disk is damaged.") from error
+        record = parse_json(line)
+    except ParseError as error:
+        raise RunFailed(f"{place} {error}: the file was changed or the disk is damaged.") from error
     if not isinstance(record, dict):
-        raise RunFailed(f"{place} holds {type(record).__name__} where an object is expected.")
+        raise RunFailed(f"{place} holds {json_kind(record)} where an object is expected.")
+    if type(record.get("step")) is not int or record["step"] < 0:
+        raise RunFailed(f"{place} has no step, which every line of a run's file counts: the file was changed or another program wrote it.")
     return record

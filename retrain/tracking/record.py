@@ -4,8 +4,12 @@ Absent is None in memory and null in the file, never 0: a step without planning 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, Self
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
+from math import isfinite
+from typing import Any, Protocol, Self, get_args, get_type_hints
+
+from retrain.errors import RunFailed
 
 
 @dataclass(frozen=True)
@@ -16,8 +20,39 @@ class _Record:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Self:
-        """Reads a line of any version: keys that this one does not know are dropped, those it misses are absent."""
-        return cls(**{item.name: line[item.name] for item in fields(cls) if item.name in line})
+        """Reads a line of any version: keys that this one does not know are dropped, those it misses are absent.
+
+        Raises RunFailed for a value of another type than its field's, and for a field that must be there and is not.
+        """
+        kinds = _field_kinds(cls)  # type: ignore[arg-type]  # a class is hashable
+        values = {name: line[name] for name in kinds if name in line}
+        for name, value in values.items():
+            if type(value) not in kinds[name] or not _is_finite(value):
+                raise RunFailed(_misshapen(cls, f"{name} = {str(value)[:_SHOWN]!r}", f"{name} is of another type"))
+        try:
+            return cls(**values)
+        except TypeError:
+            missing = [item.name for item in fields(cls) if item.default is MISSING and item.name not in values]
+            raise RunFailed(_misshapen(cls, f"no {missing[0]}", "every line has one")) from None
+
+
+_SHOWN = 80
+"""Characters of a value that a sentence shows."""
+
+
+@cache
+def _field_kinds(record: type[_Record]) -> dict[str, frozenset[type]]:
+    """Field -> the types of its JSON values; an integer is a number too."""
+    kinds = {name: frozenset(get_args(hint) or (hint,)) for name, hint in get_type_hints(record).items()}
+    return {name: types | {int} if float in types else types for name, types in kinds.items()}
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or isfinite(value)
+
+
+def _misshapen(record: type[_Record], found: str, because: str) -> str:
+    return f"A {record.__name__} of the run has {found}, and {because}: the file was changed or another program wrote it."
 
 
 @dataclass(frozen=True)
@@ -148,6 +183,10 @@ class EvaluationRecord(_Record):
     correct: int
     could_not_judge: int
     reward_mean: float | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.correct <= self.samples:
+            raise RunFailed(_misshapen(type(self), f"{self.correct} correct of {self.samples} samples", "that cannot be"))
 
 
 @dataclass(frozen=True)

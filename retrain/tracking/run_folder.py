@@ -10,6 +10,7 @@ from typing import Any
 from retrain.checkpoint import TrainerState, replace_file
 from retrain.disk import delete
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.parsing import parse_json
 from retrain.tracking.jsonl import Extent, read_jsonl, truncate_to_step
 
 MARKER = ".retrain.json"
@@ -181,7 +182,7 @@ class RunFolder:
 def read_marker(folder: Path) -> dict[str, Any]:
     """The content of our marker; empty where there is none that can be read."""
     try:
-        content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        content = parse_json((folder / MARKER).read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

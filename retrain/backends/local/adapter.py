@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from retrain.backends.local.dropout import DropoutKey, KeyedDropout
 from retrain.backends.local.philox import uniform_words
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.noise import Stream
+from retrain.parsing import read_object
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -112,11 +113,13 @@ class Adapter:
         """Weights of `[lora] init_from`. The adapter there must be of this rank, scale and set of layers."""
         where = f'[lora] init_from = "{folder}"'
         try:
-            settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            settings = read_object(folder / CONFIG_FILE)
             self._check_scale(settings, where)
             self.load(folder)
         except FileNotFoundError as error:
             raise ConfigurationError(f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder.") from error
+        except RunFailed as error:
+            raise ConfigurationError(f"{where}: {error}") from error
         except ValueError as error:
             if isinstance(error, ConfigurationError):
                 raise

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrain.backends.local.footprint import Footprint, footprint
+from retrain.errors import EnvironmentFailure
 from retrain.inference_engine.budget import plan_decode
 from retrain.tokenization import context_length
 from retrain.types import MachineChoices
@@ -61,6 +62,7 @@ def choose(config: "TrainConfig", base: "BaseModel") -> MachineChoices:
 
 def plan(config: "TrainConfig", model_config: Any, size: Footprint, machine: Machine) -> MachineChoices:
     """The choices for a model of this size on this machine. Raises EnvironmentFailure where not even one completion fits."""
+    _check_adapter(config, size, machine)
     spare = max(0, machine.usable - size.weights)
     longest = longest_row(config, model_config)
     tokens, checkpointing = _learning_choices(config, size, longest, machine.device_type, int(spare * _LEARNING_SHARE))
@@ -80,6 +82,17 @@ def plan(config: "TrainConfig", model_config: Any, size: Footprint, machine: Mac
         gradient_checkpointing=checkpointing,
         merge_adapter=machine.device_type == "cpu" and size.dtype == torch.float32 and size.weights <= spare * _MERGED_SHARE,
     )
+
+
+def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> None:
+    """Raises EnvironmentFailure for an adapter that the whole machine could not hold with its gradient and two moments, in float32."""
+    learned = 4 * 4 * size.num_trainable
+    if learned > machine.memory:
+        raise EnvironmentFailure(
+            f"[model] lora_rank = {config.model.lora_rank} gives an adapter of {size.num_trainable:,} parameters, which take "
+            f"{learned / 2**30:,.0f} GiB with their gradient and two moments, and {machine.device_type} has "
+            f"{machine.memory / 2**30:,.0f} GiB; lower lora_rank."
+        )
 
 
 def longest_row(config: "TrainConfig", model_config: Any, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:

@@ -1,0 +1,109 @@
+"""Keys that are declared and were without effect: each is used, refused, or said to be unused."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from retrain.campaign.manifest import Manifest, Status
+from retrain.campaign.plan import plan_campaign
+from retrain.campaign.results import AutoSqueeze
+from retrain.cli.main import main
+from retrain.config import config_from_mapping, config_hash, not_built, resume_differences, unused_keys
+from retrain.errors import ConfigurationError
+from retrain.preflight import preflight_lines
+
+CAMPAIGN: dict[str, Any] = {"campaign": {"seeds": [1, 2]}}
+
+
+def test_squeeze_keys_that_do_nothing_in_a_campaign_are_said_to_be_unused() -> None:
+    squeeze = {"adapter_path": "a", "compress_to": 4, "evaluate": True}
+    said = "\n".join(unused_keys(config_from_mapping(CAMPAIGN | {"squeeze": squeeze})))
+    assert '[squeeze] adapter_path = "a" is unused here: a campaign squeezes the adapter of its own first run.' in said
+    assert all(f"[squeeze] {name} = " in said for name in ("compress_to", "evaluate"))
+    with_output = "\n".join(unused_keys(config_from_mapping(CAMPAIGN | {"squeeze": squeeze | {"output_path": "out"}})))
+    assert "compress_to" not in with_output and "evaluate" not in with_output
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"backend": {"backend": "tinker"}},
+        {"inference": {"engine": "vllm", "url": "http://127.0.0.1:1"}},
+        {"planning": {"detector": "semantic"}},
+        {"backend": {"backend": "tinker"}, "algorithm": {"uncertainty_kind": "shannon_entropy"}},
+        {"training": {"group_size": 1}},
+    ],
+)
+def test_a_squeeze_job_is_not_refused_because_of_what_it_does_not_use(other: dict[str, Any]) -> None:
+    assert not_built(config_from_mapping({"squeeze": {"adapter_path": "a"}} | other)) == []
+
+
+def test_a_squeeze_job_that_evaluates_is_refused_because_of_a_backend_that_is_not_built() -> None:
+    squeeze = {"adapter_path": "a", "output_path": "b", "evaluate": True}
+    assert "tinker" in not_built(config_from_mapping({"squeeze": squeeze, "backend": {"backend": "tinker"}}))[0]
+
+
+def test_one_rank_and_a_rank_for_each_layer_are_refused_before_a_campaign_starts() -> None:
+    with pytest.raises(ConfigurationError, match="leave one of them out"):
+        config_from_mapping(CAMPAIGN | {"squeeze": {"compress_to": 4, "per_layer": True, "output_path": "out"}})
+
+
+def test_code_that_comes_with_a_model_is_named_at_the_start() -> None:
+    config = config_from_mapping({"model": {"model": "some/model", "trust_remote_code": True}})
+    assert "[model] trust_remote_code = true: Python code that comes with some/model runs as this user." in preflight_lines(config)
+    assert not any("trust_remote_code = true" in line for line in preflight_lines(config_from_mapping({})))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("inference", "url", "http://127.0.0.1:2"),
+        ("model", "base_url", "http://127.0.0.1:2"),
+        ("backend", "max_concurrent", 9),
+        ("backend", "throttle_dir", "locks"),
+    ],
+)
+def test_where_a_server_is_may_differ_at_resume(section: str, name: str, value: object) -> None:
+    stored, current = config_from_mapping({}), config_from_mapping({section: {name: value}})
+    assert resume_differences(stored, current) == []
+    assert config_hash(stored) == config_hash(current)
+
+
+def test_power_prints_json_by_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "--sd", "0.02", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sd"] == 0.02
+
+
+def test_eval_knows_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "absent", "--format", "json"]) == 2
+    assert "absent does not exist" in capsys.readouterr().err
+
+
+def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retrain import squeeze
+    from retrain.squeeze.analysis import Untrained
+
+    config = config_from_mapping(CAMPAIGN | {"squeeze": {"rule": "min"}})
+    plan = plan_campaign(config, tmp_path)
+    manifest = Manifest.of_plan(plan, datetime.now())
+    tried: list[str] = []
+
+    def analysed(config: Any, adapter: Path, **_: Any) -> Any:
+        tried.append(adapter.parent.parent.name)
+        if len(tried) == 1:
+            raise Untrained("untrained.")
+        return SimpleNamespace(analysis=None, lines=list, to_json=lambda: {"recommended_rank": 1})
+
+    monkeypatch.setattr(squeeze, "squeeze_adapter", analysed)
+    said: list[str] = []
+    auto = AutoSqueeze(plan, manifest, said.append)
+    for run in plan.runs[:3]:
+        manifest.ended(run.name, Status.DONE)
+        auto.after(run)
+    assert tried == [run.name for run in plan.runs[:2]]
+    assert manifest.squeeze == {"recommended_rank": 1}
+    assert any("takes the next run" in line for line in said)
