@@ -64,11 +64,13 @@ def plugged_in(model: Any) -> Iterator[None]:
 
 
 def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
-    """[1, 1, 1, 1] int64 on the CPU: the window of a sliding-window mask, 0 for a causal one. transformers' mask signature.
+    """transformers' mask signature: an empty [1, 1, 1, 1] whose attribute `window` is the width of the sliding window, 0 for none.
 
-    Some families (Qwen2-MoE, Phi-MoE) name the window to the mask alone and not to the attention function.
+    Some families (Qwen2-MoE, Phi-MoE) name their window to the mask alone and not to the attention function.
     """
-    return torch.full((1, 1, 1, 1), local_size or 0, dtype=torch.int64, device="cpu")
+    mask = torch.empty((1, 1, 1, 1), dtype=torch.int8, device="cpu")
+    mask.window = local_size or 0  # type: ignore[attr-defined]
+    return mask
 
 
 def attend(
@@ -85,7 +87,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds, as in transformers' own attention."""
     unknown = [f"the attention argument {name}" for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
-    if attention_mask is not None and (attention_mask.dtype != torch.int64 or attention_mask.numel() != 1):
+    window = sliding_window if attention_mask is None else getattr(attention_mask, "window", -1)
+    if window == -1:
         unknown.append("an attention mask of its own")
     if attention_batch is None:
         unknown.append("an attention layer that drops keyword arguments")
@@ -94,8 +97,7 @@ def attend(
             f'[inference] engine = "pytorch" cannot decode {type(module).__name__}, which uses {unknown[0]}; '
             'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
         )
-    window = sliding_window if attention_mask is None else int(attention_mask) or None
-    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, window, softcap)
+    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap)
     return output.transpose(1, 2).contiguous(), None
 
 

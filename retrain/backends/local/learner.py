@@ -4,15 +4,16 @@ The policy is softmax(logits / temperature), as it was sampled. Dropout, where i
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.logprobs import TokenScores, score_tokens
@@ -22,6 +23,7 @@ from retrain.backends.local.model import BaseModel
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.local.sharding import layers
 from retrain.backends.rows import check_rows
+from retrain.errors import ConfigurationError
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
 from retrain.parallel import ALONE, World
@@ -235,17 +237,11 @@ class Learner:
 
     @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
-        """Dropout and gradient checkpointing are on inside, for the forward pass and its backward."""
-        for layer in self._checkpointed:
-            layer.training = True  # of this module alone: the base's own dropouts below it stay off
-        try:
-            numbers, lengths = [row.number for row in micro.rows], [row.tokens for row in micro.rows] if micro.attention else None
-            active = self.adapter.dropout.active(step, numbers, self.base.device, lengths) if self.adapter.drops else nullcontext()
-            with self._attention(), active:
-                yield
-        finally:
-            for layer in self._checkpointed:
-                layer.training = False
+        """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and its backward."""
+        numbers, lengths = [row.number for row in micro.rows], [row.tokens for row in micro.rows] if micro.attention else None
+        active = self.adapter.dropout.active(step, numbers, self.base.device, lengths) if self.adapter.drops else nullcontext()
+        with self._attention(), active, _recomputed(self._checkpointed):
+            yield
 
 
 def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[float]) -> ActionTokens:
@@ -300,8 +296,25 @@ def _summary(updates: Sequence[_Update]) -> StepResult:
 
 
 def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
-    """Switches the model's gradient checkpointing on; it acts only where a layer is also in training mode."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # a new name for it in transformers 6
-        base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
-    return layers(base.model)
+    found = layers(base.model)
+    if not found:
+        raise ConfigurationError(
+            f"[training] gradient_checkpointing: no layers are found in {type(base.model).__name__}; set it false, and lower "
+            "[training] micro_batch_tokens where memory is short."
+        )
+    return found
+
+
+@contextmanager
+def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, a layer keeps its input and runs again in the backward pass.
+
+    Not by transformers' own gradient checkpointing: that wants layers in training mode, where some families drop out (OPT, StarCoder 2).
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward

@@ -1,6 +1,5 @@
 """Loading a causal language model: frozen weights from safetensors, its head, and nothing of its generation settings."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,9 +42,13 @@ class BaseModel:
     def hidden_states(self, token_ids: Tensor, positions: Tensor | None = None, attention_batch: AttentionBatch | None = None) -> Tensor:
         """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our attention plugged in.
 
-        No attention mask: attention is causal and padding stands on the right, so no token can see any.
+        No token is masked: attention is causal and padding stands on the right, so no token can see any. Of packed rows that is said, or
+        transformers would read the positions back to the host to find the rows.
         """
-        packed = {} if attention_batch is None else {"position_ids": positions, "attention_batch": attention_batch}
+        packed: dict[str, Any] = {}
+        if attention_batch is not None:
+            visible = torch.ones_like(token_ids, dtype=torch.bool)
+            packed = {"position_ids": positions, "attention_batch": attention_batch, "attention_mask": visible}
         return self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state  # type: ignore[no-any-return]
 
 
@@ -110,9 +113,6 @@ def _take_adapter_off(model: "PreTrainedModel") -> None:
         setattr(model.get_submodule(parent), child, module.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config  # peft would take the next adapter for a second one
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers 6 gives it another name
-        model.gradient_checkpointing_disable()
 
 
 def _check_inference(config: "TrainConfig", device: torch.device, dtype: torch.dtype) -> None:
