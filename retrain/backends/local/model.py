@@ -100,6 +100,8 @@ def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype:
         if device.type == "cpu":
             _leave_the_file(model)
         model.to(device)
+    if device.type == "cuda":
+        choose_deterministic_experts(model)
     return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype, shards)
 
 
@@ -161,6 +163,12 @@ def _leave_the_file(model: "PreTrainedModel") -> None:
     """A weight in the file's own dtype is a map of the file: a single one keeps all of the file resident, joined copies beside it."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+
+
+def choose_deterministic_experts(model: "PreTrainedModel") -> None:
+    """A mixture of experts by plain products: the grouped ones count tokens by `histc`, which has no deterministic form on CUDA."""
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        model.set_experts_implementation("eager")
 
 
 @contextmanager
