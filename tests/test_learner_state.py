@@ -350,7 +350,7 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
 def test_bf16_on_a_processor_without_units_for_it_is_said(monkeypatch: pytest.MonkeyPatch, has_units: bool) -> None:
     from retrain.backends.local import devices
 
-    monkeypatch.setattr(devices, "_computes_bf16", lambda: has_units)
+    monkeypatch.setattr(devices, "computes_bf16", lambda: has_units)
     asked, cpu = config_for(inference={"dtype": "bf16"}), torch.device("cpu")
     assert bool(devices.half_precision_note(asked, cpu)) is not has_units
     assert not devices.half_precision_note(asked, torch.device("cuda")) and not devices.half_precision_note(config_for(), cpu)

@@ -15,7 +15,7 @@ from retrain.inference_engine.attention import FusedAttention, attend
 from retrain.inference_engine.kv_cache import PromptPass
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from families import FAMILIES, compare, tiny_model  # noqa: E402
+from families import FAMILIES, compare, tiny_model
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 WINDOWED = ("mistral", "qwen2", "qwen3")

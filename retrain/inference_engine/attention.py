@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError
+from retrain.fused.packed import computes_bf16
 
 KERNEL = "retrain"
 """The name under which transformers knows this attention."""
@@ -141,13 +142,12 @@ class FusedAttention:
         """The queries of a key-value head are laid side by side, so no key is repeated."""
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
-        bias = rows.bias(window, query.dtype)
-        if softcap is None and prefers_products(query):
-            output = _products(grouped, key, value, bias, scaling)
+        if softcap is None and (prefers_products(query) or _prefers_float32_products(query)):
+            output = _products(grouped, key, value, rows.bias(window, torch.float32), scaling)
         elif softcap is None:
-            output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scaling)
+            output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=rows.bias(window, query.dtype), scale=scaling)
         else:
-            output = _softcapped(grouped, key, value, bias, scaling, softcap)
+            output = _softcapped(grouped, key, value, rows.bias(window, query.dtype), scaling, softcap)
         return output.reshape(count, heads, 1, value.shape[-1])
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
@@ -210,15 +210,20 @@ def prefers_products(query: Tensor) -> bool:
     return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
 
 
+def _prefers_float32_products(query: Tensor) -> bool:
+    """The same of decoding in bfloat16 on a processor that has units for it: the fused kernel is slower, most of all under a mask."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and computes_bf16()
+
+
 def _products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
-    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D]; without gradient."""
+    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D], in float32; without gradient."""
     rows, heads = query.shape[:2]
-    queries, keys, values = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
+    queries, keys, values = query.float().flatten(0, 1), key.float().flatten(0, 1).transpose(1, 2), value.float().flatten(0, 1)
     if bias is None:
         scores = torch.bmm(queries * scaling, keys)
     else:
         scores = torch.baddbmm(bias.expand(rows, heads, 1, -1).flatten(0, 1), queries, keys, alpha=scaling)
-    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, -1, value.shape[-1])
+    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, -1, value.shape[-1]).to(query.dtype)
 
 
 def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
