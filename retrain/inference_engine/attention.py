@@ -1,8 +1,9 @@
 """Our own attention behind transformers' attention interface, so that model definitions run unpatched.
 
 While the sampler or the learner runs, the model's configuration names the kernel registered here. Every attention layer then hands its
-queries, keys and values to `attend`, with the batch that was passed to the forward. The batch knows which tokens a query may see; in place
-of a mask, transformers passes the width of the layer's sliding window (`_window_mask`). Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
+queries, keys and values to `attend`, with the batch that was passed to the forward. The batch knows which tokens a query may see; in
+place of a mask, transformers passes the width of the layer's sliding window (`_window_mask`).
+Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
 """
 
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ _DECODE_SHARE = 0.65
 _CPU_SHARE = 0.8
 """Of a computer's memory, for all of this: it has other work."""
 _MERGED_SHARE = 0.2
-"""Of the same, for a second copy of the weights that samples, in the layout of products with few rows; in float32 with the adapter in it."""
+"""Of the same, for a second copy of the weights that samples, in the layout of products with few rows; in float32 with the adapter."""
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 32768}
