@@ -165,8 +165,8 @@ def main() -> None:
         "families",
         f"Log-probs of {len(lines)} model families beside transformers in float64",
         [
-            "Largest difference of a sampled token's log-prob in nats; sampler and learner compute in float32, with a LoRA adapter on every "
-            f"linear layer. {versions_line({'torch': torch.__version__, 'transformers': transformers.__version__})}.",
+            "Largest difference of a sampled token's log-prob in nats; sampler and learner compute in float32, with a LoRA adapter "
+            f"on every linear layer. {versions_line({'torch': torch.__version__, 'transformers': transformers.__version__})}.",
             table(["family", "forward pass", "sliding window", "tokens", "sampler", "learner"], lines),
         ],
         load,

@@ -12,6 +12,7 @@ from retrain.backends.local.devices import choose_device, choose_dtype
 from retrain.backends.local.footprint import Footprint, NotPredictable, footprint, weightless_model
 from retrain.backends.local.logprobs import CHUNK_BYTES
 from retrain.backends.local.machine import PROMPT_ALLOWANCE, Machine, longest_row, plan
+from retrain.fused.packed import computes_bf16
 from retrain.inference_engine.budget import kv_bytes_per_token
 from retrain.inference_engine.sampling import CHUNK_BYTES as SAMPLING_CHUNK_BYTES
 from retrain.inference_engine.scheduler import DecodeLimits
@@ -207,9 +208,10 @@ class _Estimate:
     def merged_copy(self) -> Part:
         """What the sampler reads on a CPU, made anew for every step."""
         size = self.size
-        makes = self.choices.merge_adapter and self.config.inference.dtype != "bf16"
-        total = (size.layer_weights + size.head_weights) if makes and size.layer_weights else 0
-        return Part("merged copy", total, "the layers with the adapter in them, and the head, laid out for few rows")
+        cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
+        makes = self.choices.merge_adapter and (not cast or computes_bf16())
+        total = (size.layer_weights + size.head_weights) // (2 if cast else 1) if makes and size.layer_weights else 0
+        return Part("merged copy", total, "the layers, in fp32 with the adapter in them, and the head, laid out for few rows")
 
     def kv_cache(self) -> Part:
         """The rows that decode together, each at its longest, and the prompts of the step."""

@@ -47,6 +47,10 @@ def model_folder(family: str) -> str:
         "cohere": lambda: transformers.CohereConfig(
             **{key: value for key, value in shape.items() if key != "head_dim"}, logit_scale=0.25, use_qk_norm=False
         ),
+        "opt": lambda: transformers.OPTConfig(
+            **{k: v for k, v in shape.items() if k not in ("head_dim", "intermediate_size")},
+            ffn_dim=48, word_embed_proj_dim=32, dropout=0.3,
+        ),
         "granite": lambda: transformers.GraniteConfig(**{k: v for k, v in shape.items() if k != "head_dim"}, logits_scaling=3.0),
     }
     with torch.random.fork_rng(devices=[]):

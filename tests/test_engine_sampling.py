@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrain.inference_engine import sampling
 from retrain.inference_engine.sampling import draw
 
 ONE = np.ones(1, dtype=np.float32)
@@ -87,6 +88,17 @@ def test_logits_that_are_not_finite_show_in_the_log_prob_of_their_row_only(bad, 
     logits[1, 280] = bad
     drawn = draw(logits, np.float32([temperature, temperature]), np.array([0.3, 0.3]))
     assert np.isfinite(drawn.logprobs[0]) and not np.isfinite(drawn.logprobs[1])
+
+
+def test_the_sums_of_devices_without_a_deterministic_cumsum_draw_the_same_tokens(monkeypatch):
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (500, 9000)).astype(np.float32))
+    arguments = logits, np.full(500, 0.9, dtype=np.float32), np.random.default_rng(2).random(500)
+    expected = draw(*arguments)
+    monkeypatch.setattr(sampling, "_SUMS_BY_PRODUCT", {"cpu"})
+    found = draw(*arguments)
+    assert np.array_equal(found.tokens, expected.tokens)
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
+    test_a_token_of_probability_zero_is_never_drawn(1 - 2.0**-53)
 
 
 def test_a_row_does_not_depend_on_the_chunk_it_is_in():

@@ -9,6 +9,7 @@ from learner_models import config_for, distance, gradients, make_learner, make_r
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow
 from retrain.backends.local.packing import PackedAttention, Segment
+from retrain.fused import packed
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.attention import FusedAttention
 
@@ -112,3 +113,20 @@ def test_gradient_checkpointing_of_the_fused_forward_changes_no_gradient() -> No
     plain.train(rows, 0)
     checkpointed.train(rows, 0)
     assert distance(gradients(checkpointed), gradients(plain)) < 1e-6
+
+
+def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_FEWEST_ELEMENTS", 1)
+    monkeypatch.setattr(packed, "computes_bf16", lambda: True)
+    model = make_learner(config_for("llama", model={"dtype": "bf16"}), fused=False).base.model
+    fused = FusedDecoder.of(model, merge=True)
+    assert fused is not None
+    before = logits(fused, sampling=False)
+    torch.testing.assert_close(logits(fused, sampling=True), before, atol=0.02 * float(before.abs().max()), rtol=0)
+    copies = [projection.copy for projection in fused._projections]
+    assert all(copy is not None and copy._packed for copy in copies) and not any(projection._merged for projection in fused._projections)
+    with torch.no_grad():
+        for parameter in fused._parameters:
+            parameter.mul_(2.0)
+    assert (logits(fused, sampling=True) - before).abs().max() > 0.05 * before.abs().max()  # the adapter is followed
+    assert [projection.copy for projection in fused._projections] == copies  # and nothing is packed anew

@@ -11,6 +11,7 @@ from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, pack
+from retrain.backends.local.sharding import layers
 from retrain.inference_engine.attention import FusedAttention
 from retrain.types import Row
 
@@ -230,6 +231,22 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     saving.train(rows, 4)
     ours, theirs = gradients(saving), gradients(plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("family", ["opt", "qwen3"])
+@pytest.mark.parametrize("own_forward", [True, False])
+def test_no_module_is_in_training_mode_while_a_checkpointed_base_learns(family: str, own_forward: bool) -> None:
+    """OPT's layers drop out by themselves where they are, at the rate of the model's configuration."""
+    plain, saving = (make_learner(config_for(family), checkpointing=on, fused=not own_forward) for on in (False, True))
+    rows, modes = rows_near(plain), list[bool]()
+    layer = layers(saving.base.model)[0]
+    layer.register_forward_pre_hook(lambda *unused: modes.append(any(module.training for module in saving.base.model.modules())))
+    before = layer.forward
+    plain.train(rows, 4)
+    result = saving.train(rows, 4)
+    assert not any(modes) and (modes or family == "qwen3") and layer.forward == before
+    assert result.ratio_mean == pytest.approx(plain.train(rows, 4).ratio_mean, abs=1e-6)
+    assert distance(gradients(saving), gradients(plain)) < 1e-6
 
 
 def test_bf16_base_gives_nearly_the_fp32_gradient_and_fp32_adapters() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from learner_models import VOCABULARY, config_for, distance, gradients, make_learner, make_rows, model_folder, with_logprobs
 
 from retrain.backends.local.adapter import Adapter
-from retrain.backends.local.backend import LocalBackend
+from retrain.backends.local.backend import LocalBackend, _deterministic
 from retrain.backends.local.dropout import DropoutKey, KeyedDropout
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, minibatch_split, pack, split_rows
@@ -352,10 +352,31 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
 def test_bf16_on_a_processor_without_units_for_it_is_said(monkeypatch: pytest.MonkeyPatch, has_units: bool) -> None:
     from retrain.backends.local import devices
 
-    monkeypatch.setattr(devices, "_computes_bf16", lambda: has_units)
+    monkeypatch.setattr(devices, "computes_bf16", lambda: has_units)
     asked, cpu = config_for(inference={"dtype": "bf16"}), torch.device("cpu")
     assert bool(devices.half_precision_note(asked, cpu)) is not has_units
     assert not devices.half_precision_note(asked, torch.device("cuda")) and not devices.half_precision_note(config_for(), cpu)
+
+
+def test_attention_is_never_cudnns() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    LocalBackend(config_for(), eos_ids=[3])
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("family", "dropout", "checkpointing"), [("qwen3", 0.0, False), ("qwen3", 0.2, True), ("gemma2", 0.0, False), ("gemma2", 0.2, True)]
+)
+def test_the_learner_uses_no_operator_that_is_refused_where_kernels_must_be_deterministic(
+    family: str, dropout: float, checkpointing: bool
+) -> None:
+    learner = make_learner(config_for(family, lora={"dropout": dropout}, loss={"entropy_coef": 0.1}), checkpointing=checkpointing)
+    with _deterministic(torch.device("cuda")):  # the flags are the process's, and this build of torch heeds them on a CPU
+        assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert learner.train(make_rows(), 0).updates == 1
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_engine_and_learner_are_one_policy_before_and_after_an_update() -> None:

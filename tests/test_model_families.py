@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from retrain.backends.local.model import choose_deterministic_experts
 from retrain.errors import ConfigurationError
 from retrain.fused import decoder
 from retrain.fused.decoder import FusedDecoder
@@ -49,6 +50,15 @@ def test_the_shrunken_copy_leaves_model_and_random_numbers_as_they_are() -> None
     small = decoder.shrunken(model)
     assert small.config.sliding_window < decoder._PROBE_TOKENS and type(small) is type(model)
     assert model.config.to_dict() == before and torch.equal(torch.random.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+def test_experts_are_computed_without_the_operator_that_has_no_deterministic_form(family: str) -> None:
+    model, ids = tiny_model(family), torch.arange(4, 20).unsqueeze(0)
+    before = model(input_ids=ids).logits
+    choose_deterministic_experts(model)
+    assert family == "qwen3" or model.config._experts_implementation == "eager"
+    torch.testing.assert_close(model(input_ids=ids).logits, before, atol=1e-4, rtol=0)
 
 
 def test_a_mask_that_a_layer_made_itself_is_refused() -> None:

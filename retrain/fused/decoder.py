@@ -27,7 +27,7 @@ _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
 """Families whose attention reads the sliding window from its configuration; elsewhere it has one of its own, or none."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
-"""Of the hidden states of a probe, relative to their largest."""
+"""Of a layer's hidden states on a probe, relative to a token's norm."""
 _PROBE_TOKENS = 16
 _SHRUNKEN_WINDOW = 6
 """Tokens: a probe reaches far past it."""
@@ -103,7 +103,7 @@ class FusedDecoder:
     def __init__(self, model: Any, merge: bool) -> None:
         """`model` is a causal language model of transformers; raises AttributeError where it is built in another way.
 
-        `merge`: a sampler may hold a second copy of the weights, with the adapter in them.
+        `merge`: a sampler may hold a second copy of the weights, in float32 with the adapter in them.
         """
         decoder = model.base_model if model.base_model is not model else model.model
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, Norm(decoder.norm)
@@ -112,7 +112,7 @@ class FusedDecoder:
         self._head: nn.Module = model.get_output_embeddings()
         self._parameters = [parameter for projection in self._projections for parameter in projection.parameters]
         self._places = _places(model, self._projections)
-        self._merge = merge
+        self.merge = merge
         self._packed_head: PackedWeight | None = None
         """While a sampler reads the copy."""
         self._version: tuple[Any, ...] | None = None
@@ -156,7 +156,9 @@ class FusedDecoder:
 
         `mixed`: the rows of a batch may be under different adapters.
         """
-        copy: Literal["none", "merged", "plain"] = "none" if not (sampling and self._merge) else "plain" if mixed else "merged"
+        copy: Literal["none", "merged", "plain"] = "none"
+        if sampling and self.merge:
+            copy = "plain" if mixed or self._embed.weight.dtype != torch.float32 else "merged"
         version = (copy, *((parameter.data_ptr(), parameter._version) for parameter in self._parameters))
         if version == self._version:
             return
@@ -222,14 +224,38 @@ class FusedDecoder:
 
     @torch.no_grad()
     def _difference(self, decoder: Any) -> float:
-        """Largest difference of a probe's hidden states from the model's own, in units of what is allowed; 0 for a model without weights."""
+        """Largest difference from the model's own layers on a probe, in units of what is allowed; 0 for a model without weights.
+
+        Each layer is given the model's own input: over many layers in half precision two roundings of one function drift far apart.
+        """
         if self._embed.weight.is_meta:
             return 0.0
         ids = torch.arange(min(_PROBE_TOKENS, self._embed.num_embeddings), device=self._embed.weight.device).unsqueeze(0)
-        expected = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        seen: list[tuple[Tensor, Tensor]] = []
+        hooks = [layer.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0][0], output[0]))) for layer in decoder.layers]
+        try:
+            last = decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
         self.refresh()
-        found = self.hidden_states(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0), _Whole())
-        return float((found - expected).abs().max() / expected.abs().max()) / _TOLERANCE[expected.dtype]
+        embedded, rotary = self._embedded(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
+        differences = [_distance(embedded, seen[0][0]), _distance(normed(seen[-1][1], self._norm), last)]
+        for number, (layer, (before, after)) in enumerate(zip(self._layers, seen, strict=True)):
+            differences.append(_distance(layer.forward(before, rotary, 1, _Whole(), None, number), after))
+        return max(differences) / _TOLERANCE[last.dtype]
+
+
+class _Whole:
+    """Plain causal attention over whole rows."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        return FusedAttention().causal(query, key, value, scaling, window, softcap)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Largest ||found - expected|| / ||expected|| of a token; both [N, H]."""
+    return float(((found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)).max())
 
 
 def _linears(decoder: Any) -> list[nn.Module]:
@@ -265,10 +291,3 @@ def shrunken(model: Any) -> Any:
         for parameter in small.parameters():
             parameter.normal_(std=0.3)
     return small
-
-
-class _Whole:
-    """Plain causal attention over whole rows."""
-
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        return FusedAttention().causal(query, key, value, scaling, window, softcap)

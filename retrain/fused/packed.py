@@ -4,6 +4,9 @@ A plain product lays the whole weight out anew at every call, which with 32 rows
 it is read as it lies. The operators are those that torch's own compiler emits for a frozen linear layer.
 """
 
+import platform
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,12 +31,22 @@ class PackedWeight:
         return product
 
 
+@cache
+def computes_bf16() -> bool:
+    """Whether this processor has units for bfloat16 (AMX, avx512_bf16); without them oneDNN is many times slower than in float32."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if platform.machine().lower() in ("x86_64", "amd64"):  # oneDNN says yes on every AVX-512 processor
+        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _packable(weight: Tensor) -> bool:
-    """Large enough, float32 on a CPU, in a torch that has oneDNN and these operators."""
+    """Large enough, on a CPU that computes in its dtype, in a torch that has oneDNN and these operators."""
     return (
         weight.numel() >= _FEWEST_ELEMENTS
         and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and computes_bf16()))
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

@@ -1,8 +1,8 @@
 """Linear layers that read the same input as one matrix product, with their LoRA adapters.
 
 The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and the model's own parameters become
-views of it: one copy, shared with whoever else uses the model. The adapter is never added to them. A sampler in float32 on a CPU may
-read a scratch copy with the adapter merged in (`refresh`), made from the pristine weights; elsewhere merging would round it away.
+views of it: one copy, shared with whoever else uses the model. The adapter is never added to them. A sampler on a CPU may read a scratch
+copy made from the pristine weights (`refresh`): in float32 with the adapter merged in, in bfloat16, which would round it away, without.
 Further adapters can be held beside the model's own (`load`), for batches whose rows are under different ones.
 Shape letters: N tokens, I inputs, O outputs of all layers together, R ranks of an adapter's parts together.
 """
@@ -78,7 +78,9 @@ class Projection:
         self.slices = [place for place, lora in zip(self._places, self._loras, strict=True) if lora is not None]
         """Where the outputs of each adapter lie in O."""
         self.copy: PackedWeight | None = None
-        """[O, I] for products without gradient, while a sampler reads it: with the adapter, or without it for a mixed batch."""
+        """[O, I] for products without gradient, while a sampler reads it."""
+        self._merged = False
+        """Whether the adapter is in the copy."""
         self.factors: _Factors | None = None
         """Of the model's own adapter, as it was refreshed."""
         self._slots: dict[int, _Factors] = {}
@@ -97,11 +99,13 @@ class Projection:
         if self.downs:
             updates = zip(self.downs, self.ups, self.scales, self.slices, strict=True)
             self.factors = self._stacked(list(updates), self.factors)
-        self.copy = None
-        if copy == "plain":
-            self.copy = PackedWeight(self.weight, self.bias)
-        elif copy == "merged" and self.factors is not None:
+        if copy != "plain" or self._merged:
+            self.copy, self._merged = None, False
+        if copy == "merged" and self.factors is not None:
             self.copy = PackedWeight(torch.addmm(self.weight, self.factors.up.T, self.factors.down), self.bias)
+            self._merged = True
+        elif copy != "none" and self.copy is None:
+            self.copy = PackedWeight(self.weight, self.bias)
 
     @torch.no_grad()
     def load(self, slot: int, layers: Mapping[int, AdapterLayer]) -> None:
@@ -131,17 +135,22 @@ class Projection:
         """
         if self.rows is not None:
             return self._mixed_product(x, self.rows), None
-        if not self.adapted:
-            return F.linear(x, self.weight, self.bias), None
-        if self.copy is not None:
+        if self.adapted and self.copy is not None and self._merged:
             return self.copy.product(x), None
+        product = self._frozen_product(x)
+        if not self.adapted:
+            return product, None
         assert self.factors is not None
         reduced = F.linear(x, self.factors.down)
-        return F.linear(x, self.weight, self.bias).addmm_(reduced, self.factors.up), reduced
+        return product.addmm_(reduced, self.factors.up), reduced
+
+    def _frozen_product(self, x: Tensor) -> Tensor:
+        """[N, O] without any adapter."""
+        return F.linear(x, self.weight, self.bias) if self.copy is None or self._merged else self.copy.product(x)
 
     def _mixed_product(self, x: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
         """One product with the weights for all rows, and a small one for those of each adapter (arXiv 2310.18547)."""
-        y = self.copy.product(x) if self.copy is not None else F.linear(x, self.weight, self.bias)
+        y = self._frozen_product(x)
         for slot, members in rows.items():
             factors = self._slots.get(slot) if slot else self.factors
             if factors is not None:

@@ -1,8 +1,9 @@
 """Our own attention behind transformers' attention interface, so that model definitions run unpatched.
 
 While the sampler or the learner runs, the model's configuration names the kernel registered here. Every attention layer then hands its
-queries, keys and values to `attend`, with the batch that was passed to the forward. The batch knows which tokens a query may see; in place
-of a mask, transformers passes the width of the layer's sliding window (`_window_mask`). Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
+queries, keys and values to `attend`, with the batch that was passed to the forward. The batch knows which tokens a query may see; in
+place of a mask, transformers passes the width of the layer's sliding window (`_window_mask`).
+Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError
+from retrain.fused.packed import computes_bf16
 
 KERNEL = "retrain"
 """The name under which transformers knows this attention."""
@@ -64,11 +66,13 @@ def plugged_in(model: Any) -> Iterator[None]:
 
 
 def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
-    """[1, 1, 1, 1] int64 on the CPU: the window of a sliding-window mask, 0 for a causal one. transformers' mask signature.
+    """transformers' mask signature: an empty [1, 1, 1, 1] whose attribute `window` is the width of the sliding window, 0 for none.
 
-    Some families (Qwen2-MoE, Phi-MoE) name the window to the mask alone and not to the attention function.
+    Some families (Qwen2-MoE, Phi-MoE) name their window to the mask alone and not to the attention function.
     """
-    return torch.full((1, 1, 1, 1), local_size or 0, dtype=torch.int64, device="cpu")
+    mask = torch.empty((1, 1, 1, 1), dtype=torch.int8, device="cpu")
+    mask.window = local_size or 0  # type: ignore[attr-defined]
+    return mask
 
 
 def attend(
@@ -85,7 +89,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds, as in transformers' own attention."""
     unknown = [f"the attention argument {name}" for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
-    if attention_mask is not None and (attention_mask.dtype != torch.int64 or attention_mask.numel() != 1):
+    window = sliding_window if attention_mask is None else getattr(attention_mask, "window", -1)
+    if window == -1:
         unknown.append("an attention mask of its own")
     if attention_batch is None:
         unknown.append("an attention layer that drops keyword arguments")
@@ -94,8 +99,7 @@ def attend(
             f'[inference] engine = "pytorch" cannot decode {type(module).__name__}, which uses {unknown[0]}; '
             'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
         )
-    window = sliding_window if attention_mask is None else int(attention_mask) or None
-    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, window, softcap)
+    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -139,13 +143,12 @@ class FusedAttention:
         """The queries of a key-value head are laid side by side, so no key is repeated."""
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
-        bias = rows.bias(window, query.dtype)
-        if softcap is None and prefers_products(query):
-            output = _products(grouped, key, value, bias, scaling)
+        if softcap is None and (prefers_products(query) or _prefers_float32_products(query)):
+            output = _products(grouped, key, value, rows.bias(window, torch.float32), scaling)
         elif softcap is None:
-            output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scaling)
+            output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=rows.bias(window, query.dtype), scale=scaling)
         else:
-            output = _softcapped(grouped, key, value, bias, scaling, softcap)
+            output = _softcapped(grouped, key, value, rows.bias(window, query.dtype), scaling, softcap)
         return output.reshape(count, heads, 1, value.shape[-1])
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
@@ -208,15 +211,20 @@ def prefers_products(query: Tensor) -> bool:
     return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
 
 
+def _prefers_float32_products(query: Tensor) -> bool:
+    """The same of decoding in bfloat16 on a processor that has units for it: the fused kernel is slower, most of all under a mask."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and computes_bf16()
+
+
 def _products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
-    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D]; without gradient."""
+    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D], in float32; without gradient."""
     rows, heads = query.shape[:2]
-    queries, keys, values = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
+    queries, keys, values = query.float().flatten(0, 1), key.float().flatten(0, 1).transpose(1, 2), value.float().flatten(0, 1)
     if bias is None:
         scores = torch.bmm(queries * scaling, keys)
     else:
         scores = torch.baddbmm(bias.expand(rows, heads, 1, -1).flatten(0, 1), queries, keys, alpha=scaling)
-    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, -1, value.shape[-1])
+    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, -1, value.shape[-1]).to(query.dtype)
 
 
 def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -34,8 +34,10 @@ def is_mixed(slots: Collection[int]) -> bool:
 class Decoder:
     """A causal language model of transformers, bare or wrapped by peft, with weights shared with whoever trains it."""
 
-    def __init__(self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None, shards: World = ALONE) -> None:
-        """`fused` stands in for the forward of the model that it was made of; one is made where the model's family has it.
+    def __init__(
+        self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None, shards: World = ALONE, *, merge: bool = False
+    ) -> None:
+        """`fused` stands in for the forward of the model that it was made of; one is made where the model's family has it, with `merge`.
 
         `shards`: the processes that hold the model in parts, which its own forward gathers; everyone makes every pass.
         """
@@ -47,7 +49,7 @@ class Decoder:
         self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
         self._shards = shards
-        self._fused = fused or FusedDecoder.of(self._base, merge=False)
+        self._fused = fused or FusedDecoder.of(self._base, merge=merge)
         self.slots = {0, BASE_MODEL}
         """Adapters that a request may name."""
 

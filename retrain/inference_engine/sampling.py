@@ -18,8 +18,11 @@ from retrain.inference_engine.transfer import upload
 from retrain.inference_engine.truncation import Cuts, KeptSets
 
 _BLOCK = 256
-"""The CDF has two levels, sums over blocks and then tokens within one block, both accumulated in float64: a single float32
-running sum over 152k tokens would lose the small probabilities."""
+"""The CDF has two levels, blocks and the tokens of one block. Weights and the sum of a block are float32; running sums, over the blocks
+and within one, are float64: a single float32 running sum over 152k tokens would lose the small probabilities."""
+_SUMS_BY_PRODUCT = {"cuda"}
+"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`, which is set for the whole process while a learner
+on another device takes a step."""
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -81,7 +84,7 @@ def _draw_chunk(
         out[:, 3] = kept.counts
 
     block_sums = weights.view(rows, blocks, size).sum(-1).double()
-    cumulative = F.pad(block_sums.cumsum(-1), (1, 0))
+    cumulative = F.pad(_running_sums(block_sums), (1, 0))
     total = cumulative[:, -1:]
     tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None]).clamp_(max=vocabulary - 1)
 
@@ -117,9 +120,16 @@ def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms * total, total)
     block = torch.searchsorted(cumulative[:, 1:].contiguous(), target).clamp_(max=blocks - 1)  # the clamp is for NaN rows
-    inner = weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double().cumsum(-1)
+    inner = _running_sums(weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double())
     rest = torch.minimum(target - cumulative.gather(1, block), inner[:, -1:])
     return block * size + torch.searchsorted(inner, rest)
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """[r, n] sums of x [r, n] >= 0 up to each place, never falling."""
+    if x.device.type not in _SUMS_BY_PRODUCT:
+        return x.cumsum(-1)
+    return (x @ torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype, device=x.device).triu_()).cummax(-1).values
 
 
 def _first_maximum(shifted: Tensor) -> Tensor:

@@ -73,7 +73,10 @@ class TorchEngine(InferenceEngine):
         )
         self._model = model
         self._copy = CastCopy(model, options.weights) if options.weights is not None else None
-        self._decoder = Decoder(self._copy.model, options.flash) if self._copy else Decoder(model, options.flash, fused, shards)
+        if self._copy is None:
+            self._decoder = Decoder(model, options.flash, fused, shards)
+        else:
+            self._decoder = Decoder(self._copy.model, options.flash, merge=fused is not None and fused.merge)
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
         self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if prefix_caching else None

@@ -57,6 +57,8 @@ class LocalBackend(Backend):
         device, _, sampler_device = choose_device(config, world)
         if device.type == "cuda":  # read at the first product; without it cuBLAS may sum in another order, and torch warns of that
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         if choices is not None:
             torch.set_num_threads(choices.threads)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
@@ -177,13 +179,17 @@ class LocalBackend(Backend):
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """On CUDA, kernels whose sums do not depend on the order in which threads arrive; on a CPU they are so already."""
+    """On CUDA, kernels whose sums do not depend on the order in which threads arrive; on a CPU they are so already.
+
+    Not `warn_only`, under which the backward pass of torch's attention stays non-deterministic. The flag is the process's: a sampler in
+    another thread (split mode) has no operator that raises under it, and its cache's `index_copy_` is slower meanwhile.
+    """
     if device.type != "cuda":
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.fused.packed import computes_bf16
 from retrain.parallel import ALONE, World
 
 if TYPE_CHECKING:
@@ -72,11 +73,6 @@ def choose_dtype(config: "TrainConfig", device: torch.device) -> torch.dtype:
 def half_precision_note(config: "TrainConfig", device: torch.device) -> str:
     """One line to print where bf16 is asked for on a processor that has no units for it; empty otherwise."""
     keys = [key for key, dtype in (("[model]", config.model.dtype), ("[inference]", config.inference.dtype)) if dtype == "bf16"]
-    if not keys or device.type != "cpu" or _computes_bf16():
+    if not keys or device.type != "cpu" or computes_bf16():
         return ""
     return f'{" and ".join(keys)} dtype = "bf16": this processor has no bf16 units and computes it many times slower than fp32.'
-
-
-def _computes_bf16() -> bool:
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

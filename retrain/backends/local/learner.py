@@ -4,15 +4,16 @@ The policy is softmax(logits / temperature), over the tokens that the sampler ke
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.logprobs import TokenScores, score_tokens
@@ -22,6 +23,7 @@ from retrain.backends.local.model import BaseModel
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.local.sharding import layers
 from retrain.backends.rows import check_rows, is_trained
+from retrain.errors import ConfigurationError
 from retrain.fused.decoder import FusedDecoder
 from retrain.inference_engine.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
 from retrain.parallel import ALONE, World
@@ -286,15 +288,9 @@ class Learner:
 
     @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
-        """Dropout and gradient checkpointing are on inside, for the forward pass and its backward."""
-        for layer in self._checkpointed:
-            layer.training = True  # of this module alone: the base's own dropouts below it stay off
-        try:
-            with self._attention(), self._dropout(micro, step):
-                yield
-        finally:
-            for layer in self._checkpointed:
-                layer.training = False
+        """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and its backward."""
+        with self._attention(), self._dropout(micro, step), _recomputed(self._checkpointed):
+            yield
 
     def _dropout(self, micro: MicroBatch, step: int) -> AbstractContextManager[None]:
         """The masks of `step` act inside, where the adapter has dropout."""
@@ -392,8 +388,25 @@ def _summary(updates: Sequence[_Update]) -> StepResult:
 
 
 def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
-    """Switches the model's gradient checkpointing on; it acts only where a layer is also in training mode."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # a new name for it in transformers 6
-        base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
-    return layers(base.model)
+    found = layers(base.model)
+    if not found:
+        raise ConfigurationError(
+            f"[training] gradient_checkpointing: no layers are found in {type(base.model).__name__}; set it false, and lower "
+            "[training] micro_batch_tokens where memory is short."
+        )
+    return found
+
+
+@contextmanager
+def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, a layer keeps its input and runs again in the backward pass.
+
+    Not by transformers' own gradient checkpointing: that wants layers in training mode, where some families drop out (OPT, StarCoder 2).
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward

@@ -12,6 +12,7 @@ import torch
 
 from retrain.backends.local.footprint import Footprint, footprint
 from retrain.errors import EnvironmentFailure
+from retrain.fused.packed import computes_bf16
 from retrain.inference_engine.budget import plan_decode
 from retrain.tokenization import context_length
 from retrain.types import MachineChoices
@@ -27,7 +28,7 @@ _DECODE_SHARE = 0.65
 _CPU_SHARE = 0.8
 """Of a computer's memory, for all of this: it has other work."""
 _MERGED_SHARE = 0.2
-"""Of the same, for a second copy of the weights that samples, with the adapter merged in, in the layout of products with few rows."""
+"""Of the same, for a second copy of the weights that samples, in the layout of products with few rows; in float32 with the adapter."""
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 32768}
@@ -80,7 +81,9 @@ def plan(config: "TrainConfig", model_config: Any, size: Footprint, machine: Mac
         decode_tokens=decode.tokens,
         micro_batch_tokens=tokens,
         gradient_checkpointing=checkpointing,
-        merge_adapter=machine.device_type == "cpu" and size.dtype == torch.float32 and size.weights <= spare * _MERGED_SHARE,
+        merge_adapter=machine.device_type == "cpu"
+        and (size.dtype == torch.float32 or computes_bf16())
+        and size.weights <= spare * _MERGED_SHARE,
     )
 
 

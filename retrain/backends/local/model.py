@@ -1,6 +1,5 @@
 """Loading a causal language model: frozen weights from safetensors, its head, and nothing of its generation settings."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,9 +42,13 @@ class BaseModel:
     def hidden_states(self, token_ids: Tensor, positions: Tensor | None = None, attention_batch: AttentionBatch | None = None) -> Tensor:
         """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our attention plugged in.
 
-        No attention mask: attention is causal and padding stands on the right, so no token can see any.
+        No token is masked: attention is causal and padding stands on the right, so no token can see any. Of packed rows that is said, or
+        transformers would read the positions back to the host to find the rows.
         """
-        packed = {} if attention_batch is None else {"position_ids": positions, "attention_batch": attention_batch}
+        packed: dict[str, Any] = {}
+        if attention_batch is not None:
+            visible = torch.ones_like(token_ids, dtype=torch.bool)
+            packed = {"position_ids": positions, "attention_batch": attention_batch, "attention_mask": visible}
         return self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state  # type: ignore[no-any-return]
 
 
@@ -97,6 +100,8 @@ def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype:
         if device.type == "cpu":
             _leave_the_file(model)
         model.to(device)
+    if device.type == "cuda":
+        choose_deterministic_experts(model)
     return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype, shards)
 
 
@@ -110,9 +115,6 @@ def _take_adapter_off(model: "PreTrainedModel") -> None:
         setattr(model.get_submodule(parent), child, module.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config  # peft would take the next adapter for a second one
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers 6 gives it another name
-        model.gradient_checkpointing_disable()
 
 
 def _check_inference(config: "TrainConfig", device: torch.device, dtype: torch.dtype) -> None:
@@ -161,6 +163,12 @@ def _leave_the_file(model: "PreTrainedModel") -> None:
     """A weight in the file's own dtype is a map of the file: a single one keeps all of the file resident, joined copies beside it."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+
+
+def choose_deterministic_experts(model: "PreTrainedModel") -> None:
+    """A mixture of experts by plain products: the grouped ones count tokens by `histc`, which has no deterministic form on CUDA."""
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        model.set_experts_implementation("eager")
 
 
 @contextmanager
