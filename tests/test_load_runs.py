@@ -59,7 +59,7 @@ def test_a_run_that_could_not_be_started_any_more_is_read_and_not_resumed(tmp_pa
     """It ran under the rules of an earlier version: k1 was no refused loss term then."""
     folder = write_run(tmp_path / "old", 1, finished=False, max_steps=3)
     config = folder / "config.toml"
-    config.write_text(config.read_text() + '\n[loss]\nkl_coef = 0.1\nkl_estimator = "k1"\n')
+    config.write_text(config.read_text().replace("kl_coef = 0.0", "kl_coef = 0.1").replace('"k3"', '"k1"'))
     assert StoredRun(folder).config.loss.kl_estimator == "k1"
     assert len(retrain.load_runs(folder)) == 2
     assert main(["--resume", str(folder)]) == 2
