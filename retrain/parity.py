@@ -98,8 +98,8 @@ def _sample(inputs: GateInputs, prompts: Sequence[Prompt]) -> list[Completion]:
     completions = sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
     if inputs.truncation.active and any(item.kept is None for item in completions):
         raise RunFailed(
-            "Parity gate: [training] top_k, top_p or min_p is set, and the engine's completions do not say how many tokens were kept, so it "
-            'may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
+            "Parity gate: [training] top_k, top_p or min_p is set, and the engine's completions do not say how many tokens were kept, so "
+            'it may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
     return completions
 
