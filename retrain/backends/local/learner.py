@@ -127,8 +127,8 @@ class Learner:
     def score(self, rows: Sequence[LearnerRow], *, reference: bool = False) -> list[Float32Array]:
         """The learner's log-probs of each row, or those of the frozen base with the adapter off.
 
-        The base is never truncated: the divergence of a truncated policy from it is finite and well-defined, its gradient under a fixed
-        kept set is that of the divergence from the base renormalised over the set, and the base's own likeliest tokens are another set.
+        The base is not truncated: its own most probable tokens are another set, and the divergence of a truncated policy from the whole
+        base is finite. For a fixed kept set it differs from the divergence over that set by a constant, ln of the base's mass of the set.
         """
         found: dict[int, Float32Array] = {}
         with torch.no_grad(), self._attention(), ExitStack() as stack:
