@@ -128,7 +128,7 @@ class Learner:
         """The learner's log-probs of each row, or those of the frozen base with the adapter off.
 
         The base is not truncated: its own most probable tokens are another set, and the divergence of a truncated policy from the whole
-        base is finite. For a fixed kept set it differs from the divergence over that set by a constant, ln of the base's mass of the set.
+        base is finite. For a fixed kept set it exceeds the divergence over that set by a constant, -ln of the base's mass of the set.
         """
         found: dict[int, Float32Array] = {}
         with torch.no_grad(), self._attention(), ExitStack() as stack:
