@@ -194,8 +194,8 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
     completions = sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
     if inputs.truncation.active and any(item.kept is None for item in completions):
         raise RunFailed(
-            "Parity gate: [training] top_k, top_p or min_p is set, and the engine's completions do not say how many tokens were kept, so it "
-            'may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
+            "Parity gate: [training] top_k, top_p or min_p is set, and the engine's completions do not say how many tokens were kept, so "
+            'it may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
     rows = [
         Row.from_completion(prompts[item.request], item, np.zeros(len(item.token_ids), np.float32), group=item.request)

@@ -154,8 +154,8 @@ class Learner:
         """The learner's log-probs of each row, or those of the frozen base with the adapter off; under the dropout masks of step
         `masks_of`, where it is given.
 
-        The base is never truncated: the divergence of a truncated policy from it is finite and well-defined, its gradient under a fixed
-        kept set is that of the divergence from the base renormalised over the set, and the base's own likeliest tokens are another set.
+        The base is not truncated: its own most probable tokens are another set, and the divergence of a truncated policy from the whole
+        base is finite. For a fixed kept set it exceeds the divergence over that set by a constant, -ln of the base's mass of the set.
         """
         masked = masks_of is not None and self.adapter.drops
         found: dict[int, Float32Array] = {}
