@@ -11,7 +11,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from retrain.config.names import BUILTIN_NAMES, UNCERTAINTY_ALIASES, is_known, names_of, nearest
+from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, is_known, names_of, nearest
 
 MAX_SEED = 2**32 - 1
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
@@ -36,7 +36,7 @@ class OpenName:
         if not value and self.may_be_empty:
             return value
         if self.kind == "uncertainty":
-            value = UNCERTAINTY_ALIASES.get(value, value)
+            value = canonical_uncertainty(value)
         if not is_known(self.kind, value):
             raise refuse("is not known", nearest(value, names_of(self.kind)) or "")
         return value
