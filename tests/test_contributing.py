@@ -14,9 +14,10 @@ from retrain import train
 from retrain.advantages import episode
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.config import load_text
+from retrain.errors import ConfigurationError
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-SECTIONS = {title: body for title, body in re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.M | re.S)}
+SECTIONS: dict[str, str] = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.M | re.S))
 ONE_STEP = {"training": {"max_steps": 1, "max_tokens": 12}}
 
 
@@ -66,4 +67,5 @@ def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(monkeypatc
         monkeypatch.setitem(episode.ADVANTAGES, name, builtin)
     config = load_text('[algorithm]\nadvantage_mode = "best_of"\ntransform_mode = "none"')
     assert CreditPipeline(config, lambda ids: [""] * len(ids)).notes == []
-    assert "best_of" in str(pytest.raises(Exception, load_text, '[algorithm]\nadvantage_mode = "best_off"').value)
+    with pytest.raises(ConfigurationError, match='did you mean "best_of"'):
+        load_text('[algorithm]\nadvantage_mode = "best_off"')
