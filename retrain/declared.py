@@ -71,6 +71,8 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
         yield f"{where} returns text and no token ids, and text encoded again would be other tokens; choose another engine."
     if engine.logprobs == "none":
         yield f"{where} returns no log-probs, which the ratio is taken against; choose another engine."
+    if engine.logprobs == "raw" and config.training.temperature != 1:
+        yield f"{where} returns log-probs before the temperature, which are those of the policy at 1 only; set [training] temperature = 1."
     if not engine.entropy and _uncertainty(config) == "shannon_entropy":
         yield f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use surprisal or predictive_variance.'
     if config.inference.engine not in ENGINES and config.backend.shard_base:
@@ -97,11 +99,6 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
         )
     if engine and not engine.token_ids_in:
         yield f'[inference] engine = "{config.inference.engine}" takes prompts as text, so each must encode back to its own ids.'
-    if engine and engine.logprobs == "raw" and config.training.temperature != 1:
-        yield (
-            f'[inference] engine = "{config.inference.engine}" returns log-probs before the temperature, so the learner recomputes those '
-            f"of temperature = {config.training.temperature:g}: a pass more per step."
-        )
 
 
 def engine_words(engine: EngineCapabilities) -> str:

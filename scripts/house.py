@@ -20,7 +20,8 @@ def main(root: Path) -> None:
     """Print the table of the package below `root`."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / "retrain").rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
-    lengths = [_lines(node) for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    lengths = [_lines(node) for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     private, once, tiny = private_functions(texts, trees)
     sizes = [text.count("\n") for text in texts.values()]
     arrows = room_arrows(root, trees)

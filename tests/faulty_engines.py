@@ -1,11 +1,11 @@
-"""Engines as plugins: one that serves a copy of the model by the adapter's files, as a server does, and what can be wrong with such a one."""
+"""Engines as plugins: one that serves a copy of the model by the adapter's files, as a server does, and what can be wrong with it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -23,7 +23,7 @@ class Served(InferenceEngine):
     """Sound."""
 
     capabilities = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True)
-    syncs: list[int] = []
+    syncs: ClassVar[list[int]] = []
     """Steps, over all engines."""
     dtype = "auto"
 

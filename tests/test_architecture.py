@@ -20,7 +20,20 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "wandb", "trackio", "tenso
 LAYERS: tuple[set[str], ...] = (
     {"disk", "errors", "noise", "parallel", "parsing", "threads", "types"},
     {"config"},
-    {"advantages", "backends", "checkpoint", "data", "fused", "hub", "inference_engine", "plugins", "rewards", "sepa", "tokenization"}
+    {
+        "advantages",
+        "backends",
+        "checkpoint",
+        "data",
+        "declared",
+        "fused",
+        "hub",
+        "inference_engine",
+        "plugins",
+        "rewards",
+        "sepa",
+        "tokenization",
+    }
     | {"tracking", "vocabulary"},
     {"the run"},
     {"campaign", "analysis", "explain", "inspect", "report", "squeeze"},

@@ -397,7 +397,7 @@ def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, 
         {"planning": {"detector": "semantic"}},
         {"backpressure": {"enabled": True}},
         {"campaign": {}, "planning": {"detector": "semantic"}},
-        *({"inference": {"engine": name}} for name in (*BUILTIN_NAMES["engine"], "my_module.my_engine") if name != "pytorch"),
+        *({"inference": {"engine": name}} for name in BUILTIN_NAMES["engine"] if name != "pytorch"),
     ],
     ids=json.dumps,
 )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.advantages.algorithms import effective_aggregation
+from retrain.advantages.algorithms import RECIPES, effective_aggregation
 from retrain.advantages.masking import kept_count
 from retrain.advantages.pipeline import Credit, CreditPipeline
 from retrain.advantages.ragged import Float64Array, Segments, flatten
@@ -25,7 +25,7 @@ from retrain.advantages.transforms import (
 )
 from retrain.backends.rows import is_trained
 from retrain.config import TrainConfig
-from retrain.config.names import BUILTIN_NAMES, RECIPES
+from retrain.config.names import BUILTIN_NAMES
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Outcome, Prompt, Score
 

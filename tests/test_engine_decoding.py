@@ -223,7 +223,7 @@ def test_a_redraw_uses_the_kept_prompt_until_the_weights_change():
         next(parameter for parameter in model.parameters() if parameter.requires_grad).add_(0.5)
     assert_agrees(model, redraw, run(engine, redraw), atol=1e-4)
     assert calls == [1]
-    engine.sync("", 1)
+    engine.sync(lambda folder: None, 1)
     run(engine, redraw)
     assert calls == [1, 1]
 

@@ -11,11 +11,9 @@ from campaigns import problems, write_campaign, write_manifest, write_run
 from runs import small
 
 import retrain
-from retrain.analysis.arms import COUNTER_NOISE_ENGINES
 from retrain.analysis.runs import StoredRun, find_runs, is_campaign
 from retrain.cli.main import main
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.tracking import jsonl
 
 
@@ -156,5 +154,20 @@ def test_a_summary_that_is_not_done_is_no_result(tmp_path: Path) -> None:
     assert StoredRun(run.path).unfinished == "was interrupted after 2 steps"
 
 
-def test_the_engines_said_to_share_noise_declare_it() -> None:
-    assert {"pytorch"} == COUNTER_NOISE_ENGINES and TorchEngine.capabilities.noise == "counter"
+@pytest.mark.parametrize(
+    ("engine", "recorded", "shared"),
+    [
+        ("pytorch", None, True),
+        ("pytorch", {"noise": "counter"}, True),
+        ("my_engines.Mine", {"noise": "counter"}, True),
+        ("my_engines.Mine", {"noise": "none"}, False),
+        ("my_engines.Mine", None, False),
+        ("vllm", None, False),
+    ],
+)
+def test_shared_noise_is_what_the_run_recorded_of_its_engine(tmp_path: Path, engine: str, recorded: object, shared: bool) -> None:
+    """A folder of an earlier version has recorded nothing; the built-in engine is then known by its name, and no plugin is imported."""
+    (tmp_path / "config.toml").write_text(f'[inference]\nengine = "{engine}"\n')
+    if recorded:
+        (tmp_path / "environment.json").write_text(json.dumps({"engine": recorded}))
+    assert StoredRun(tmp_path).has_counter_noise is shared

@@ -144,7 +144,7 @@ def test_a_run_whose_sampler_leaves_the_policy_stops_after_three_steps(tmp_path:
     assert len(records) == 4 and records[0]["log_ratio_mean"] < 1e-5
     quantiles = [records[3][name] for name in ("log_ratio_p50", "log_ratio_p90", "log_ratio_p99")]
     assert quantiles == sorted(quantiles) and quantiles == pytest.approx([0.01] * 3, abs=1e-4)
-    with pytest.raises(RunFailed, match="limit of 0.001"):
+    with pytest.raises(RunFailed, match=r"limit of 0\.001"):
         train(small(tmp_path / "run", inference=drifting, training={"max_steps": 6}, resume={"from": str(tmp_path / "run")}), quiet=True)
     allowed = small(
         tmp_path / "run", inference=drifting | {"mismatch_limit": 0.0}, training={"max_steps": 6}, resume={"from": str(tmp_path / "run")}

@@ -7,11 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.names import RECIPES
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+
+
+RECIPES: dict[str, tuple[str, str]] = {
+    "grpo_none": ("grpo", "none"),
+    "maxrl_none": ("maxrl", "none"),
+    "maxrl_gtpo": ("maxrl", "gtpo"),
+    "maxrl_gtpo_hicra": ("maxrl", "gtpo_hicra"),
+    "maxrl_gtpo_sepa": ("maxrl", "gtpo_sepa"),
+    "dr_grpo": ("grpo", "none"),
+}
+"""The advantage and the transform that a built-in `algorithm_mode` stands for; `dr_grpo` also fixes `[loss] aggregation`."""
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,8 @@ class BuiltinAdvantage:
     """Names that `[algorithm.advantage_params]` may hold."""
     batch_level: bool = False
     """The function takes all the groups of a step, and their token counts, instead of one group."""
+    group_relative: bool = True
+    """It compares within a group, so that it is zero for every group of one completion."""
 
 
 ADVANTAGES: dict[str, BuiltinAdvantage] = {
@@ -112,7 +114,7 @@ ADVANTAGES: dict[str, BuiltinAdvantage] = {
     "maxrl": BuiltinAdvantage(maxrl, frozenset({"eps"})),
     "rloo": BuiltinAdvantage(rloo, frozenset()),
     "grpo_std": BuiltinAdvantage(grpo_std, frozenset({"ddof", "eps"})),
-    "reinforce": BuiltinAdvantage(reinforce, frozenset({"baseline"})),
+    "reinforce": BuiltinAdvantage(reinforce, frozenset({"baseline"}), group_relative=False),
     "reinforce_pp": BuiltinAdvantage(reinforce_pp, frozenset({"eps", "weight"}), batch_level=True),
 }
 

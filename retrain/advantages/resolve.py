@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.advantages import uncertainty as kinds
-from retrain.advantages.algorithms import AlgorithmContext, AlgorithmOutput
+from retrain.advantages.algorithms import RECIPES, AlgorithmContext, AlgorithmOutput
 from retrain.advantages.contexts import AdvantageContext, UncertaintyContext
 from retrain.advantages.episode import ADVANTAGES, BuiltinAdvantage, checked_groups
 from retrain.advantages.ragged import Float64Array, Segments, flatten
 from retrain.advantages.step import StepTokens
 from retrain.advantages.transforms import TRANSFORMS, TransformContext, TransformOutput, TransformSpec
-from retrain.config.names import RECIPES
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.plugins import describe, inspect_call, load_plugin, params_of, refuse_unknown_params, report_probe, user_code
 

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.advantages.ragged import Float64Array
-from retrain.config.names import UNCERTAINTY_ALIASES
 
 CAP = 50.0
 """Nats. Caps what a token of probability near zero can weigh in a completion's mean."""
@@ -19,13 +18,24 @@ SURPRISAL = "surprisal"
 PREDICTIVE_VARIANCE = "predictive_variance"
 SHANNON_ENTROPY = "shannon_entropy"
 KINDS = (SURPRISAL, PREDICTIVE_VARIANCE, SHANNON_ENTROPY)
+ALIASES: dict[str, str] = {
+    "token_surprisal": SURPRISAL,
+    "neg_logprob": SURPRISAL,
+    "negative_logprob": SURPRISAL,
+    "nll": SURPRISAL,
+    "entropy": SHANNON_ENTROPY,
+    "shannon": SHANNON_ENTROPY,
+    "token_entropy": SHANNON_ENTROPY,
+    "pred_var": PREDICTIVE_VARIANCE,
+    "bernoulli_variance": PREDICTIVE_VARIANCE,
+}
 
 Numbers = Sequence[float] | npt.NDArray[np.floating]
 
 
 def canonical_kind(name: str) -> str:
     """The built-in kind that `name` means; any other name as it is."""
-    return UNCERTAINTY_ALIASES.get(name, name)
+    return ALIASES.get(name, name)
 
 
 def surprisal(logprobs: Numbers, cap: float = CAP) -> Float64Array:

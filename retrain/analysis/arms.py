@@ -10,9 +10,6 @@ from retrain.config import TrainConfig
 from retrain.config.keys import all_keys
 from retrain.errors import ConfigurationError
 
-COUNTER_NOISE_ENGINES = frozenset({"pytorch"})
-"""Engines that declare noise = "counter": the local ones. A server draws by itself."""
-
 _PROMPT_KEYS = ("training.batch_size", "training.max_examples", "model.model")
 _OWN_KEYS = frozenset({"training.seed", "training.max_hours", "training.save_every", "training.keep_checkpoints", "reward.workers"})
 _OWN_SECTIONS = frozenset({"logging", "resume", "campaign", "squeeze", "backend"})
@@ -110,7 +107,7 @@ class Shared:
     @classmethod
     def of(cls, pairs: Sequence[tuple[StoredRun, StoredRun]]) -> "Shared":
         prompts = [_same_prompts(one.config, other.config) for one, other in pairs]
-        noise = [same and _has_noise(one.config) and _has_noise(other.config) for same, (one, other) in zip(prompts, pairs, strict=True)]
+        noise = [same and one.has_counter_noise and other.has_counter_noise for same, (one, other) in zip(prompts, pairs, strict=True)]
         return cls(len(pairs), sum(prompts), sum(noise))
 
 
@@ -119,10 +116,6 @@ def _same_prompts(one: TrainConfig, other: TrainConfig) -> bool:
     fixed = not (one.backpressure.enabled or other.backpressure.enabled)
     same = one.data == other.data and one.environment == other.environment
     return fixed and same and all(one.value(key) == other.value(key) for key in _PROMPT_KEYS)
-
-
-def _has_noise(config: TrainConfig) -> bool:
-    return config.backend.backend == "local" and config.inference.engine in COUNTER_NOISE_ENGINES
 
 
 def differing_keys(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> list[str]:

@@ -19,6 +19,7 @@ from retrain.analysis.statistics import Floats
 from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.evaluation import Evaluation
+from retrain.inference_engine.base import ENGINES
 from retrain.parsing import is_path_text, read_object
 from retrain.tracking import EvaluationRecord, RunFolder, StepRecord, read_jsonl
 from retrain.tracking.jsonl import read_jsonl_backwards
@@ -76,6 +77,23 @@ class StoredRun:
     def summary(self) -> dict[str, Any]:
         """summary.json, which a session leaves at its end unless it is killed; empty without."""
         return read_object(self.folder.summary) if self.folder.summary.is_file() else {}
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """environment.json; empty without."""
+        return read_object(self.folder.environment) if self.folder.environment.is_file() else {}
+
+    @property
+    def has_counter_noise(self) -> bool:
+        """Whether its engine drew by the coordinates of each token, as it declared in environment.json.
+
+        A folder that was written before engines declared it says no more than the engine's name; a plugin's code is never run for it.
+        """
+        recorded = self.environment.get("engine")
+        if isinstance(recorded, dict):
+            return recorded.get("noise") == "counter"
+        declared = ENGINES.get(self.config.inference.engine) if self.config.backend.backend == "local" else None
+        return declared is not None and declared.noise == "counter"
 
     @property
     def failed(self) -> bool:

@@ -21,8 +21,10 @@ class BackendCapabilities:
     """The engine holds weights of its own, so that it can sample while the learner changes its own."""
 
 
+LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
+
 BACKENDS: dict[str, BackendCapabilities | None] = {
-    "local": BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True),
+    "local": LOCAL,
     "tinker": None,
     "prime_rl": None,
 }

@@ -1,52 +1,62 @@
 """The built-in names of everything that a plugin can also be, and the form of a plugin's name.
 
 A value is accepted when it is built in, registered from Python, an installed entry point, or has the form of a dotted
-path. Nothing is imported here: a dotted path that leads nowhere is found when the run starts.
+path. No plugin is imported here: a dotted path that leads nowhere is found when the run starts.
 """
 
+import importlib
 import re
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
+from typing import Any
 
-BUILTIN_NAMES: dict[str, tuple[str, ...]] = {
-    "advantage": ("grpo", "maxrl", "rloo", "grpo_std", "reinforce", "reinforce_pp"),
-    "transform": ("none", "gtpo", "hicra", "gtpo_hicra", "gtpo_sepa", "gtpo_sepa_amp", "gtpo_sepa_amp_c", "entropy_mask"),
-    "uncertainty": ("surprisal", "predictive_variance", "shannon_entropy"),
-    "algorithm": ("grpo_none", "maxrl_none", "maxrl_gtpo", "maxrl_gtpo_hicra", "maxrl_gtpo_sepa", "dr_grpo"),
-    "reward": ("match", "math", "judge", "custom", "random"),
-    "data": ("math", "gsm8k", "lab", "jsonl", "parquet"),
-    "engine": ("pytorch", "max", "vllm", "sglang", "mlx", "openai"),
-    "backend": ("local", "tinker", "prime_rl"),
+_TABLES: dict[str, tuple[str, str]] = {
+    "advantage": ("retrain.advantages.episode", "ADVANTAGES"),
+    "transform": ("retrain.advantages.transforms", "TRANSFORMS"),
+    "uncertainty": ("retrain.advantages.uncertainty", "KINDS"),
+    "algorithm": ("retrain.advantages.algorithms", "RECIPES"),
+    "reward": ("retrain.rewards.scoring", "REWARDS"),
+    "data": ("retrain.data.sources", "SOURCES"),
+    "engine": ("retrain.inference_engine.base", "ENGINES"),
+    "backend": ("retrain.backends.base", "BACKENDS"),
 }
+"""Where the table of each kind stands, beside the functions: the only list of its names and their traits. None of these modules imports a
+model library, and they are imported when the first configuration is checked.
+"""
 
-UNCERTAINTY_ALIASES: dict[str, str] = {
-    "token_surprisal": "surprisal",
-    "neg_logprob": "surprisal",
-    "negative_logprob": "surprisal",
-    "nll": "surprisal",
-    "entropy": "shannon_entropy",
-    "shannon": "shannon_entropy",
-    "token_entropy": "shannon_entropy",
-    "pred_var": "predictive_variance",
-    "bernoulli_variance": "predictive_variance",
-}
 
-RECIPES: dict[str, tuple[str, str]] = {
-    "grpo_none": ("grpo", "none"),
-    "maxrl_none": ("maxrl", "none"),
-    "maxrl_gtpo": ("maxrl", "gtpo"),
-    "maxrl_gtpo_hicra": ("maxrl", "gtpo_hicra"),
-    "maxrl_gtpo_sepa": ("maxrl", "gtpo_sepa"),
-    "dr_grpo": ("grpo", "none"),
-}
-"""The advantage and the transform that a built-in `algorithm_mode` stands for; `dr_grpo` also fixes `[loss] aggregation`."""
+def table(kind: str) -> Any:
+    """The names of a kind, most of them mapped to what they mean."""
+    module, name = _TABLES[kind]
+    return getattr(importlib.import_module(module), name)
 
-GROUP_RELATIVE_ADVANTAGES = frozenset({"grpo", "maxrl", "rloo", "grpo_std", "reinforce_pp"})
-"""Advantages that are zero for every group of one completion."""
 
-PLANNING_TRANSFORMS = frozenset({"hicra", "gtpo_hicra", "gtpo_sepa", "gtpo_sepa_amp", "gtpo_sepa_amp_c"})
-SEPA_TRANSFORMS = frozenset({"gtpo_sepa", "gtpo_sepa_amp", "gtpo_sepa_amp_c"})
-GTPO_TRANSFORMS = frozenset({"gtpo", "gtpo_hicra", "entropy_mask"}) | SEPA_TRANSFORMS
-HICRA_TRANSFORMS = frozenset({"hicra", "gtpo_hicra"})
+class _BuiltinNames(Mapping[str, tuple[str, ...]]):
+    """Kind -> its names, read from the tables when they are asked for."""
+
+    def __getitem__(self, kind: str) -> tuple[str, ...]:
+        return tuple(table(kind))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_TABLES)
+
+    def __len__(self) -> int:
+        return len(_TABLES)
+
+
+BUILTIN_NAMES: Mapping[str, tuple[str, ...]] = _BuiltinNames()
+
+
+def transforms_with(trait: str) -> frozenset[str]:
+    """The built-in transforms whose spec has this field set, such as "needs_planning"."""
+    return frozenset(name for name, spec in table("transform").items() if getattr(spec, trait))
+
+
+def canonical_uncertainty(name: str) -> str:
+    """The built-in kind that an alias means; any other name as it is."""
+    from_alias = importlib.import_module("retrain.advantages.uncertainty").canonical_kind
+    return str(from_alias(name))
+
 
 DATA_FILE_SUFFIXES = (".jsonl", ".parquet")
 PLUGIN_GROUP = "retrain.plugins"

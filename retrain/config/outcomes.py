@@ -10,14 +10,7 @@ from typing import Any
 from retrain.config.conditions import arms
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
-from retrain.config.names import (
-    BUILTIN_NAMES,
-    GTPO_TRANSFORMS,
-    HICRA_TRANSFORMS,
-    PLANNING_TRANSFORMS,
-    SEPA_TRANSFORMS,
-    is_data_location,
-)
+from retrain.config.names import BUILTIN_NAMES, is_data_location, table, transforms_with
 from retrain.config.rules import modes_of
 from retrain.config.schema import PrimeRLOptions, TrainConfig
 from retrain.config.toml import toml_value
@@ -94,10 +87,11 @@ def _backend_is_not(name: str) -> Test:
     return lambda config: config.backend.backend in BUILTIN_NAMES["backend"] and config.backend.backend != name
 
 
-def _no_transform_of(names: frozenset[str]) -> Test:
-    """No condition has one of these transforms; a plugin may use any key, so with one nothing is called unused."""
+def _no_transform_with(trait: str) -> Test:
+    """No condition has a transform with this trait; a plugin may use any key, so with one nothing is called unused."""
 
     def test(config: TrainConfig) -> bool:
+        names = transforms_with(trait)
         transforms = [modes_of(condition)[1] for condition in config.conditions]
         return all(transform in BUILTIN_NAMES["transform"] and transform not in names for transform in transforms)
 
@@ -105,7 +99,7 @@ def _no_transform_of(names: frozenset[str]) -> Test:
 
 
 def _no_uncertainty(config: TrainConfig) -> bool:
-    return config.algorithm.surprisal_mask_rho == 0 and _no_transform_of(GTPO_TRANSFORMS)(config)
+    return config.algorithm.surprisal_mask_rho == 0 and _no_transform_with("use_gtpo")(config)
 
 
 def _rewards(config: TrainConfig) -> set[str]:
@@ -238,12 +232,12 @@ UNUSED: tuple[Unused, ...] = (
         lambda c: c.loss.aggregation in ("constant", "sum") or all(x.algorithm_mode == "dr_grpo" for x in c.conditions),
         'aggregation "constant" and "sum" take no mean over tokens',
     ),
-    Unused(("gtpo.*",), _no_transform_of(GTPO_TRANSFORMS), "no transform here uses GTPO weights"),
+    Unused(("gtpo.*",), _no_transform_with("use_gtpo"), "no transform here uses GTPO weights"),
     Unused(("gtpo.norm", "gtpo.negative"), lambda c: c.gtpo.beta == 0, "beta is 0"),
-    Unused(("hicra.*",), _no_transform_of(HICRA_TRANSFORMS), "no transform here uses HICRA"),
-    Unused(("sepa.*",), _no_transform_of(SEPA_TRANSFORMS), "no transform here uses SEPA"),
+    Unused(("hicra.*",), _no_transform_with("apply_hicra"), "no transform here uses HICRA"),
+    Unused(("sepa.*",), _no_transform_with("uses_sepa_controller"), "no transform here uses SEPA"),
     Unused(("sepa.ema_decay", "sepa.var_threshold", "sepa.warmup"), lambda c: c.sepa.schedule == "linear", 'schedule is "linear"'),
-    Unused(("planning.*",), _no_transform_of(PLANNING_TRANSFORMS), "no transform here needs planning tokens"),
+    Unused(("planning.*",), _no_transform_with("needs_planning"), "no transform here needs planning tokens"),
     Unused(
         ("planning.model", "planning.threshold", "planning.min_similarity"), lambda c: c.planning.detector == "regex", 'detector is "regex"'
     ),
@@ -296,11 +290,16 @@ def not_built(config: TrainConfig) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
+def _is_planned(kind: str, name: str) -> bool:
+    """A name in the table of engines or backends that declares nothing yet."""
+    return name in table(kind) and table(kind)[name] is None
+
+
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("backend.backend", lambda c: c.backend.backend in ("tinker", "prime_rl"), 'use backend = "local"'),
+    NotBuilt("backend.backend", lambda c: _is_planned("backend", c.backend.backend), 'use backend = "local"'),
     NotBuilt(
         "inference.engine",
-        lambda c: c.backend.backend == "local" and c.inference.engine in BUILTIN_NAMES["engine"] and c.inference.engine != "pytorch",
+        lambda c: c.backend.backend == "local" and _is_planned("engine", c.inference.engine),
         'use engine = "pytorch"',
     ),
     NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from retrain.config.names import BUILTIN_NAMES, GROUP_RELATIVE_ADVANTAGES, RECIPES, SEPA_TRANSFORMS, UNCERTAINTY_ALIASES
+from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, table, transforms_with
 from retrain.config.suggestions import nearest
 from retrain.config.toml import toml_value
 from retrain.config.values import MOST_COMPLETIONS
@@ -50,7 +50,8 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
 def modes_of(condition: "Condition") -> tuple[str, str]:
     """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
     if condition.algorithm_mode:
-        return RECIPES.get(condition.algorithm_mode, ("", ""))
+        advantage, transform = table("algorithm").get(condition.algorithm_mode, ("", ""))
+        return advantage, transform
     return condition.advantage_mode, condition.transform_mode
 
 
@@ -59,7 +60,7 @@ def _sepa_needs_a_ramp(config: "TrainConfig") -> Iterator[Violation]:
     if config.sepa.schedule == "linear" and config.sepa.steps == 0:
         for condition in config.conditions:
             _, transform = modes_of(condition)
-            if transform in SEPA_TRANSFORMS:
+            if transform in transforms_with("uses_sepa_controller"):
                 yield Violation(
                     ("sepa.steps", "sepa.schedule", "algorithm.transform_mode", "algorithm.algorithm_mode"),
                     f'[sepa] steps = 0 with schedule = "linear" keeps lambda at 0 for ever, so "{transform}" would do nothing new; '
@@ -79,7 +80,7 @@ def _entropy_mask_needs_rho(config: "TrainConfig") -> Iterator[Violation]:
 @_rule
 def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
     override = config.algorithm.transform_params.get("uncertainty_kind")
-    override = UNCERTAINTY_ALIASES.get(override, override) if isinstance(override, str) else None
+    override = canonical_uncertainty(override) if isinstance(override, str) else None
     if (override or config.algorithm.uncertainty_kind) != "shannon_entropy":
         return
     source = "algorithm.transform_params" if override else "algorithm.uncertainty_kind"
@@ -89,12 +90,20 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
             f'[algorithm] uncertainty_kind = "shannon_entropy" needs [backend] backend = "local", and "{config.backend.backend}" '
             "returns log-probs only; use surprisal or predictive_variance",
         )
-    elif config.inference.engine != "pytorch":
+    elif not _has_entropies(config.inference.engine):
         yield Violation(
             (source, "inference.engine"),
             f'[algorithm] uncertainty_kind = "shannon_entropy" needs [inference] engine = "pytorch", and "{config.inference.engine}" '
             "returns log-probs only; use surprisal or predictive_variance",
         )
+
+
+def _has_entropies(engine: str) -> bool:
+    """Of a built-in engine; a plugin's declaration is read when the run starts."""
+    if engine not in BUILTIN_NAMES["engine"]:
+        return True
+    declared = table("engine")[engine]
+    return declared is not None and declared.entropy
 
 
 @_rule
@@ -132,7 +141,8 @@ def _group_relative_advantages_need_two(config: "TrainConfig") -> Iterator[Viola
         return
     for condition in config.conditions:
         advantage, _ = modes_of(condition)
-        if advantage in GROUP_RELATIVE_ADVANTAGES:
+        builtin = table("advantage").get(advantage)
+        if builtin is not None and builtin.group_relative:
             yield Violation(
                 ("training.group_size", "algorithm.advantage_mode"),
                 f'[training] group_size = 1 gives every completion an advantage of 0 with "{advantage}", which compares within a group; '

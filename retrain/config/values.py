@@ -10,7 +10,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from retrain.config.names import BUILTIN_NAMES, UNCERTAINTY_ALIASES, is_known, names_of
+from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, is_known, names_of
 from retrain.config.suggestions import nearest
 from retrain.parsing import ParseError, is_path_text, parse_json, unholdable
 
@@ -39,7 +39,7 @@ class OpenName:
         if not value and self.may_be_empty:
             return value
         if self.kind == "uncertainty":
-            value = UNCERTAINTY_ALIASES.get(value, value)
+            value = canonical_uncertainty(value)
         if not is_known(self.kind, value):
             raise refuse("is not known", nearest(value, names_of(self.kind)) or "")
         return value

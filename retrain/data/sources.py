@@ -87,8 +87,8 @@ class Request:
 def collect(request: Request) -> Harvest:
     """The examples of `request.data.source`. Raises ConfigurationError or EnvironmentFailure in one sentence."""
     source = request.data.source
-    if source in _BUILT_IN:
-        return _BUILT_IN[source](request)
+    if source in SOURCES:
+        return SOURCES[source](request)
     if source.startswith("hub:"):
         return _hub(request)
     if source in _registered:
@@ -321,7 +321,7 @@ def _checked(examples: Iterable[Example], source: str) -> Harvest:
     return harvest
 
 
-_BUILT_IN: dict[str, Callable[[Request], Harvest]] = {
+SOURCES: dict[str, Callable[[Request], Harvest]] = {
     "math": _math,
     "gsm8k": _gsm8k,
     "lab": _lab,

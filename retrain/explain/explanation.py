@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.analysis.runs import StoredRun
+from retrain.backends.base import BackendCapabilities
 from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
 from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
 from retrain.config.outcomes import not_built, unused_keys
+from retrain.declared import declared_backend, declared_engine, incapable
 from retrain.disk import expanded
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
 from retrain.explain.schedule import Schedule, schedule_campaign, schedule_run
 from retrain.explain.timing import StepTime, from_pilot, from_probe, pilot_differences
+from retrain.inference_engine.base import EngineCapabilities
 from retrain.preflight import notes
 from retrain.sepa import follows_schedule, maximal_lambda
 from retrain.tracking.redact import Redactor
@@ -72,6 +75,9 @@ class Explanation:
     adapter: "LoraAdapter | None" = None
     """What a squeeze job would look at."""
     warnings: tuple[str, ...] = field(default=())
+    engine: EngineCapabilities | None = None
+    """As declared; None where the backend samples by itself, or where it cannot be read."""
+    backend: BackendCapabilities | None = None
 
     def to_json(self) -> dict[str, Any]:
         training = self.runs[0].config.training if self.runs else None
@@ -91,6 +97,8 @@ class Explanation:
             "memory": self.memory.to_json() if self.memory else None,
             "memory_unknown": self.memory_unknown or None,
             "power": self.power.to_json() if self.power else None,
+            "engine": asdict(self.engine) if self.engine else None,
+            "backend": asdict(self.backend) if self.backend else None,
             "squeeze": self._squeeze_json(),
         }
 
@@ -123,6 +131,7 @@ def explain(
     memory, unknown = _memory([run.config for run in of_each], memory_gib)
     step_time = from_probe(runs[0].config, say) if probe else from_pilot(pilot) if pilot else None
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
+    engine, backend, incapacities = _capabilities([run.config for run in of_each])
     surprises = notes(config) if plan is None else condition_notes(plan)
     power = power_of(config, pilot)
     differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
@@ -131,7 +140,7 @@ def explain(
         config=config,
         settings=settings,
         unused=unused,
-        refused=(*refused, *problems),
+        refused=tuple(dict.fromkeys((*refused, *problems, *incapacities))),
         arms=tuple(_arms(config, of_each)),
         runs=runs,
         schedule=schedule,
@@ -139,7 +148,18 @@ def explain(
         memory_unknown=unknown,
         power=power,
         warnings=(*surprises, *campaign_caveats(config, schedule, memory, power), *differences),
+        engine=engine,
+        backend=backend,
     )
+
+
+def _capabilities(configs: Sequence[TrainConfig]) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str]]:
+    """What engine and backend of the first run declare, and what the runs ask for beyond that."""
+    try:
+        problems = [problem for config in configs for problem in incapable(config)]
+        return declared_engine(configs[0]), declared_backend(configs[0]), problems
+    except ConfigurationError as error:  # a plugin that cannot be loaded
+        return None, None, list(error.problems)
 
 
 def _settings(config: TrainConfig) -> list[Setting]:

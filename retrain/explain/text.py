@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from retrain.analysis.status import duration
 from retrain.config.toml import toml_value
+from retrain.declared import backend_words, engine_words
 from retrain.explain.caveats import POWER
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def _headline(seen: "Explanation") -> Iterator[str]:
         seed = "a seed drawn at the start" if run.seed == -1 else f"seed {run.seed}"
         yield f"Run: {run.condition}, {seed}, {_counted(training.max_steps, 'step')}{_resumed(seen)}"
     facts = [("batch", batch), ("model", config.model.model), ("problems", _problems(seen)), ("folder", _folder(seen))]
+    facts += [("engine", f"{config.inference.engine}: {engine_words(seen.engine)}")] if seen.engine else []
+    facts += [("backend", f"{config.backend.backend}: {backend_words(seen.backend)}")] if seen.backend else []
     if seen.kind == "run" and seen.arms[0].maximal_lambda is not None:
         facts.insert(1, ("SEPA", f"lambda reaches {seen.arms[0].maximal_lambda:.3g}"))
     if seen.kind == "campaign":

@@ -89,10 +89,12 @@ class EngineCapabilities:
     """It can compute a prompt once for all of its completions; [inference] prefix_caching switches this on and off."""
 
 
+PYTORCH = EngineCapabilities(
+    in_process=True, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True, kept_set=True, prefix_cache=True
+)
+
 ENGINES: dict[str, EngineCapabilities | None] = {
-    "pytorch": EngineCapabilities(
-        in_process=True, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True, kept_set=True, prefix_cache=True
-    ),
+    "pytorch": PYTORCH,
     "max": None,
     "vllm": None,
     "sglang": None,

@@ -13,7 +13,7 @@ from torch import nn
 from retrain.errors import ConfigurationError
 from retrain.fused.decoder import FusedDecoder
 from retrain.fused.projection import AdapterLayer
-from retrain.inference_engine.base import ENGINES, EngineCapabilities, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.options import resolve
 from retrain.inference_engine.prefix_store import PrefixStore
@@ -27,10 +27,6 @@ STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 
 
-_DECLARED = ENGINES["pytorch"]
-assert isinstance(_DECLARED, EngineCapabilities)
-
-
 class TorchEngine(InferenceEngine):
     """`inference_engine/base.py`'s contract on a transformers model in this process.
 
@@ -38,7 +34,7 @@ class TorchEngine(InferenceEngine):
     model is as the caller left it (training flags, attention, gradient mode, adapter).
     """
 
-    capabilities = _DECLARED
+    capabilities = PYTORCH
 
     def __init__(
         self,

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 COMPARING = frozenset({"match", "math"})
 """Rewards that compare the answer with the reference, so that the reference itself must score 1."""
-_BUILT_IN = COMPARING | {"random", "custom", "judge"}
+REWARDS = ("match", "math", "judge", "custom", "random")
+"""The built-in names of `[reward] type`; `_judge` gives each its function."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _function_name(kind: str, config: "TrainConfig") -> str:
     """The dotted name of a user's function; empty for a built-in reward."""
     if kind == "custom":
         return f"{config.reward.custom_module}.{config.reward.custom_function}"
-    return "" if kind in _BUILT_IN else kind
+    return "" if kind in REWARDS else kind
 
 
 def _worker_setup(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerSetup:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from retrain.advantages.algorithms import effective_aggregation
-from retrain.backends.base import BACKENDS, Backend, BackendCapabilities, TrialAdapter
+from retrain.backends.base import LOCAL, Backend, TrialAdapter
 from retrain.backends.local.adapter import Adapter
 from retrain.backends.local.devices import choose_device
 from retrain.backends.local.learner import Learner, old_logprobs_note
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 
-_DECLARED = BACKENDS["local"]
-assert isinstance(_DECLARED, BackendCapabilities)
-
-
 class LocalBackend(Backend):
     """Loads the model, attaches the adapter, and builds the engine that samples from both.
 
@@ -42,7 +38,7 @@ class LocalBackend(Backend):
     here: `notes`, `device_name` and `trainable_parameters_line` are for whoever does.
     """
 
-    capabilities = _DECLARED
+    capabilities = LOCAL
 
     def __init__(
         self,

@@ -1,0 +1,71 @@
+"""CONTRIBUTING.md followed word for word: each of its plugins, in the file that its TOML names, takes a step of a real run."""
+
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import lines, small
+
+from retrain import train
+from retrain.advantages import episode
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.config import load_text
+from retrain.errors import ConfigurationError
+
+TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+SECTIONS: dict[str, str] = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.M | re.S))
+ONE_STEP = {"training": {"max_steps": 1, "max_tokens": 12}}
+
+
+def block(section: str, language: str) -> str:
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.M | re.S)
+    return str(found)
+
+
+def advantages(folder: Path) -> set[float]:
+    return {line["advantage"] for line in lines(folder / "emergence" / "generations.jsonl")}
+
+
+PROOFS: dict[str, Callable[[Path], bool]] = {
+    "An advantage": lambda folder: advantages(folder) == {0.0, 1.0},
+    "A transform": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec",
+    "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
+    "A data source": lambda folder: all("=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")),
+    "An engine": lambda folder: lines(folder / "metrics.jsonl")[0]["log_ratio_mean"] < 1e-5,
+    "A backend": lambda folder: lines(folder / "metrics.jsonl")[0]["loss"] is not None,
+}
+"""What shows in the run's folder that the plugin acted."""
+
+
+def test_every_section_has_its_proof() -> None:
+    assert set(SECTIONS) == set(PROOFS)
+
+
+@pytest.mark.parametrize("section", PROOFS)
+def test_a_plugin_of_the_text_takes_a_step(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = tomllib.loads(block(section, "toml"))
+    (module,) = re.findall(r"\"(my_\w+)", block(section, "toml"))
+    (tmp_path / f"{module}.py").write_text(block(section, "python"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        run = train(small(tmp_path / "run", **(ONE_STEP | settings)), quiet=True)
+    finally:
+        sys.modules.pop(module, None)
+    assert run.summary.steps == 1 and PROOFS[section](run.folder)
+
+
+def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = re.findall(r"`(\"best_of\": .+?),`", SECTIONS["An advantage"])
+    namespace = vars(episode) | {}
+    exec(block("An advantage", "python"), namespace)
+    for name, builtin in eval(f"{{{line}}}", namespace).items():
+        monkeypatch.setitem(episode.ADVANTAGES, name, builtin)
+    config = load_text('[algorithm]\nadvantage_mode = "best_of"\ntransform_mode = "none"')
+    assert CreditPipeline(config, lambda ids: [""] * len(ids)).notes == []
+    with pytest.raises(ConfigurationError, match='did you mean "best_of"'):
+        load_text('[algorithm]\nadvantage_mode = "best_off"')
