@@ -169,7 +169,7 @@ CASES = [
         2,
         "--overwrite",
         '[logging]\nlog_dir = "old"',
-        files={"old/.retrain.json": "{}", "old/metrics.jsonl": ""},
+        files={"old/.retrain.json": '{"kind": "run", "format": 1}', "old/metrics.jsonl": ""},
     ),
     Case(
         "results that retrain did not make",
