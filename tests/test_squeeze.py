@@ -292,7 +292,7 @@ def add_tensor(name: str, tensor: Tensor) -> Callable[[Path], None]:
     ("damage", "words"),
     [
         (lambda folder: (folder / SETTINGS).unlink(), "no adapter_config.json"),
-        (lambda folder: (folder / SETTINGS).write_text("{"), "is not JSON"),
+        (lambda folder: (folder / SETTINGS).write_text("{"), "is not valid JSON"),
         (lambda folder: (folder / WEIGHTS).unlink(), "no adapter_model.safetensors"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"pickle"), "is not a safetensors file"),
         (change_settings(peft_type="LOHA"), "peft_type 'LOHA'"),

@@ -340,7 +340,7 @@ def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
 @_rule
 def _one_squeezed_rank(config: "TrainConfig") -> Iterator[Violation]:
     squeeze = config.squeeze
-    if config.kind != "run" and squeeze.per_layer and squeeze.compress_to:
+    if squeeze.per_layer and squeeze.compress_to:
         yield Violation(
             ("squeeze.compress_to", "squeeze.per_layer"),
             f"[squeeze] compress_to = {squeeze.compress_to} is one rank for all layers, and per_layer = true chooses one for each; "
