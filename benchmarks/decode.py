@@ -23,7 +23,7 @@ from report import add_output, load_average, publish, table, versions_line
 from vllm_server import VllmServer
 from workers.job import make_job
 
-from retrain.tokenization import resolve_model
+from retrain.model.text import resolve_model
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _WARM_UP_TOKENS = 4

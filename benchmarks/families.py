@@ -18,11 +18,11 @@ import transformers
 from report import add_output, load_average, publish, table, versions_line
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from retrain.backends.local.adapter import Adapter
+from retrain.model.adapter import Adapter
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.model import BaseModel, find_head
+from retrain.model.load import BaseModel, find_head
 from retrain.config import TrainConfig
-from retrain.fused.decoder import FusedDecoder
+from retrain.model.fused import FusedDecoder
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.types import MachineChoices, Row

@@ -23,7 +23,7 @@ from processes import Worker, WorkerFailed
 from report import add_output, load_average, publish, table, versions_line
 from safetensors.numpy import load_file
 
-from retrain.tokenization import resolve_model
+from retrain.model.text import resolve_model
 
 RANK = 16
 

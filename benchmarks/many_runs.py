@@ -22,7 +22,7 @@ import numpy as np
 
 from retrain.config import config_from_mapping, dump_toml
 from retrain.tracking import EvaluationRecord, RunFolder, RunSummary, StepRecord
-from retrain.tracking.jsonl import encode_line
+from retrain.records.jsonl import encode_line
 
 CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa")
 PROBLEMS = 200

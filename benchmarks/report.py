@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from retrain.tracking.environment import describe_environment
+from retrain.records.environment import describe_environment
 
 RESULTS = Path(__file__).parent / "results"
 

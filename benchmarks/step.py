@@ -21,7 +21,7 @@ from typing import Any
 from processes import Worker, WorkerFailed
 from report import add_output, load_average, publish, table, versions_line
 
-from retrain.tokenization import resolve_model
+from retrain.model.text import resolve_model
 
 RANK = 16
 _STORY = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retrain.analysis.runs import load_runs
     from retrain.config import load_config
-    from retrain.trainer import Run, train
+    from retrain.run.loop import Run, train
 
 __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "load_config", "load_runs", "train"]

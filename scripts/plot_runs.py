@@ -15,9 +15,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from retrain.evaluation import clustered_interval
-from retrain.tracking.jsonl import read_jsonl
-from retrain.tracking.run_folder import RunFolder
+from retrain.run.evaluation import clustered_interval
+from retrain.records.jsonl import read_jsonl
+from retrain.records.run_folder import RunFolder
 
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c98a1b", "#555555")
 _WINDOW = 5

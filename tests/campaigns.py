@@ -9,7 +9,7 @@ from runs import small
 
 from retrain.config import dump_toml
 from retrain.tracking import EvaluationRecord, RunFolder, RunSummary, StepRecord
-from retrain.tracking.jsonl import JsonlWriter
+from retrain.records.jsonl import JsonlWriter
 
 JUDGED = {"reward": {"type": "match"}}
 """In place of the small runs' random reward, which would make every arm a control."""

@@ -9,7 +9,7 @@ from runs import small
 
 from retrain.config import dump_toml
 from retrain.tracking import EvaluationRecord, GenerationRecord, RunFolder, RunSummary, StepRecord
-from retrain.tracking.jsonl import encode_line
+from retrain.records.jsonl import encode_line
 
 CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa")
 HOSTILE = (

@@ -80,15 +80,15 @@ def count(path: Path) -> int:
 
 _PLACED = (
     Placed("retrain.backends.local.learner", "Learner._update", 6),  # the second of the second step's four updates
-    Placed("retrain.session", "Session.observe", 4),
-    Placed("retrain.tracking.jsonl", "JsonlWriter.write", 60),
+    Placed("retrain.run.session", "Session.observe", 4),
+    Placed("retrain.records.jsonl", "JsonlWriter.write", 60),
     Placed("retrain.backends.local.optimizer", "AdapterOptimizer.step", 15, after=True),
-    Placed("retrain.sepa", "SEPAController.observe", 6, after=True),
+    Placed("retrain.advantages.sepa", "SEPAController.observe", 6, after=True),
     Placed("retrain.tracking.files", "RunFiles.step", 5, after=True),
     Placed("retrain.tracking.files", "RunFiles.evaluation", 2),
     Placed("retrain.rewards.guard", "FailureGuard.observe", 7),
-    Placed("retrain.checkpoint", "sync_folder", 9),
-    Placed("retrain.checkpoint", "CheckpointStore.save", 2, after=True),
+    Placed("retrain.records.checkpoint", "sync_folder", 9),
+    Placed("retrain.records.checkpoint", "CheckpointStore.save", 2, after=True),
 )
 _RANDOM = tuple(Random(seed) for seed in range(40))
 MOMENTS = (*_PLACED[:2], *_RANDOM[:2], *_PLACED[2:], *_RANDOM[2:])
@@ -98,7 +98,7 @@ MOMENTS = (*_PLACED[:2], *_RANDOM[:2], *_PLACED[2:], *_RANDOM[2:])
 def stop_twice(file: Path, folder: Path, moment: Placed | Random, threads: int) -> int:
     """Run a configuration, send two Ctrl-C 20 ms apart at the moment, and return the exit code of the command line."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["retrain.trainer", "retrain.backends.local.backend", "transformers", "peft", "tests.stops"])
+    context.set_forkserver_preload(["retrain.run.loop", "retrain.backends.local.backend", "transformers", "peft", "tests.stops"])
     process = context.Process(target=_run_until_stopped, args=(str(file), str(folder), moment, threads))
     process.start()
     process.join(240)

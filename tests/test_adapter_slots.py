@@ -72,7 +72,7 @@ def engine_of(model: Any, **options: Any) -> TorchEngine:
 @pytest.mark.parametrize("rows", [128, 4], ids=["all at once", "rows that are taken over"])
 @pytest.mark.parametrize("merge", [False, True])
 def test_a_row_of_a_mixed_batch_is_sampled_under_its_own_adapter(folders: dict[int, Path], merge: bool, rows: int) -> None:
-    from retrain.fused.decoder import FusedDecoder
+    from retrain.model.fused import FusedDecoder
 
     model = carrying(folders[0])
     engine = engine_of(model, decode_rows=rows, fused=FusedDecoder.of(model.get_base_model(), merge=merge))

@@ -170,7 +170,7 @@ def test_light_parts_import_heavy_packages_only_where_they_are_used(part: str) -
         "retrain.data:Example",
         "retrain.data:register_source",
         "retrain.rewards:",
-        "retrain.sepa:SEPAController",
+        "retrain.advantages.sepa:SEPAController",
         "retrain.backpressure:",
         "retrain.campaign:run_campaign",
         "retrain.campaign:plan_campaign",

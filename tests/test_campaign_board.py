@@ -12,7 +12,7 @@ from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import Plan, plan_campaign
 from retrain.config import config_from_mapping
 from retrain.tracking import RunFolder, StepRecord
-from retrain.tracking.jsonl import JsonlWriter
+from retrain.records.jsonl import JsonlWriter
 
 
 class Terminal(io.StringIO):

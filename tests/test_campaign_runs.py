@@ -19,7 +19,7 @@ import torch
 
 from retrain import load_runs, train
 from retrain.analysis.runs import find_runs
-from retrain.analysis.writer import Liveness, Writer
+from retrain.records.writer import Liveness, Writer
 from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.devices import share_devices
 from retrain.campaign.subprocesses import start_worker

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.checkpoint import MANIFEST, CheckpointStore, TrainerState, commit_folder, verify
+from retrain.records.checkpoint import MANIFEST, CheckpointStore, TrainerState, commit_folder, verify
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.types import MachineChoices
 

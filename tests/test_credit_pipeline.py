@@ -23,7 +23,7 @@ from retrain.advantages.transforms import (
     sepa_amplify_clamped,
     sepa_pool,
 )
-from retrain.backends.rows import is_trained
+from retrain.backends.local.rows import is_trained
 from retrain.config import TrainConfig
 from retrain.config.names import BUILTIN_NAMES
 from retrain.errors import ConfigurationError, RunFailed

@@ -11,9 +11,9 @@ from retrain.config import TrainConfig
 from retrain.data import Example, LoadedExamples, PromptSet, encode_prompts
 from retrain.data.load import fingerprint
 from retrain.errors import ConfigurationError
-from retrain.tokenization import TextModel, render_prompt
+from retrain.model.text import TextModel, render_prompt
 from retrain.types import Prompt
-from retrain.vocabulary import VocabularyTable
+from retrain.model.vocabulary import VocabularyTable
 
 CONFIG = TrainConfig.model_validate({"data": {"source": "lab"}, "training": {"max_tokens": 16}})
 seeds = st.integers(min_value=0, max_value=2**32 - 1)

@@ -14,7 +14,7 @@ from retrain.campaign.results import AutoSqueeze
 from retrain.cli.main import main
 from retrain.config import config_from_mapping, config_hash, not_built, resume_differences, unused_keys
 from retrain.errors import ConfigurationError
-from retrain.preflight import preflight_lines
+from retrain.run.notes import preflight_lines
 
 CAMPAIGN: dict[str, Any] = {"campaign": {"seeds": [1, 2]}}
 

@@ -20,8 +20,8 @@ from retrain.inspect.credit import StepCredit, read_step
 from retrain.inspect.shading import LEVELS, Quantity, levels
 from retrain.inspect.terminal import show, token_lines
 from retrain.tracking import RunFolder
-from retrain.tracking.terminal import visible, without_escapes
-from retrain.tracking.tokens import TokenTable, read_tokens, write_tokens
+from retrain.records.terminal import visible, without_escapes
+from retrain.records.token_table import TokenTable, read_tokens, write_tokens
 
 Captured = pytest.CaptureFixture[str]
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrain.backends.local.logprobs import Head, chunk_rows, score_tokens
+from retrain.model.head import Head, chunk_rows, score_tokens
 
 
 def full_head(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from learner_reference import reference_loss, row_scores
 from retrain import train
 from retrain.backends import build_backend
 from retrain.backends.local.learner import Learner
-from retrain.parallel import World
+from retrain.distributed import World
 from retrain.types import Row, StepResult
 from tests.runs import lines, small
 

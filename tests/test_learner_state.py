@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_models import VOCABULARY, config_for, distance, gradients, make_learner, make_rows, model_folder, with_logprobs
 
-from retrain.backends.local.adapter import Adapter
+from retrain.model.adapter import Adapter
 from retrain.backends.local.backend import LocalBackend, _deterministic
-from retrain.backends.local.dropout import DropoutKey, KeyedDropout
+from retrain.model.dropout import DropoutKey, KeyedDropout
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, minibatch_split, pack, split_rows
-from retrain.backends.local.model import load_base_model
+from retrain.model.load import load_base_model
 from retrain.backends.local.optimizer import learning_rate
-from retrain.backends.local.philox import philox as torch_philox
-from retrain.backends.rows import check_rows, needed_tokens, shift
-from retrain.inference_engine.attention import FusedAttention
+from retrain.model.philox import philox as torch_philox
+from retrain.backends.local.rows import check_rows, needed_tokens, shift
+from retrain.model.attention import FusedAttention
 from retrain.noise import philox
-from retrain.tokenization import resolve_model
+from retrain.model.text import resolve_model
 from retrain.types import Row
 
 TRAIN = {"lr": 0.02, "weight_decay": 0.1, "minibatches": 2, "updates_per_batch": 2, "lr_schedule": "cosine", "max_steps": 6}
@@ -334,10 +334,10 @@ def test_an_unknown_target_module_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_back() -> None:
-    from retrain.backends.local.devices import choose_device
+    from retrain.model.devices import choose_device
     from retrain.config import TrainConfig
     from retrain.errors import ConfigurationError, EnvironmentFailure
-    from retrain.parallel import World
+    from retrain.distributed import World
 
     with pytest.raises(EnvironmentFailure, match="gpu:7"):
         choose_device(config_for(backend={"devices": "gpu:7"}))
@@ -350,7 +350,7 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
 
 @pytest.mark.parametrize("has_units", [False, True])
 def test_bf16_on_a_processor_without_units_for_it_is_said(monkeypatch: pytest.MonkeyPatch, has_units: bool) -> None:
-    from retrain.backends.local import devices
+    from retrain.model import devices
 
     monkeypatch.setattr(devices, "computes_bf16", lambda: has_units)
     asked, cpu = config_for(inference={"dtype": "bf16"}), torch.device("cpu")

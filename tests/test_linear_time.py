@@ -9,8 +9,8 @@ from retrain.advantages.planning import RegexDetector
 from retrain.rewards.boxed import extract_boxed
 from retrain.rewards.match import answers_match
 from retrain.rewards.math import settled
-from retrain.tracking.redact import Redactor
-from retrain.tracking.terminal import clean, one_line, visible, without_escapes
+from retrain.records.redact import Redactor
+from retrain.records.terminal import clean, one_line, visible, without_escapes
 
 _SHORT, _LONG = 10_000, 40_000
 _REDACTOR = Redactor({"A_KEY": "sesame-open"})

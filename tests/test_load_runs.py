@@ -14,7 +14,7 @@ import retrain
 from retrain.analysis.runs import StoredRun, find_runs, is_campaign
 from retrain.cli.main import main
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.tracking import jsonl
+from retrain.records import jsonl
 
 
 @pytest.fixture(scope="module")

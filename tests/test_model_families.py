@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from retrain.backends.local.model import choose_deterministic_experts
+from retrain.model.load import choose_deterministic_experts
 from retrain.errors import ConfigurationError
-from retrain.fused import decoder
-from retrain.fused.decoder import FusedDecoder
-from retrain.inference_engine.attention import FusedAttention, attend
+from retrain.model import fused as decoder
+from retrain.model.fused import FusedDecoder
+from retrain.model.attention import FusedAttention, attend
 from retrain.inference_engine.kv_cache import PromptPass
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))

@@ -18,7 +18,7 @@ from retrain.analysis.verdict import Rules
 from retrain.campaign import Status, run_campaign
 from retrain.config import replaced
 from retrain.config.overrides import Overrides
-from retrain.evaluate import evaluate_run
+from retrain.run.evaluate import evaluate_run
 from retrain.report.build import build_page
 from retrain.report.data import Request
 from tests.runs import lines

@@ -14,7 +14,7 @@ import pytest
 from retrain import train
 from retrain.config import dump_toml
 from retrain.tracking import RunFolder
-from retrain.tracking.tokens import read_tokens
+from retrain.records.token_table import read_tokens
 from tests.runs import lines, small
 
 SHARED: dict[str, Any] = {

@@ -26,7 +26,7 @@ from retrain.report.curves import Arm, Curves, arms_of, smoothed
 from retrain.report.data import Request, gather
 from retrain.report.figures import draw_figures
 from retrain.report.serve import ReportServer, version_of
-from retrain.tracking.terminal import visible
+from retrain.records.terminal import visible
 
 Captured = pytest.CaptureFixture[str]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from retrain import train
-from retrain.checkpoint import CheckpointStore
+from retrain.records.checkpoint import CheckpointStore
 from retrain.config import TrainConfig
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
-from retrain.evaluate import evaluate_run
-from retrain.opening import Opening, open_run
+from retrain.run.evaluate import evaluate_run
+from retrain.run.opening import Opening, open_run
 from retrain.tracking import RunFolder
 from tests.runs import lines, small
 

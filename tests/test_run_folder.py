@@ -15,8 +15,8 @@ import pytest
 from retrain import train
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed, StoppedAtOnce
-from retrain.interrupts import Interrupts
-from retrain.session import Session
+from retrain.run.interrupts import Interrupts
+from retrain.run.session import Session
 from tests.runs import lines, small
 from tests.stops import hang_up
 
@@ -243,7 +243,7 @@ def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(tmp_path: Path
 def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None
 ) -> None:
-    from retrain.checkpoint import CheckpointStore
+    from retrain.records.checkpoint import CheckpointStore
     from retrain.errors import EnvironmentFailure
 
     def no_room(store: CheckpointStore, *_: object) -> None:

@@ -15,7 +15,7 @@ import torch
 from retrain import train
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
-from retrain.session import Session
+from retrain.run.session import Session
 from tests.runs import lines, small, timeless
 from tests.stops import Placed, Random, stop_twice
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from retrain.config import TrainConfig
 from retrain.errors import ConfigurationError
-from retrain.sepa import SEPAController, check_ramp, maximal_lambda, maximal_lambda_note
+from retrain.advantages.sepa import SEPAController, check_ramp, maximal_lambda, maximal_lambda_note
 
 
 @dataclass(frozen=True)

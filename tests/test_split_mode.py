@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import retrain.backends.local.backend
-import retrain.backends.local.devices
-import retrain.memory
+import retrain.model.devices
+import retrain.model.memory
 from retrain import train
-from retrain.backends.local.devices import DeviceChoice
+from retrain.model.devices import DeviceChoice
 from tests.runs import lines, small, timeless
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("two_devices")
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    for module in (retrain.backends.local.devices, retrain.backends.local.backend, retrain.memory):
+    for module in (retrain.model.devices, retrain.backends.local.backend, retrain.model.memory):
         monkeypatch.setattr(module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu))
 
 
@@ -73,7 +73,7 @@ def test_a_resumed_split_run_equals_the_straight_one(tmp_path: Path) -> None:
 
 
 def test_a_sampling_failure_ahead_is_the_runs_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrain.rollout import Sampler
+    from retrain.run.rollout import Sampler
 
     real = Sampler.draw
 

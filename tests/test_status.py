@@ -20,7 +20,7 @@ from retrain.cli.main import main
 from retrain.cli.status import lines as printed_lines
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
-from retrain.session import Session
+from retrain.run.session import Session
 from retrain.tracking import RunFolder, StepRecord
 
 

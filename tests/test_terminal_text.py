@@ -10,7 +10,7 @@ from runs import small
 from retrain import train
 from retrain.cli.main import main
 from retrain.errors import RunFailed
-from retrain.tracking.terminal import clean
+from retrain.records.terminal import clean
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp\x9b31m\r\x00 end"
 SAFE = "<U+202E>gnp end"
@@ -48,7 +48,7 @@ def test_the_summary_of_a_run_that_failed_holds_no_escapes(tmp_path: Path, monke
     def fail(*_: object) -> None:
         raise RunFailed(f"the reward said {HOSTILE}")
 
-    monkeypatch.setattr("retrain.session.Session.sample", fail)
+    monkeypatch.setattr("retrain.run.session.Session.sample", fail)
     with pytest.raises(RunFailed):
         train(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["reason"] == f"the reward said {SAFE}"

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from retrain.config.schema import Data, Model
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.tokenization import BOXED_INSTRUCTION, encode_texts, eos_token_ids, load_text_model, load_tokenizer, render_prompt
+from retrain.model.text import BOXED_INSTRUCTION, encode_texts, eos_token_ids, load_text_model, load_tokenizer, render_prompt
 from retrain.types import ChatMessage, Example
 
 EXAMPLE = Example("What is 12+30?", "42", example_id="one")
@@ -181,7 +181,7 @@ def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path):
 OFFLINE = """
 import time
 from retrain.errors import EnvironmentFailure
-from retrain.tokenization import load_tokenizer
+from retrain.model.text import load_tokenizer
 start = time.monotonic()
 try:
     load_tokenizer("nobody/no-such-model")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_for_tests import KINDS, LINES, byte_level, sentencepiece, word_pieces, words
 
-from retrain.vocabulary import VocabularyTable
+from retrain.model.vocabulary import VocabularyTable
 
 TABLES = {kind: VocabularyTable(build()) for kind, build in KINDS.items()}
 

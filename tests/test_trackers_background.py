@@ -16,7 +16,7 @@ from retrain.config import TrainConfig
 from retrain.tracking import RunFolder, StepRecord
 from retrain.tracking.background import Background
 from retrain.tracking.external import ExternalSettings, ExternalTracker
-from retrain.tracking.redact import Redactor
+from retrain.records.redact import Redactor
 
 RECORD = StepRecord(step=0, condition="grpo+none")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from retrain.config import config_from_mapping, dump_toml, load_text
 from retrain.config.toml import toml_value
-from retrain.tracking.redact import MASK, Redactor
+from retrain.records.redact import MASK, Redactor
 
 PLAIN = Redactor({})
 

@@ -12,11 +12,11 @@ from learner_models import VOCABULARY, config_for, distance, gradients, make_lea
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.backend import LocalBackend
-from retrain.backends.local.logprobs import Head, score_tokens
-from retrain.backends.rows import check_rows
+from retrain.model.head import Head, score_tokens
+from retrain.backends.local.rows import check_rows
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.sampling import draw
-from retrain.inference_engine.truncation import Cuts, keep_only
+from retrain.model.truncation import Cuts, keep_only
 from retrain.types import Row
 
 # -- the head ------------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from retrain.config.outcomes import kept_set_refusals
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES
 from retrain.inference_engine.torch_engine import TorchEngine
-from retrain.memory import predict_memory
-from retrain.preflight import notes
+from retrain.model.memory import predict_memory
+from retrain.run.notes import notes
 from retrain.tracking import RunFolder
-from retrain.tracking.tokens import read_tokens
+from retrain.records.token_table import read_tokens
 from retrain.types import Completion
 
 TRUNCATED: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}

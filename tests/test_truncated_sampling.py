@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.inference_engine.sampling import draw
-from retrain.inference_engine.truncation import Cuts, KeptSets
+from retrain.model.truncation import Cuts, KeptSets
 
 OFF = (0, 1.0, 0.0)
 ROUNDING = 1e-6

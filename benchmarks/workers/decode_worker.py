@@ -16,7 +16,7 @@ from device import measured_on  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
-from retrain.fused.decoder import FusedDecoder  # noqa: E402
+from retrain.model.fused import FusedDecoder  # noqa: E402
 from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
 from retrain.inference_engine.torch_engine import TorchEngine  # noqa: E402
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from worker import serve
 
 from retrain.data.lab import MODEL_PATH
-from retrain.inference_engine.budget import kv_bytes_per_token
+from retrain.model.budget import kv_bytes_per_token
 
 RANK, ALPHA = 16, 32
 _B_SCALE = 0.01

@@ -29,7 +29,7 @@ from retrain.advantages.transforms import TransformContext, TransformSpec, gtpo_
 from retrain.advantages.uncertainty import SHANNON_ENTROPY, canonical_kind, capped, surprisal
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import refuse_unknown_params, user_code
-from retrain.sepa import check_ramp
+from retrain.advantages.sepa import check_ramp
 from retrain.types import Float32Array, Group, Int32Array, Row
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ import numpy as np
 from retrain.analysis.statistics import Floats
 from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.evaluation import Evaluation
+from retrain.run.evaluation import Evaluation
 from retrain.inference_engine.base import ENGINES
 from retrain.parsing import is_path_text, read_object
 from retrain.tracking import EvaluationRecord, RunFolder, StepRecord, read_jsonl
-from retrain.tracking.jsonl import read_jsonl_backwards
+from retrain.records.jsonl import read_jsonl_backwards
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from retrain.backends.base import Backend, BackendCapabilities
 from retrain.errors import ConfigurationError
-from retrain.parallel import ALONE, World
+from retrain.distributed import ALONE, World
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def build_backend(
         raise ConfigurationError(
             f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local" learns in several processes.'
         )
-    from retrain.declared import backend_class
+    from retrain.backends.declared import backend_class
     from retrain.plugins import user_code
 
     make = backend_class(config)
@@ -36,7 +36,7 @@ def _local(
     config: "TrainConfig", eos_ids: Sequence[int], choices: MachineChoices | None, say: Callable[[str], None], world: World
 ) -> Backend:
     from retrain.backends.local.backend import LocalBackend
-    from retrain.backends.local.devices import choose_device, half_precision_note
+    from retrain.model.devices import choose_device, half_precision_note
 
     device, note, sampler = choose_device(config, world)
     for line in filter(None, (note, half_precision_note(config, device))):

@@ -18,8 +18,8 @@ from retrain.campaign.launch import OUTPUT
 from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import Plan
 from retrain.errors import RetrainError
-from retrain.tracking.redact import Redactor
-from retrain.tracking.terminal import clean, encodable, one_line
+from retrain.records.redact import Redactor
+from retrain.records.terminal import clean, encodable, one_line
 
 if TYPE_CHECKING:
     from rich.console import Group

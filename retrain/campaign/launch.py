@@ -14,7 +14,7 @@ from retrain.campaign.plan import CampaignRun
 from retrain.config import TrainConfig, replaced
 from retrain.errors import Interrupted, RetrainError
 from retrain.tracking import RunFolder
-from retrain.tracking.terminal import clean
+from retrain.records.terminal import clean
 
 OUTPUT = "output.log"
 """What a run prints, in its folder."""
@@ -57,7 +57,7 @@ class Launcher(Protocol):
 
 def perform(config: TrainConfig) -> Outcome:
     """Train the run in this process: from its checkpoint if it began before, from the start otherwise. Never raises for a failed run."""
-    from retrain.trainer import train
+    from retrain.run.loop import train
 
     folder = RunFolder(Path(config.logging.log_dir))
     try:
@@ -106,7 +106,7 @@ class InProcess:
     workers = 1
 
     def __init__(self) -> None:
-        from retrain.backends.local.model import shared_models
+        from retrain.model.load import shared_models
 
         self._models = shared_models()
         self._models.__enter__()

@@ -13,12 +13,12 @@ from typing import Any
 
 import retrain
 from retrain.campaign.plan import RUNS, Plan, plan_campaign
-from retrain.checkpoint import replace_file
+from retrain.records.checkpoint import replace_file
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.tracking.redact import Redactor
-from retrain.tracking.terminal import clean
+from retrain.records.redact import Redactor
+from retrain.records.terminal import clean
 
 MANIFEST = "manifest.json"
 TIMESTAMP = "%Y%m%d_%H%M%S"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from retrain.campaign.plan import CampaignRun, Plan
 from retrain.config import TrainConfig, replaced
 from retrain.data.load import NoHeldOutSplit, load_examples
-from retrain.preflight import notes, preflight_lines, refuse_not_built
+from retrain.run.notes import notes, preflight_lines, refuse_not_built
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignRun, Plan
-from retrain.checkpoint import FINAL
+from retrain.records.checkpoint import FINAL
 from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
-from retrain.opening import stored_checkpoints
+from retrain.run.opening import stored_checkpoints
 from retrain.tracking import RunFolder
-from retrain.tracking.tracker import SQUEEZE_RUN, track_squeeze
+from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
 
 Say = Callable[[str], None]
 

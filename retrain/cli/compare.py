@@ -68,8 +68,8 @@ def command(
     from retrain.analysis.comparison_terminal import to_text
     from retrain.analysis.comparison_text import to_json, to_markdown
     from retrain.analysis.verdict import Rules
-    from retrain.tracking.jsonl import finite
-    from retrain.tracking.terminal import clean
+    from retrain.records.jsonl import finite
+    from retrain.records.terminal import clean
 
     rules = Rules(alpha=alpha, margin=margin, effect=effect, power=power, lower_is_better=lower_is_better)
     comparison = _compare(targets, baseline or [], control, metric, rules)

@@ -31,10 +31,10 @@ def command(
     if not target.exists():
         raise ConfigurationError(f"{target} does not exist; name a run's folder or a configuration.")
     load_dotenv()
-    from retrain.evaluate import evaluate_run
+    from retrain.run.evaluate import evaluate_run
     from retrain.tracking.console import evaluation_line
-    from retrain.tracking.jsonl import finite
-    from retrain.tracking.terminal import clean
+    from retrain.records.jsonl import finite
+    from retrain.records.terminal import clean
 
     result = evaluate_run(
         target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(clean(line), file=sys.stderr, flush=True), trust=trust

@@ -48,9 +48,9 @@ def command(
     config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
     from retrain.explain import explain
     from retrain.explain.text import to_text
-    from retrain.tracking.jsonl import finite
-    from retrain.tracking.redact import Redactor
-    from retrain.tracking.terminal import clean
+    from retrain.records.jsonl import finite
+    from retrain.records.redact import Redactor
+    from retrain.records.terminal import clean
 
     seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=_progress)
     text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
@@ -60,6 +60,6 @@ def command(
 
 
 def _progress(line: str) -> None:
-    from retrain.tracking.terminal import clean
+    from retrain.records.terminal import clean
 
     print(clean(line), file=sys.stderr, flush=True)

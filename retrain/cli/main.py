@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from retrain.cli.usage import COMMANDS, usage
-from retrain.disk import is_reader_gone, path_error
+from retrain.records.disk import is_reader_gone, path_error
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
 from retrain.threads import spin_briefly
 
@@ -98,8 +98,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 
 def _say_error(error: RetrainError | StoppedAtOnce) -> None:
-    from retrain.tracking.redact import Redactor
-    from retrain.tracking.terminal import clean
+    from retrain.records.redact import Redactor
+    from retrain.records.terminal import clean
 
     mask = Redactor().text
     problems = error.problems if isinstance(error, ConfigurationError) else (str(error),)
@@ -130,8 +130,8 @@ def _let_go_of_closed_streams() -> None:
 
 
 def _masked_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    from retrain.tracking.redact import Redactor
-    from retrain.tracking.terminal import clean
+    from retrain.records.redact import Redactor
+    from retrain.records.terminal import clean
 
     sys.stderr.write(clean(Redactor().text("".join(traceback.format_exception(kind, error, trace)))))
     sys.stderr.write("This is a bug in retrain, not in your configuration.\n")

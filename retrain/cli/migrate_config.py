@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from retrain.checkpoint import replace_file
+from retrain.records.checkpoint import replace_file
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 

@@ -35,7 +35,7 @@ def command(
     from retrain.report.build import write_report
     from retrain.report.data import Request
     from retrain.tracking import RunFolder
-    from retrain.tracking.terminal import clean
+    from retrain.records.terminal import clean
 
     rules = Rules(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
     request = Request(folder, baseline, metric, rules, against or (), steps)

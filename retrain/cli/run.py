@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.cli.dotenv import load_dotenv
-from retrain.disk import expanded
+from retrain.records.disk import expanded
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run_file(arguments: Sequence[str]) -> int:
         return _run_squeeze(config, parsed)
     if config.kind == "campaign":
         return _run_campaign(config, parsed)
-    from retrain.trainer import train
+    from retrain.run.loop import train
 
     train(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
     return 0
@@ -47,7 +47,7 @@ def run_file(arguments: Sequence[str]) -> int:
 
 def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
     from retrain.squeeze import run_squeeze
-    from retrain.tracking.terminal import clean
+    from retrain.records.terminal import clean
 
     squeezed = run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
     line = _draw_squeeze(squeezed, _squeeze_picture(config))
@@ -58,7 +58,7 @@ def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
 
 def _squeeze_picture(config: "TrainConfig") -> Path:
     """In the squeezed adapter's folder; an analysis alone has none, so it goes beside the runs, under the adapter's name."""
-    from retrain.tracking.tracker import SQUEEZE_RUN
+    from retrain.tracking.base import SQUEEZE_RUN
 
     if config.squeeze.output_path:
         return expanded(config.squeeze.output_path, "[squeeze] output_path") / "squeeze.png"

@@ -43,8 +43,8 @@ def command(
 
 
 def _show(text: str, *, clear: bool) -> None:
-    from retrain.tracking.redact import Redactor
-    from retrain.tracking.terminal import clean
+    from retrain.records.redact import Redactor
+    from retrain.records.terminal import clean
 
     if clear and sys.stdout.isatty():
         sys.stdout.write(_CLEAR)
@@ -94,7 +94,7 @@ def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> Iterat
 
 def _cells(run: "RunStatus", root: Path) -> tuple[str, ...]:
     from retrain.analysis.status import duration
-    from retrain.tracking.terminal import one_line
+    from retrain.records.terminal import one_line
 
     below = run.path.is_relative_to(root) and run.path != root
     return (

@@ -12,7 +12,7 @@ from retrain import noise
 from retrain.data.load import LoadedExamples, fingerprint
 from retrain.data.sources import Harvest, Reason
 from retrain.errors import ConfigurationError
-from retrain.tokenization import TextModel, encode_texts, render_text
+from retrain.model.text import TextModel, encode_texts, render_text
 from retrain.types import Prompt
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from retrain import hub
+from retrain.model import hub
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import parse_json
 

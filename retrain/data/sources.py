@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.data.records import SUFFIXES, Files, HubData, NoSplit, Record, Split, find_files, read_files, read_hub
-from retrain.disk import expanded
+from retrain.records.disk import expanded
 from retrain.errors import ConfigurationError
 from retrain.types import ChatMessage, Example
 

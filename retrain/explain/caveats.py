@@ -12,7 +12,7 @@ from retrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.explain.schedule import Schedule
-    from retrain.memory import Memory
+    from retrain.model.memory import Memory
 
 ALPHA, POWER = 0.05, 0.8
 """Those that `compare` and `power` have by default."""
@@ -86,7 +86,7 @@ def _shared_memory(config: "TrainConfig", schedule: "Schedule", memory: "Memory 
     campaign = config.campaign
     if memory is None or campaign is None or memory.machine.device_type != "cuda" or schedule.effective_parallelism < 2:
         return
-    from retrain.memory import size_words
+    from retrain.model.memory import size_words
 
     sharing = campaign.workers_per_device
     if sharing > 1 and sharing * memory.peak > memory.machine.memory:

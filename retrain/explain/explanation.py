@@ -12,19 +12,19 @@ from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
 from retrain.config.outcomes import not_built, unused_keys
-from retrain.declared import declared_backend, declared_engine, incapable
-from retrain.disk import expanded
+from retrain.backends.declared import declared_backend, declared_engine, incapable
+from retrain.records.disk import expanded
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
 from retrain.explain.schedule import Schedule, schedule_campaign, schedule_run
 from retrain.explain.timing import StepTime, from_pilot, from_probe, pilot_differences
 from retrain.inference_engine.base import EngineCapabilities
-from retrain.preflight import notes
-from retrain.sepa import follows_schedule, maximal_lambda
-from retrain.tracking.redact import Redactor
+from retrain.run.notes import notes
+from retrain.advantages.sepa import follows_schedule, maximal_lambda
+from retrain.records.redact import Redactor
 
 if TYPE_CHECKING:
-    from retrain.memory import Memory
+    from retrain.model.memory import Memory
     from retrain.squeeze.adapter import LoraAdapter
 
 CAMPAIGN_FOLDER = Path("logs/campaign_<time>")
@@ -215,8 +215,8 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
     backend = configs[0].backend.backend
     if backend != "local":
         return None, f'The "{backend}" backend holds the model elsewhere.'
-    from retrain.backends.local.devices import choose_device
-    from retrain.memory import predict_memory
+    from retrain.model.devices import choose_device
+    from retrain.model.memory import predict_memory
 
     configs = [replaced(config, {"model.trust_remote_code": False}) for config in configs]  # to explain is to read: no code is run
     if memory_gib is None:

@@ -17,7 +17,7 @@ from retrain.explain.timing import StepTime
 if TYPE_CHECKING:
     from retrain.campaign.plan import Plan
     from retrain.config import TrainConfig
-    from retrain.memory import Memory
+    from retrain.model.memory import Memory
 
 
 @dataclass(frozen=True)

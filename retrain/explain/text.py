@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from retrain.analysis.status import duration
 from retrain.config.toml import toml_value
-from retrain.declared import backend_words, engine_words
+from retrain.backends.declared import backend_words, engine_words
 from retrain.explain.caveats import POWER
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from retrain.explain.caveats import Power
     from retrain.explain.explanation import Arm, Explanation
     from retrain.explain.schedule import Schedule
-    from retrain.memory import Memory
+    from retrain.model.memory import Memory
 
 _INDENT = "  "
 
@@ -154,7 +154,7 @@ def _memory(seen: "Explanation") -> Iterator[str]:
 
 
 def _memory_rows(memory: "Memory") -> Iterator[tuple[str, str, str]]:
-    from retrain.memory import size_words
+    from retrain.model.memory import size_words
 
     for part in memory.parts:
         yield part.name, size_words(part.bytes), part.note

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError
-from retrain.fused.decoder import FusedDecoder
-from retrain.fused.projection import AdapterLayer
-from retrain.inference_engine import attention
+from retrain.model.fused import FusedDecoder
+from retrain.model.projection import AdapterLayer
+from retrain.model import attention
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
 from retrain.inference_engine.transfer import upload
-from retrain.parallel import ALONE, World
+from retrain.distributed import ALONE, World
 from retrain.types import Int32Array
 
 Slots = npt.NDArray[np.int64]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from retrain.inference_engine.attention import Kernel, RowLengths
+from retrain.model.attention import Kernel, RowLengths
 from retrain.inference_engine.transfer import upload
 from retrain.types import Int32Array
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from retrain.inference_engine.base import WHOLE_VOCABULARY, SampleRequest, Truncation
 from retrain.inference_engine.sampling import Draws
-from retrain.inference_engine.truncation import Cuts
+from retrain.model.truncation import Cuts
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.inference_engine.transfer import upload
-from retrain.inference_engine.truncation import Cuts, KeptSets
+from retrain.model.truncation import Cuts, KeptSets
 
 _BLOCK = 256
 """The CDF has two levels, blocks and the tokens of one block. Weights and the sum of a block are float32; running sums, over the blocks

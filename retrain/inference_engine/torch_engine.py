@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from retrain.errors import ConfigurationError
-from retrain.fused.decoder import FusedDecoder
-from retrain.fused.projection import AdapterLayer
+from retrain.model.fused import FusedDecoder
+from retrain.model.projection import AdapterLayer
 from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
-from retrain.inference_engine.options import resolve
+from retrain.model.options import resolve
 from retrain.inference_engine.prefix_store import PrefixStore
 from retrain.inference_engine.rows import Waiting
 from retrain.inference_engine.scheduler import DecodeLimits, DecodeRun
 from retrain.inference_engine.weights import CastCopy, weights_version
-from retrain.parallel import ALONE, World
+from retrain.distributed import ALONE, World
 from retrain.types import Completion
 
 STORE_SHARE = 8

@@ -18,9 +18,9 @@ from retrain.config import TrainConfig, replaced
 from retrain.config.names import condition_label
 from retrain.errors import ConfigurationError
 from retrain.inspect.pieces import Pieces
-from retrain.sepa import linear_lambda
+from retrain.advantages.sepa import linear_lambda
 from retrain.tracking import RunFolder, TokenTable
-from retrain.tracking.tokens import read_tokens
+from retrain.records.token_table import read_tokens
 from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Outcome, Prompt, Score
 
 

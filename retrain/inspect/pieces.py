@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from retrain.tokenization import load_tokenizer
-from retrain.vocabulary import TokenIds, VocabularyTable
+from retrain.model.text import load_tokenizer
+from retrain.model.vocabulary import TokenIds, VocabularyTable
 
 if TYPE_CHECKING:
     from retrain.config.schema import Model

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from retrain.checkpoint import replace_file
+from retrain.records.checkpoint import replace_file
 from retrain.errors import EnvironmentFailure
 from retrain.report.data import Request, gather
 from retrain.report.figures import draw_figures

@@ -21,8 +21,8 @@ from retrain.report.data import ReportData
 from retrain.report.panels import Drawn
 from retrain.report.theme import to_svg
 from retrain.report.token_view import token_view
-from retrain.tracking.redact import Redactor
-from retrain.tracking.terminal import visible
+from retrain.records.redact import Redactor
+from retrain.records.terminal import visible
 
 _TEMPLATES = "templates"
 _RECENT = 10

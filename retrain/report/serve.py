@@ -14,7 +14,7 @@ from retrain.report.build import build_page
 from retrain.report.data import Request
 from retrain.report.page import Live
 from retrain.tracking import RunFolder
-from retrain.tracking.redact import Redactor
+from retrain.records.redact import Redactor
 
 HOST = "127.0.0.1"
 _SKIPPED = frozenset({"checkpoints", "wandb", "tensorboard"})

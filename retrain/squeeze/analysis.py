@@ -153,7 +153,7 @@ def powers_of_two(source_rank: int) -> tuple[int, ...]:
 
 def svd_device(name: str) -> torch.device:
     """The device of `[squeeze] device`; EnvironmentFailure where it is absent."""
-    from retrain.backends.local.devices import is_present, present_devices
+    from retrain.model.devices import is_present, present_devices
 
     device = torch.device(name.replace("gpu", "cuda"))
     if device.type == "mps":

@@ -4,11 +4,11 @@
 thing that every sink needs (`jsonl`, `redact`). Optional sinks are imported only by the run that asks for them.
 """
 
-from retrain.tracking.jsonl import read_jsonl
-from retrain.tracking.record import EvaluationRecord, GenerationRecord, RunSummary, StepRecord
-from retrain.tracking.run_folder import RunFolder
-from retrain.tracking.tokens import TokenTable
-from retrain.tracking.tracker import Tracker, build_tracker
+from retrain.records.jsonl import read_jsonl
+from retrain.records.entries import EvaluationRecord, GenerationRecord, RunSummary, StepRecord
+from retrain.records.run_folder import RunFolder
+from retrain.records.token_table import TokenTable
+from retrain.tracking.base import Tracker, build_tracker
 
 __all__ = [
     "EvaluationRecord",

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from retrain.tracking.external import ExternalTracker
-from retrain.tracking.record import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
-from retrain.tracking.tracker import Tracker
+from retrain.records.entries import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
+from retrain.tracking.base import Tracker
 
 Event = Callable[[], None]
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from retrain.disk import is_reader_gone
-from retrain.tracking.record import EvaluationResult, RunSummary, StepRecord
-from retrain.tracking.redact import Redactor
-from retrain.tracking.terminal import clean, encodable, one_line
-from retrain.tracking.tracker import Tracker
+from retrain.records.disk import is_reader_gone
+from retrain.records.entries import EvaluationResult, RunSummary, StepRecord
+from retrain.records.redact import Redactor
+from retrain.records.terminal import clean, encodable, one_line
+from retrain.tracking.base import Tracker
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

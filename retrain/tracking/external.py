@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.errors import EnvironmentFailure
 from retrain.tracking.files import kept_generations
-from retrain.tracking.record import EvaluationResult, GenerationRecord, SqueezeResult, SqueezeRow, StepRecord
-from retrain.tracking.redact import Redactor
-from retrain.tracking.run_folder import RunFolder
-from retrain.tracking.tracker import Tracker
+from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, SqueezeRow, StepRecord
+from retrain.records.redact import Redactor
+from retrain.records.run_folder import RunFolder
+from retrain.tracking.base import Tracker
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig

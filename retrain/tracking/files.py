@@ -7,15 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.checkpoint import replace_file, sync_folder
+from retrain.records.checkpoint import replace_file, sync_folder
 from retrain.parsing import read_object
-from retrain.tracking.environment import describe_environment
-from retrain.tracking.jsonl import Json, JsonlWriter, finite
-from retrain.tracking.record import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
-from retrain.tracking.redact import Redactor
-from retrain.tracking.run_folder import RunFolder
-from retrain.tracking.tokens import TokenTable, write_tokens
-from retrain.tracking.tracker import Tracker
+from retrain.records.environment import describe_environment
+from retrain.records.jsonl import Json, JsonlWriter, finite
+from retrain.records.entries import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
+from retrain.records.redact import Redactor
+from retrain.records.run_folder import RunFolder
+from retrain.records.token_table import TokenTable, write_tokens
+from retrain.tracking.base import Tracker
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig

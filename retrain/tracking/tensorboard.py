@@ -12,7 +12,7 @@ from retrain.tracking.external import (
     squeeze_metrics,
     squeeze_summary,
 )
-from retrain.tracking.record import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
+from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
 
 
 class TensorboardTracker(ExternalTracker):

@@ -15,7 +15,7 @@ from retrain.tracking.external import (
     squeeze_metrics,
     squeeze_summary,
 )
-from retrain.tracking.record import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
+from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
 
 _RUN_NAME = "trackio_run_name"
 _RUN_ID = "trackio_run_id"

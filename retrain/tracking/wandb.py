@@ -22,7 +22,7 @@ from retrain.tracking.external import (
     squeeze_metrics,
     squeeze_summary,
 )
-from retrain.tracking.record import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
+from retrain.records.entries import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
 
 _RUN_ID = "wandb_run_id"
 _INCREMENTS = 100

@@ -1,0 +1,264 @@
+"""The LoRA adapter: made from the seed, started from a folder if asked, saved as a PEFT folder with a model card.
+
+Adapter weights are float32 even where the base is bf16: a learning rate of 4e-5 moves them by less than bf16 can hold.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from retrain.model.dropout import DropoutKey, KeyedDropout
+from retrain.model.philox import uniform_words
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.noise import Stream
+from retrain.parsing import read_object
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from retrain.model.load import BaseModel
+    from retrain.config import TrainConfig
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+CARD_FILE = "README.md"
+
+_ADAPTER = "default"
+
+
+class Adapter:
+    """The trainable part of a model: its PEFT module, its parameters by name, its files."""
+
+    def __init__(self, base: "BaseModel", config: "TrainConfig") -> None:
+        from peft import get_peft_model
+
+        self.name = config.model.model
+        """As the user gave it: the hub id, so that the saved adapter finds its base elsewhere."""
+        self.revision = config.model.revision or None
+        self.dropout = DropoutKey(config.training.seed)
+        self.drops = config.lora.dropout > 0
+        # peft draws initial weights from the global generator, which ours replace, and reads an attribute that transformers deprecates.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.peft_model: PeftModel = get_peft_model(base.model, lora_config(base, config), adapter_name=_ADAPTER)
+        self.peft_model.eval()
+        _initialise(self.peft_model, config.training.seed)
+        if config.lora.dropout:
+            _key_dropout(self.peft_model, config.lora.dropout, self.dropout)
+        if config.lora.init_from:
+            self.start_from(Path(config.lora.init_from))
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by their names in the file, in the model's order."""
+        return {
+            name.replace(f".{_ADAPTER}.", "."): parameter
+            for name, parameter in self.peft_model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def trainable_line(self) -> str:
+        trainable, total = self.peft_model.get_nb_trainable_parameters()
+        return f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}"
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model is the frozen base inside."""
+        with self.peft_model.disable_adapter():
+            yield
+
+    @contextmanager
+    def uncast_inputs(self) -> Iterator[None]:
+        """Inside, peft hands a layer's input on in its own dtype instead of casting it to the adapter's."""
+        from peft.helpers import disable_input_dtype_casting
+
+        with disable_input_dtype_casting(self.peft_model):
+            yield
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """adapter_model.safetensors, adapter_config.json and the model card; loads in peft and vLLM as it is."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: parameter.detach().cpu().contiguous() for name, parameter in self.parameters.items()}
+        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        settings = {key: _plain(value) for key, value in self._settings().items()}
+        (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / CARD_FILE).write_text(self._card(), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """The weights that `save` wrote; ValueError where they are another adapter's."""
+        from safetensors.torch import load_file
+
+        weights = load_file(folder / WEIGHTS_FILE)
+        parameters = self.parameters
+        problem = _difference(weights, parameters)
+        if problem:
+            raise ValueError(f"{folder / WEIGHTS_FILE}: {problem}")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+
+    def start_from(self, folder: Path) -> None:
+        """Weights of `[lora] init_from`. The adapter there must be of this rank, scale and set of layers."""
+        where = f'[lora] init_from = "{folder}"'
+        try:
+            settings = read_object(folder / CONFIG_FILE)
+            self._check_scale(settings, where)
+            self.load(folder)
+        except FileNotFoundError as error:
+            raise ConfigurationError(f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder.") from error
+        except RunFailed as error:
+            raise ConfigurationError(f"{where}: {error}") from error
+        except ValueError as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"{where} does not fit this run ({error}); make [model] lora_rank and [lora] the same.") from error
+
+    def _check_scale(self, settings: dict[str, Any], where: str) -> None:
+        ours = self._settings()
+        for key in ("r", "lora_alpha", "use_rslora"):
+            if settings.get(key, False) != ours[key]:
+                raise ConfigurationError(
+                    f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora] give {ours[key]}; make them the same."
+                )
+
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = self.peft_model.peft_config[_ADAPTER].to_dict()
+        return settings | {"base_model_name_or_path": self.name, "revision": self.revision, "inference_mode": True}
+
+    def _card(self) -> str:
+        settings = self._settings()
+        return (
+            "---\n"
+            f"base_model: {json.dumps(self.name)}\n"
+            "library_name: peft\n"
+            "pipeline_tag: text-generation\n"
+            "tags:\n- lora\n- reinforcement-learning\n- retrain\n"
+            "---\n\n"
+            f"# LoRA adapter for {self.name}\n\n"
+            "Trained with reinforcement learning from verifiable rewards by retrain. The run's folder holds its configuration "
+            "(`config.toml`) and its metrics.\n\n"
+            f"- rank {settings['r']}, alpha {settings['lora_alpha']}{', rank-stabilised' if settings['use_rslora'] else ''}\n"
+            f"- layers: {', '.join(sorted(settings['target_modules']))}\n"
+            "- weights: float32, unmerged\n\n"
+            "```python\n"
+            "from peft import PeftModel\n"
+            "from transformers import AutoModelForCausalLM\n\n"
+            f"base = AutoModelForCausalLM.from_pretrained({json.dumps(self.name)})\n"
+            'model = PeftModel.from_pretrained(base, ".")  # this folder\n'
+            "```\n"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """JSON with a fixed order: a set has none of its own."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Enum):
+        return value.value
+    return value
+
+
+def _difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> str:
+    for name in sorted(weights.keys() | parameters.keys()):
+        if name not in parameters:
+            return f"{name} is in the file, but no such layer is adapted here"
+        if name not in weights:
+            return f"{name} is adapted here, but is not in the file"
+        if weights[name].shape != parameters[name].shape:
+            return f"{name} has shape {list(weights[name].shape)} in the file and {list(parameters[name].shape)} here"
+    return ""
+
+
+# --- construction --------------------------------------------------------------------------------------------------
+
+
+def lora_config(base: "BaseModel", config: "TrainConfig") -> Any:
+    from peft import LoraConfig, TaskType
+
+    lora, rank = config.lora, config.model.lora_rank
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=rank,
+        lora_alpha=lora.alpha or 2 * rank,
+        lora_dropout=lora.dropout,
+        target_modules=target_modules(base, lora.target_modules),
+        use_rslora=lora.use_rslora,
+        bias="none",
+        fan_in_fan_out=_is_transposed(base.model),
+    )
+
+
+def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
+    """The names to adapt: `wanted`, checked, or all linear layers of the blocks (D26). The head and the embeddings stay frozen."""
+    found = _block_linears(base)
+    if not wanted:
+        if not found:
+            raise ConfigurationError("[lora] target_modules = []: this model's blocks have no linear layers; name the layers to adapt.")
+        return found
+    unknown = [name for name in wanted if name.rsplit(".", 1)[-1] not in found]
+    if unknown:
+        raise ConfigurationError(
+            f"[lora] target_modules names {', '.join(map(repr, unknown))}, which is no linear layer of this model's blocks; "
+            f"allowed: {', '.join(found)}."
+        )
+    return sorted(wanted)
+
+
+def _block_linears(base: "BaseModel") -> list[str]:
+    """Last parts of the names of linear layers inside the decoder's lists of blocks, sorted."""
+    names = set()
+    for path, module in base.decoder.named_modules():
+        numbered = any(part.isdigit() for part in path.split("."))
+        if numbered and _is_linear(module):
+            names.add(path.rsplit(".", 1)[-1])
+    return sorted(names)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)  # bitsandbytes' layers are nn.Linear too
+
+
+def _is_transposed(model: nn.Module) -> bool:
+    """GPT-2's Conv1D stores [in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+def _initialise(model: nn.Module, seed: int) -> None:
+    """A uniform in +-1/sqrt(fan in), as peft draws it, from the counter noise; B zero. Layer number and element are the counter.
+
+    So the weights depend on the seed alone, and an untouched adapter is the base model.
+    """
+    layer = 0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                words = uniform_words(seed, Stream.ADAPTER, 0, 0, layer, parameter.numel(), parameter.device)
+                unit = (words.double() + 0.5) / 2**31 - 1  # in (-1, 1)
+                parameter.copy_((unit / math.sqrt(parameter.shape[1])).view_as(parameter))
+                layer += 1
+            elif ".lora_B." in name:
+                parameter.zero_()
+
+
+def _key_dropout(model: nn.Module, rate: float, key: DropoutKey) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for number, module in enumerate(layers):
+        module.lora_dropout[_ADAPTER] = KeyedDropout(rate, number, key)

@@ -1,0 +1,253 @@
+"""Our own attention behind transformers' attention interface, so that model definitions run unpatched.
+
+While the sampler or the learner runs, the model's configuration names the kernel registered here. Every attention layer then hands its
+queries, keys and values to `attend`, with the batch that was passed to the forward. The batch knows which tokens a query may see; in
+place of a mask, transformers passes the width of the layer's sliding window (`_window_mask`).
+Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from retrain.errors import ConfigurationError
+from retrain.model.packed import computes_bf16
+
+KERNEL = "retrain"
+"""The name under which transformers knows this attention."""
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_MASKED_QUERIES = 512
+"""Queries scored together where a mask is needed, so that memory stays linear in the sequence."""
+
+
+class AttentionBatch(Protocol):
+    """What `attend` needs to know of the tokens in flight; passed to the model's forward as `attention_batch`."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """Queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq, T, D]."""
+        ...
+
+
+def missing(model: Any) -> str:
+    """What keeps `attend` from being a model's attention, in words; empty where nothing does.
+
+    A model whose layers do not go through transformers' attention interface would silently compute something else.
+    """
+    config = model.config.get_text_config()
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if unknown:
+        return f"layers of type {', '.join(unknown)}"
+    pluggable = getattr(model, "_supports_attention_backend", False) and not getattr(config, "is_encoder_decoder", False)
+    return "" if pluggable else "no pluggable attention"
+
+
+@contextmanager
+def plugged_in(model: Any) -> Iterator[None]:
+    """Inside, every attention layer of a transformers model calls `attend`; the forward needs `attention_batch=`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(KERNEL, attend)  # doing it twice is harmless
+    AttentionMaskInterface.register(KERNEL, _window_mask)
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = KERNEL
+        yield
+    finally:
+        for config, kernel in zip(configs, before, strict=True):
+            config._attn_implementation = kernel
+
+
+def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
+    """transformers' mask signature: an empty [1, 1, 1, 1] whose attribute `window` is the width of the sliding window, 0 for none.
+
+    Some families (Qwen2-MoE, Phi-MoE) name their window to the mask alone and not to the attention function.
+    """
+    mask = torch.empty((1, 1, 1, 1), dtype=torch.int8, device="cpu")
+    mask.window = local_size or 0  # type: ignore[attr-defined]
+    return mask
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_batch: AttentionBatch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds, as in transformers' own attention."""
+    unknown = [f"the attention argument {name}" for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    window = sliding_window if attention_mask is None else getattr(attention_mask, "window", -1)
+    if window == -1:
+        unknown.append("an attention mask of its own")
+    if attention_batch is None:
+        unknown.append("an attention layer that drops keyword arguments")
+    if attention_batch is None or unknown:
+        raise ConfigurationError(
+            f'[inference] engine = "pytorch" cannot decode {type(module).__name__}, which uses {unknown[0]}; '
+            'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
+        )
+    output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap)
+    return output.transpose(1, 2).contiguous(), None
+
+
+class Kernel(Protocol):
+    """An implementation of the two attentions that the engine needs; `window` is the number of last tokens that are seen."""
+
+    def decode(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: "RowLengths", scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """One query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]."""
+        ...
+
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t sees keys 0 .. L - T + t."""
+        ...
+
+
+class RowLengths:
+    """How many tokens each row sees, the one being decoded included, and the masks that follow, built once for all layers."""
+
+    def __init__(self, lengths: Tensor, longest: int, ragged: bool) -> None:
+        self.lengths, self.longest, self._ragged = lengths, longest, ragged
+        self._biases: dict[int | None, Tensor | None] = {}
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[R, 1, 1, L], or None where every row sees everything."""
+        if window is not None and window >= self.longest:
+            window = None
+        if window not in self._biases:
+            everything = window is None and not self._ragged
+            self._biases[window] = None if everything else visible_bias(self.lengths, self.longest, window, dtype)
+        return self._biases[window]
+
+
+class FusedAttention:
+    """PyTorch's fused attention, on every device; a soft cap takes plain matrix products, and so does decoding in float32 on a CPU."""
+
+    def decode(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """The queries of a key-value head are laid side by side, so no key is repeated."""
+        count, heads, _, dim = query.shape
+        grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
+        if softcap is None and (prefers_products(query) or _prefers_float32_products(query)):
+            output = _products(grouped, key, value, rows.bias(window, torch.float32), scaling)
+        elif softcap is None:
+            output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=rows.bias(window, query.dtype), scale=scaling)
+        else:
+            output = _softcapped(grouped, key, value, rows.bias(window, query.dtype), scaling, softcap)
+        return output.reshape(count, heads, 1, value.shape[-1])
+
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        queries, length = query.shape[2], key.shape[2]
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        windowed = window is not None and length > window
+        if softcap is None and not windowed and queries == length:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        outputs = []
+        before = length - queries  # tokens that every query sees
+        for start in range(0, queries, _MASKED_QUERIES):
+            stop = min(start + _MASKED_QUERIES, queries)
+            bias = _causal_bias(before + start, before + stop, window, query)
+            part, seen_key, seen_value = query[:, :, start:stop], key[:, :, : before + stop], value[:, :, : before + stop]
+            if softcap is None:
+                outputs.append(F.scaled_dot_product_attention(part, seen_key, seen_value, attn_mask=bias, scale=scaling))
+            else:
+                outputs.append(_softcapped(part, seen_key, seen_value, bias, scaling, softcap))
+        return torch.cat(outputs, dim=2)
+
+
+class FlashAttention:
+    """The flash-attn package (CUDA, bf16): reads ragged rows without a mask and knows windows and soft caps."""
+
+    def __init__(self) -> None:
+        flash = import_module("flash_attn")
+        self._causal, self._decode = flash.flash_attn_func, flash.flash_attn_with_kvcache
+
+    def decode(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        output: Tensor = self._decode(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            cache_seqlens=rows.lengths.int(),
+            **self._settings(scaling, window, softcap),
+        )
+        return output.transpose(1, 2)
+
+    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        parts = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output: Tensor = self._causal(*parts, **self._settings(scaling, window, softcap))
+        return output.transpose(1, 2)
+
+    @staticmethod
+    def _settings(scaling: float, window: int | None, softcap: float | None) -> dict[str, Any]:
+        """flash-attn counts the tokens before the query's own."""
+        left = -1 if window is None else window - 1
+        return {"softmax_scale": scaling, "causal": True, "window_size": (left, 0 if window else -1), "softcap": softcap or 0.0}
+
+
+def prefers_products(query: Tensor) -> bool:
+    """Whether matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
+
+    Without values, as memory is predicted, it does not matter: both ways keep about the same.
+    """
+    return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
+
+
+def _prefers_float32_products(query: Tensor) -> bool:
+    """The same of decoding in bfloat16 on a processor that has units for it: the fused kernel is slower, most of all under a mask."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and computes_bf16()
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
+    """softmax(scaling * q k + bias) v of queries [R, Hk, G, D], in float32; without gradient."""
+    rows, heads = query.shape[:2]
+    queries, keys, values = query.float().flatten(0, 1), key.float().flatten(0, 1).transpose(1, 2), value.float().flatten(0, 1)
+    if bias is None:
+        scores = torch.bmm(queries * scaling, keys)
+    else:
+        scores = torch.baddbmm(bias.expand(rows, heads, 1, -1).flatten(0, 1), queries, keys, alpha=scaling)
+    return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, heads, -1, value.shape[-1]).to(query.dtype)
+
+
+def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[R, 1, 1, L] additive mask: row r sees its tokens 0 .. lengths[r] - 1, only the last `window` of them if given."""
+    position = torch.arange(longest, device=lengths.device)
+    hidden = position >= lengths[:, None]
+    if window is not None:
+        hidden |= position < (lengths - window)[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=lengths.device).masked_fill_(hidden, float("-inf"))[:, None, None]
+
+
+def _causal_bias(start: int, stop: int, window: int | None, like: Tensor) -> Tensor:
+    """[1, 1, stop - start, stop] additive mask of queries start .. stop - 1 over keys 0 .. stop - 1."""
+    lengths = torch.arange(start + 1, stop + 1, device=like.device)
+    return visible_bias(lengths, stop, window, like.dtype).permute(1, 2, 0, 3)
+
+
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Tensor:
+    """softmax(softcap * tanh(q k / softcap) + bias) v, as Gemma 2 defines it; no fused kernel on a CPU has the tanh.
+
+    Nothing in place: the learner differentiates it.
+    """
+    scores = torch.tanh(torch.matmul(query, key.transpose(2, 3)) * (scaling / softcap)) * softcap
+    if bias is not None:
+        scores = scores + bias
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)

@@ -1,0 +1,69 @@
+"""LoRA dropout whose masks are a function of (seed, step, row, layer, position, feature).
+
+A mask depends on nothing else, so it is the same in whatever micro-batch a row lands, in a recomputed forward pass, and after a
+resume. Outside a training pass the module does nothing: the sampler, the parity gate and `logprobs` never see dropout.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from retrain.model.philox import uniform_words
+from retrain.noise import Stream
+
+
+class DropoutKey:
+    """What the masks of the forward pass under way depend on; shared by all layers, inactive by default."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self.rows: Tensor | None = None
+        """[batch] row numbers of the micro-batch; None switches dropout off."""
+        self.lengths: Sequence[int] | None = None
+        """Tokens of each row where they are packed into one sequence; None where they are padded to one length."""
+
+    @property
+    def is_active(self) -> bool:
+        return self.rows is not None
+
+    @contextmanager
+    def active(self, step: int, rows: Sequence[int], device: torch.device, lengths: Sequence[int] | None = None) -> Iterator[None]:
+        """Dropout is on inside. The backward pass belongs inside too: gradient checkpointing runs the forward again."""
+        self.step, self.rows, self.lengths = step, torch.tensor(rows, dtype=torch.int64, device=device), lengths
+        try:
+            yield
+        finally:
+            self.rows = None
+
+
+class KeyedDropout(nn.Module):
+    def __init__(self, rate: float, layer: int, key: DropoutKey) -> None:
+        super().__init__()
+        self.rate, self.layer, self.key = rate, layer, key
+        self.threshold = round(rate * 2**32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, positions, features], or [1, all positions, features] of packed rows; a row starts with its first token."""
+        if not self.key.is_active:
+            return x
+        lengths = self.key.lengths
+        keep = self.keep_mask(max(lengths) if lengths else x.shape[1], x.shape[2])
+        if lengths:
+            keep = torch.cat([mask[:length] for mask, length in zip(keep, lengths, strict=True)]).unsqueeze(0)
+        return x * (keep.to(x.dtype) / (1 - self.rate))
+
+    def keep_mask(self, positions: int, features: int) -> Tensor:
+        """[batch, positions, features] of bool."""
+        rows = self.key.rows
+        if rows is None:
+            raise ValueError("dropout masks exist only inside DropoutKey.active")
+        words = uniform_words(
+            self.key.seed, Stream.DROPOUT, self.key.step, rows.unsqueeze(-1), self.layer, positions * features, rows.device
+        )
+        return words.view(len(rows), positions, features) >= self.threshold
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}, layer={self.layer}"

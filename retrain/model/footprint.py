@@ -1,0 +1,182 @@
+"""What a model with its adapter takes in bytes, counted on the model itself or on one that was never allocated.
+
+On torch's meta device a model has shapes and no values. The same count runs on it, so what is predicted before the weights are
+loaded is what is measured afterwards.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from retrain.model.adapter import lora_config
+from retrain.model.head import Head
+from retrain.model.load import BaseModel
+from retrain.model.packing import PackedAttention, Segment
+from retrain.model.sharding import held_bytes
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.model.fused import FusedDecoder
+from retrain.model.attention import FusedAttention, missing, plugged_in
+from retrain.distributed import ALONE, World
+from retrain.model.text import load_model_config
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+_PROBE_TOKENS = 64
+_META = torch.device("meta")
+_NF4_BYTES = 4.127 / 8
+"""A weight in 4 bits with doubly quantised scales, one for 64 weights (arXiv 2305.14314, section 3)."""
+
+
+class NotPredictable(EnvironmentFailure):
+    """The code of a model needs its weights even to be built."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    dtype: torch.dtype
+    """Of the frozen weights."""
+    weights: int
+    """Bytes of the frozen weights that a process holds."""
+    num_frozen: int
+    layer_weights: int
+    """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them and of the head; else 0."""
+    head_weights: int
+    num_trainable: int
+    """Parameters of the adapter."""
+    adapter_copies: int
+    """Bytes of the adapter as the fused forward's products read it, beside its float32 parameters."""
+    kept_per_token: int
+    """Bytes that a forward pass keeps for its backward."""
+    checkpointed_per_token: int
+    """The same with gradient checkpointing: the input of every layer, and one layer's activations while it runs again."""
+    gradients_per_token: int
+    """Bytes that live beside these in the backward pass: about what one layer keeps (measured on the lab model: 1.05 to 1.13 of it)."""
+
+
+def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
+    """Of a model that carries its adapter. Its state is as before, but for fused layers whose weights lie in one tensor."""
+    four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
+    fused = None if four_bits or base.shards.size > 1 else FusedDecoder.of(base.model, merge=False)
+    if fused is not None:
+        fused.refresh()
+    with _dropping(base.model) if drops else nullcontext():  # then the model's own forward learns
+        kept = max(1, _kept_bytes(base, None if drops else fused) // _PROBE_TOKENS)
+    frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
+    text: Any = base.model.config.get_text_config()
+    return Footprint(
+        dtype=base.dtype,
+        weights=held_bytes(base) - (_saved_by_four_bits(base) if four_bits else 0),
+        num_frozen=sum(parameter.numel() for parameter in frozen),
+        layer_weights=fused.layer_weight_bytes if fused else 0,
+        head_weights=base.head.weight.nbytes,
+        num_trainable=sum(parameter.numel() for parameter in base.model.parameters() if parameter.requires_grad),
+        adapter_copies=fused.adapter_copy_bytes if fused else 0,
+        kept_per_token=kept,
+        gradients_per_token=kept // text.num_hidden_layers,
+        checkpointed_per_token=text.num_hidden_layers * text.hidden_size * base.dtype.itemsize + kept // text.num_hidden_layers + 1,
+    )
+
+
+def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = ALONE) -> BaseModel:
+    """The configured model with its adapter on the meta device, as one of `shards` holds it. Raises NotPredictable where that fails."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    name = config.model
+    settings = load_model_config(name.model, name.revision, name.trust_remote_code)
+    try:
+        with _META, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers deprecates
+            model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=name.trust_remote_code)
+            model.requires_grad_(False).eval()
+            base = BaseModel(model, model.base_model, Head(model.get_output_embeddings().weight), _META, dtype, shards)
+            get_peft_model(base.model, lora_config(base, config), low_cpu_mem_usage=True)
+    except ConfigurationError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise NotPredictable(
+            f'[model] model = "{name.model}" cannot be built without its weights ({type(error).__name__}), so its memory is not predicted.'
+        ) from error
+    return base
+
+
+def _kept_bytes(base: BaseModel, fused: FusedDecoder | None) -> int:
+    """Of the probe's tokens, in the storages that autograd holds; a storage counts once, and a parameter's not at all."""
+    own = {id(storage): storage for storage in (parameter.untyped_storage() for parameter in base.model.parameters())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in own:
+            kept[id(storage)] = storage  # held, so that no other takes its place
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        hidden = _forward(base, fused)
+    del hidden
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+class _Factor(nn.Module):
+    """What dropout makes of its input: a factor for every element, and the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.ones_like(x)
+
+
+@contextmanager
+def _dropping(model: nn.Module) -> Iterator[None]:
+    """The adapter's dropout leaves behind what it does while it is on."""
+    from peft.tuners.lora import LoraLayer
+
+    places = [module.lora_dropout for module in model.modules() if isinstance(module, LoraLayer)]
+    before = [dict(place) for place in places]
+    try:
+        for place in places:
+            place.update({name: _Factor() for name in place})
+        yield
+    finally:
+        for place, modules in zip(places, before, strict=True):
+            place.update(modules)
+
+
+def _forward(base: BaseModel, fused: FusedDecoder | None) -> Tensor:
+    """The probe's hidden states, computed as the learner does."""
+    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=base.device)
+    positions = torch.arange(_PROBE_TOKENS, device=base.device).unsqueeze(0)
+    attention = PackedAttention([Segment(0, _PROBE_TOKENS)], _PROBE_TOKENS, FusedAttention(), base.device)
+    if fused is not None:
+        return fused.hidden_states(ids, positions, attention)
+    packs = not missing(base.model)
+    with ExitStack() as stack:
+        _enter_half_precision(stack, base)
+        stack.enter_context(plugged_in(base.model) if packs else nullcontext())
+        return base.hidden_states(ids, positions, attention) if packs else base.hidden_states(ids)
+
+
+def _enter_half_precision(stack: ExitStack, base: BaseModel) -> None:
+    """bf16 products over a float32 adapter: by autocast, or, where that is missing, with an adapter in bf16."""
+    from peft.helpers import disable_input_dtype_casting
+
+    if base.dtype == torch.float32:
+        return
+    if base.device != _META:
+        stack.enter_context(torch.autocast(base.device.type, base.dtype))
+        stack.enter_context(disable_input_dtype_casting(base.model))
+        return
+    for parameter in base.model.parameters():
+        parameter.data = parameter.data.to(base.dtype)
+
+
+def _saved_by_four_bits(base: BaseModel) -> int:
+    """Bytes by which a model shrinks that is not quantised yet: its linear layers do, but for the head."""
+    head = base.head.weight
+    linears = [module for module in base.decoder.modules() if isinstance(module, nn.Linear) and not module.weight.requires_grad]
+    shrinking = [linear.weight for linear in linears if linear.weight is not head and linear.weight.is_floating_point()]
+    return sum(weight.nbytes - int(weight.numel() * _NF4_BYTES) for weight in shrinking)

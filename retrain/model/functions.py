@@ -1,0 +1,188 @@
+"""The pieces of a dense decoder layer as differentiable functions that keep as little as they can for the backward pass.
+
+A frozen norm or activation is computed again in the backward pass from what stands before it. Gradients go to the residual stream
+and to the adapters; frozen weights have none. Shape letters: N tokens, H hidden size, I inputs and O outputs of a projection.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from retrain.model.projection import Projection
+
+
+class Norm:
+    """RMS norm with a frozen weight: x / sqrt(mean(x^2) + eps) * weight, the statistics in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weight: Tensor = module.weight  # type: ignore[assignment]
+        self.eps: float = module.variance_epsilon  # type: ignore[assignment]
+
+    def scale(self, x: Tensor) -> Tensor:
+        """[N, 1] float32, one over the root mean square."""
+        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
+        inverse: Tensor = mean.add_(self.eps).rsqrt_()
+        return inverse
+
+    def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (x * scale).to(x.dtype).mul_(self.weight)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+        """d/dx of w * x * s(x): s * (g w - x s^2 mean(x g w))."""
+        weighted = (gradient * self.weight).float()
+        mean = torch.einsum("nh,nh->n", x.float(), weighted).unsqueeze(-1).mul_(scale.square()).div_(x.shape[-1])
+        return weighted.addcmul_(x.float(), mean, value=-1).mul_(scale).to(x.dtype)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """[N, H] from [N, H]."""
+    return _run(_Normed, x, norm)
+
+
+def project(x: Tensor, projection: Projection) -> Tensor:
+    """[N, O] from [N, I]."""
+    return _run(_Project, x, projection, *_trained(projection))
+
+
+def norm_project(x: Tensor, norm: Norm, projection: Projection) -> Tensor:
+    """[N, O], the projection of the normed residual stream [N, H]."""
+    return _run(_NormProject, x, norm, projection, *_trained(projection))
+
+
+def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> Tensor:
+    """[N, H] down(silu(gate) * up) of the normed residual stream [N, H] (SwiGLU, arXiv 2002.05202)."""
+    return _run(_GatedMLP, x, norm, gate_up, down, *_trained(gate_up), *_trained(down))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [N, heads, D] by cos and sin [N, 1, D], whose halves are equal (arXiv 2104.09864)."""
+    return _run(_Rotate, x, cos, sin)
+
+
+def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """A sampler has no use for what a function keeps for its backward pass, and keeping it takes as long as a small operation."""
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+    return function.forward(_Forgetful(), *arguments)  # type: ignore[no-any-return]
+
+
+class _Forgetful:
+    """Stands for the context of a function that is never differentiated."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+
+def _trained(projection: Projection) -> list[nn.Parameter]:
+    return projection.parameters if projection.adapted else []
+
+
+def _wanted(ctx: Any, first: int, projection: Projection) -> bool:
+    """Whether any of the projection's parameters, which stand at `first` among the function's inputs, needs a gradient."""
+    return any(ctx.needs_input_grad[first : first + len(_trained(projection))])
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm) -> Tensor:
+        scale = norm.scale(x)
+        ctx.save_for_backward(x, scale)
+        ctx.norm = norm
+        return norm(x, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        x, scale = ctx.saved_tensors
+        return ctx.norm.input_gradient(gradient, x, scale), None
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, projection: Projection, *parameters: Tensor) -> Tensor:
+        product, reduced = projection.product(x)
+        ctx.save_for_backward(x, reduced)
+        ctx.projection = projection
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, reduced = ctx.saved_tensors
+        of_x, of_parameters = ctx.projection.gradients(gradient, lambda: x, reduced, of_parameters=_wanted(ctx, 2, ctx.projection))
+        return of_x, None, *of_parameters
+
+
+class _NormProject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm, projection: Projection, *parameters: Tensor) -> Tensor:
+        scale = norm.scale(x)
+        product, reduced = projection.product(norm(x, scale))
+        ctx.save_for_backward(x, scale, reduced)
+        ctx.norm, ctx.projection = norm, projection
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, reduced = ctx.saved_tensors
+        of_normed, of_parameters = ctx.projection.gradients(
+            gradient,
+            lambda: ctx.norm(x, scale),
+            reduced,
+            of_input=ctx.needs_input_grad[0],  # not in the first layer: what is below it is frozen
+            of_parameters=_wanted(ctx, 3, ctx.projection),
+        )
+        return None if of_normed is None else ctx.norm.input_gradient(of_normed, x, scale), None, None, *of_parameters
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm, gate_up: Projection, down: Projection, *parameters: Tensor) -> Tensor:
+        scale = norm.scale(x)
+        gates, reduced = gate_up.product(norm(x, scale))
+        gate, up = gates.chunk(2, dim=-1)
+        product, reduced_inner = down.product(F.silu(gate).mul_(up))
+        ctx.save_for_backward(x, scale, gates, reduced, reduced_inner)
+        ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, gates, reduced, reduced_inner = ctx.saved_tensors
+        gate, up = gates.chunk(2, dim=-1)
+        active = F.silu(gate)
+        first = 4 + len(_trained(ctx.gate_up))
+        inner, of_down = ctx.down.gradients(gradient, lambda: active * up, reduced_inner, of_parameters=_wanted(ctx, first, ctx.down))
+        of_gates = torch.empty_like(gates)
+        torch.mul(inner, active, out=of_gates[:, gate.shape[1] :])
+        of_gates[:, : gate.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(up), gate)
+        of_normed, of_gate_up = ctx.gate_up.gradients(
+            of_gates, lambda: ctx.norm(x, scale), reduced, of_parameters=_wanted(ctx, 4, ctx.gate_up)
+        )
+        return ctx.norm.input_gradient(of_normed, x, scale), None, None, None, *of_gate_up, *of_down
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradient, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    output = x * cos
+    output[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    output[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return output

@@ -1,0 +1,293 @@
+"""The forward pass of a dense decoder (Llama, Qwen 2 and 3, Mistral) over the parameters of a transformers model.
+
+It stands in for the model's own forward in the sampler and in the learner: fewer and larger operations, the same function. Whether
+it is the same is tried on a few tokens, and past the sliding window on a shrunken copy; a model that it does not fit keeps its own forward.
+Shape letters: B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk heads, D head size.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from retrain.errors import ConfigurationError
+from retrain.model.functions import Norm, gated_mlp, norm_project, normed, project, rotate
+from retrain.model.packed import PackedWeight
+from retrain.model.projection import AdapterLayer, Projection, fusable
+from retrain.model.attention import AttentionBatch, FusedAttention
+
+_FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
+_WINDOW_IN_CONFIG = {"mistral"}
+"""Families whose attention reads the sliding window from its configuration; elsewhere it has one of its own, or none."""
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+"""Of a layer's hidden states on a probe, relative to a token's norm."""
+_PROBE_TOKENS = 16
+_SHRUNKEN_WINDOW = 6
+"""Tokens: a probe reaches far past it."""
+
+
+class Cache(Protocol):
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keep a layer's new keys and values [B, Hk, T, D]; returns all that its queries attend to."""
+        ...
+
+
+class _Layer:
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.head_size: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        settings = attention.config if attention.config.model_type in _WINDOW_IN_CONFIG else attention
+        self.window: int | None = getattr(settings, "sliding_window", None)
+        self.attention_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.query_norm: nn.Module | None = getattr(attention, "q_norm", None)
+        self.key_norm: nn.Module | None = getattr(attention, "k_norm", None)
+        self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = Projection([attention.o_proj])
+        self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
+        self.down = Projection([mlp.down_proj])
+        self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
+
+    @property
+    def projections(self) -> list[Projection]:
+        return [self.qkv, self.output, self.gate_up, self.down]
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int, batch: AttentionBatch, cache: Cache | None, number: int
+    ) -> Tensor:
+        """The residual stream [N, H] after the layer."""
+        queries, keys, values = self._queries_keys_values(hidden, rotary, rows)
+        if cache is not None:
+            keys, values = cache.update(keys, values, number)
+        attended = batch.attention(queries, keys, values, self.scaling, self.window, None)
+        hidden = hidden + project(attended.transpose(1, 2).reshape(len(hidden), -1), self.output)
+        return hidden + gated_mlp(hidden, self.mlp_norm, self.gate_up, self.down)
+
+    def _queries_keys_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, Hq, T, D], and twice [B, Hk, T, D], from the residual stream [N, H]."""
+        fused = norm_project(hidden, self.attention_norm, self.qkv).view(len(hidden), -1, self.head_size)
+        queries, keys, _ = self.heads
+        turned = fused[:, : queries + keys]
+        if self.query_norm is not None and self.key_norm is not None:
+            turned = torch.cat([_head_norm(turned[:, :queries], self.query_norm), _head_norm(turned[:, queries:], self.key_norm)], dim=1)
+        turned = rotate(turned, *rotary)
+        values = fused[:, queries + keys :]
+        turned, values = (part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (turned, values))
+        return turned[:, :queries], turned[:, queries:], values
+
+
+def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tuple[int, int]]:
+    """Of each linear layer's name in the model: the number of its projection, and its place in that."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return {
+        names[id(module)]: (number, place)
+        for number, projection in enumerate(projections)
+        for place, module in enumerate(projection.modules)
+    }
+
+
+def _head_norm(x: Tensor, module: Any) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
+class FusedDecoder:
+    """Token ids to last hidden states, with the parameters of the model it was made of."""
+
+    def __init__(self, model: Any, merge: bool) -> None:
+        """`model` is a causal language model of transformers; raises AttributeError where it is built in another way.
+
+        `merge`: a sampler may hold a second copy of the weights, in float32 with the adapter in them.
+        """
+        decoder = model.base_model if model.base_model is not model else model.model
+        self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, Norm(decoder.norm)
+        self._layers = [_Layer(layer) for layer in decoder.layers]
+        self._projections = [projection for layer in self._layers for projection in layer.projections]
+        self._head: nn.Module = model.get_output_embeddings()
+        self._parameters = [parameter for projection in self._projections for parameter in projection.parameters]
+        self._places = _places(model, self._projections)
+        self.merge = merge
+        self._packed_head: PackedWeight | None = None
+        """While a sampler reads the copy."""
+        self._version: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, model: Any, *, merge: bool, say: Callable[[str], None] | None = None) -> "FusedDecoder | None":
+        """None where the model is of another family, its layers are quantised or adapted in another way, or a probe differs.
+
+        `say` is told in a line where the family is a known one and the probe differs.
+        """
+        if model.config.model_type not in _FAMILIES or model.config.hidden_act != "silu":
+            return None
+        if not all(map(fusable, _linears(model.base_model))):
+            return None
+        fused = cls(model, merge)
+        difference = fused._difference(model.base_model)
+        if difference <= 1:
+            small = shrunken(model)
+            difference = cls(small, merge=False)._difference(small.base_model)
+        if difference <= 1:
+            return fused
+        if say is not None:
+            say(
+                f"{type(model).__name__} keeps its own, slower forward pass: the fused one differs from it on a probe by "
+                f"{difference:.1e} times what rounding allows."
+            )
+        return None
+
+    @property
+    def adapter_copy_bytes(self) -> int:
+        """Of the adapter in the dtype and the layout of the products, after `refresh`."""
+        return sum(factor.nbytes for projection in self._projections for factor in projection.factors or ())
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Of the frozen layers: what a copy with the adapter merged in takes."""
+        return sum(projection.weight.nbytes for projection in self._projections)
+
+    def refresh(self, *, sampling: bool = False, mixed: bool = False) -> None:
+        """Follow the adapter, for the learner or for products without gradient; costs nothing while neither has changed.
+
+        `mixed`: the rows of a batch may be under different adapters.
+        """
+        copy: Literal["none", "merged", "plain"] = "none"
+        if sampling and self.merge:
+            copy = "plain" if mixed or self._embed.weight.dtype != torch.float32 else "merged"
+        version = (copy, *((parameter.data_ptr(), parameter._version) for parameter in self._parameters))
+        if version == self._version:
+            return
+        for projection in self._projections:
+            projection.refresh(copy)
+        if copy == "none" or type(self._head) is not nn.Linear:
+            self._packed_head = None
+        elif self._packed_head is None:
+            self._packed_head = PackedWeight(self._head.weight, self._head.bias)
+        self._version = version
+
+    def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
+        """Hold one more adapter under the number `slot` > 0. Raises ConfigurationError where it adapts what is not fused here."""
+        parts: dict[int, dict[int, AdapterLayer]] = {}
+        for layer in layers:
+            if layer.name not in self._places:
+                raise ConfigurationError(
+                    f"The adapter for slot {slot} changes {layer.name}, and the pytorch engine holds several adapters for the layers of "
+                    "attention and MLP only; give one whose target_modules are among these."
+                )
+            number, place = self._places[layer.name]
+            parts.setdefault(number, {})[place] = layer
+        for number, projection in enumerate(self._projections):
+            projection.load(slot, parts.get(number, {}))
+
+    @contextmanager
+    def under_adapters(self, slots: npt.NDArray[np.int64]) -> Iterator[None]:
+        """Inside, token n of a pass without gradient is under adapter `slots` [N]: 0 the model's own, below 0 none."""
+        device = self._embed.weight.device
+        rows = {int(slot): torch.from_numpy(np.flatnonzero(slots == slot)).to(device) for slot in np.unique(slots) if slot >= 0}
+        for projection in self._projections:
+            projection.rows = rows
+        try:
+            yield
+        finally:
+            for projection in self._projections:
+                projection.rows = None
+
+    def hidden_states(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, *, cache: Cache | None = None, checkpointed: bool = False
+    ) -> Tensor:
+        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass."""
+        rows = len(token_ids)
+        hidden, rotary = self._embedded(token_ids, positions)
+        for number, layer in enumerate(self._layers):
+            if checkpointed:
+                hidden = checkpoint(layer.forward, hidden, rotary, rows, batch, None, number, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = layer.forward(hidden, rotary, rows, batch, cache, number)
+        return normed(hidden, self._norm).view(rows, -1, hidden.shape[-1])
+
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Residual stream [N, H], cos and sin [N, 1, D]."""
+        embedded = self._embed(token_ids)
+        cos, sin = self._rotary(embedded, positions)
+        return embedded.flatten(0, 1), (cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of hidden states [..., H]."""
+        if self._packed_head is not None:
+            return self._packed_head.product(hidden)
+        return self._head(hidden)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _difference(self, decoder: Any) -> float:
+        """Largest difference from the model's own layers on a probe, in units of what is allowed; 0 for a model without weights.
+
+        Each layer is given the model's own input: over many layers in half precision two roundings of one function drift far apart.
+        """
+        if self._embed.weight.is_meta:
+            return 0.0
+        ids = torch.arange(min(_PROBE_TOKENS, self._embed.num_embeddings), device=self._embed.weight.device).unsqueeze(0)
+        seen: list[tuple[Tensor, Tensor]] = []
+        hooks = [layer.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0][0], output[0]))) for layer in decoder.layers]
+        try:
+            last = decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.refresh()
+        embedded, rotary = self._embedded(ids, torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
+        differences = [_distance(embedded, seen[0][0]), _distance(normed(seen[-1][1], self._norm), last)]
+        for number, (layer, (before, after)) in enumerate(zip(self._layers, seen, strict=True)):
+            differences.append(_distance(layer.forward(before, rotary, 1, _Whole(), None, number), after))
+        return max(differences) / _TOLERANCE[last.dtype]
+
+
+class _Whole:
+    """Plain causal attention over whole rows."""
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        return FusedAttention().causal(query, key, value, scaling, window, softcap)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Largest ||found - expected|| / ||expected|| of a token; both [N, H]."""
+    return float(((found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)).max())
+
+
+def _linears(decoder: Any) -> list[nn.Module]:
+    return [
+        getattr(part, f"{name}_proj")
+        for layer in decoder.layers
+        for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+        for name in names
+    ]
+
+
+def shrunken(model: Any) -> Any:
+    """A narrow random model of the same class and settings, one layer of each type, whose sliding window is shorter than the probe.
+
+    float32, on the CPU; the generators of random numbers are left as they were.
+    """
+    config = deepcopy(model.config)
+    types = sorted(set(getattr(config, "layer_types", None) or ()))
+    groups = config.num_attention_heads // config.num_key_value_heads
+    config.head_dim = model.base_model.layers[0].self_attn.head_dim  # kept: factors of the rotary embedding may be given for each of it
+    config.num_attention_heads, config.num_key_value_heads = 2 * groups, 2
+    config.hidden_size, config.intermediate_size, config.vocab_size = 8 * config.num_attention_heads, 24, _PROBE_TOKENS
+    config.num_hidden_layers = max(1, len(types))
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    config._attn_implementation = "eager"
+    if types:
+        config.layer_types = types
+    if getattr(config, "sliding_window", None) is not None:
+        config.sliding_window = _SHRUNKEN_WINDOW
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        small = type(model)(config).float().eval().requires_grad_(False)
+        torch.manual_seed(0)
+        for parameter in small.parameters():
+            parameter.normal_(std=0.3)
+    return small

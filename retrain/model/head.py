@@ -1,0 +1,170 @@
+"""Log-probs and entropies of action tokens from hidden states, without ever holding [tokens, vocabulary].
+
+The head runs over rows of hidden states in chunks that are sized in bytes. Its weight is frozen, so the only gradient is the
+one with respect to the hidden state, and for a scalar per row that gradient is one vector of size H: it is computed while the
+row's logits are there, and backward is a multiplication. No logits are kept and none are computed twice.
+
+Where a token was drawn from a truncated distribution, its row's softmax runs over the kept tokens alone: the sampled one and the
+most probable others, as many as the sampler kept (`inference_engine/truncation.py`). The set is a constant to the gradient.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from retrain.model.truncation import keep_only
+
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of one fp32 tensor [chunk rows, vocabulary]; a handful of them live at a time."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The frozen language-model head and what the model does to its logits."""
+
+    weight: Tensor
+    """[V, H]; the embedding matrix where the two are tied."""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    """Logits are multiplied by it (Cohere's logit_scale, one over Granite's logits_scaling)."""
+    softcap: float | None = None
+    """softcap * tanh(logits / softcap), after the scale (Gemma)."""
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, V] logits of [rows, H] hidden states in float32; the product itself runs in the model's dtype, as the model's own does.
+
+        `out` [rows, V], of the model's dtype, is memory for the product.
+        """
+        weight = self.weight.t()
+        product = torch.mm(hidden, weight, out=out) if self.bias is None else torch.addmm(self.bias, hidden, weight, out=out)
+        logits = product.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class TokenScores(NamedTuple):
+    logprobs: Tensor
+    """[N] float32, natural log."""
+    entropies: Tensor | None
+    """[N] float32, nats; None where they were not asked for."""
+
+
+def chunk_rows(vocabulary: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Rows of hidden states whose fp32 logits fit in `chunk_bytes`; at least one."""
+    return max(1, chunk_bytes // (4 * vocabulary))
+
+
+def score_tokens(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    kept: Tensor | None = None,
+    entropy: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TokenScores:
+    """Log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and the entropies if wanted.
+
+    `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all of them.
+    Softmax runs in float32. Gradient flows to `hidden` only.
+    """
+    if temperature <= 0:
+        raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
+    rows = chunk_rows(head.weight.shape[0], chunk_bytes)
+    logprobs, entropies = _ChunkedHead.apply(hidden, targets, kept, head, temperature, entropy, rows)  # type: ignore[no-untyped-call]
+    return TokenScores(logprobs, entropies if entropy else None)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, kept: Tensor | None, head: Head, temperature: float, entropy: bool, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        count, wants_gradient = hidden.shape[0], ctx.needs_input_grad[0]
+        logprobs = hidden.new_empty(count, dtype=torch.float32)
+        entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
+        logprob_gradient = torch.empty_like(hidden) if wants_gradient else None
+        entropy_gradient = torch.empty_like(hidden) if wants_gradient and entropy else None
+        products = hidden.new_empty(min(rows, count), head.weight.shape[0])  # of one chunk after the other: new memory costs page faults
+        for start in range(0, count, rows):
+            part = slice(start, min(start + rows, count))
+            of_part = None if kept is None else kept[part]
+            chunk = _Chunk(head, hidden[part], targets[part], of_part, temperature, products[: part.stop - start], entropy=entropy)
+            logprobs[part] = chunk.logprobs
+            if entropy:
+                entropies[part] = chunk.entropies()
+            if logprob_gradient is not None:
+                if entropy_gradient is not None:
+                    entropy_gradient[part] = chunk.entropy_gradient()
+                logprob_gradient[part] = chunk.logprob_gradient()
+        ctx.save_for_backward(logprob_gradient, entropy_gradient)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprob_factor: Tensor, entropy_factor: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
+        logprob_gradient, entropy_gradient = ctx.saved_tensors
+        gradient = logprob_factor.unsqueeze(-1) * logprob_gradient
+        if entropy_gradient is not None:
+            gradient = gradient + entropy_factor.unsqueeze(-1) * entropy_gradient
+        return gradient.to(logprob_gradient.dtype), None, None, None, None, None, None
+
+
+class _Chunk:
+    """Some rows of the head, in as few tensors of [rows, V] as can be: one, and one more each for entropies and for a soft cap.
+
+    With u = z / T - max(z / T) and s = sum(exp u): p = exp(u) / s, log p = u - log s, H = log s - sum(p u), which adds terms that are
+    never negative. d log p_target / d z = (onehot - p) / T, and dH / d z = -p * (log p + H) / T. Tokens that are not kept have p = 0.
+    """
+
+    def __init__(
+        self, head: Head, hidden: Tensor, targets: Tensor, kept: Tensor | None, temperature: float, products: Tensor, *, entropy: bool
+    ) -> None:
+        """`products` [rows, V] is memory, which the chunk makes its own."""
+        self.head, self.targets, self.temperature = head, targets, temperature
+        logits = head.logits(hidden, products)
+        self.capped = logits.clone() if head.softcap is not None else None
+        u = logits.div_(temperature) if temperature != 1.0 else logits
+        if kept is not None:
+            keep_only(u, targets, kept)
+        u.sub_(u.amax(-1, keepdim=True))
+        self._u = u.clone() if entropy else None
+        of_target = u.gather(-1, targets.unsqueeze(-1))
+        self._weights = u.exp_()
+        """[rows, V] exp u, until a gradient overwrites it."""
+        self._total = self._weights.sum(-1, keepdim=True)
+        self.logprobs = (of_target - self._total.log()).squeeze(-1)
+
+    def entropies(self) -> Tensor:
+        """[rows] nats; p = 0 adds nothing."""
+        assert self._u is not None
+        terms = torch.where(self._weights > 0, self._weights * self._u, 0.0).sum(-1, keepdim=True)
+        return (self._total.log() - terms / self._total).squeeze(-1)
+
+    def entropy_gradient(self) -> Tensor:
+        """[rows, H]"""
+        assert self._u is not None
+        shift = self.entropies().unsqueeze(-1) - self._total.log()
+        gradient = -self._weights / self._total * (self._u + shift)
+        return self._to_hidden(torch.where(self._weights > 0, gradient, 0.0))
+
+    def logprob_gradient(self) -> Tensor:
+        """[rows, H]. The last use of the chunk: its weights are overwritten."""
+        gradient = self._weights.div_(-self._total)
+        gradient[torch.arange(len(gradient), device=gradient.device), self.targets] += 1.0
+        return self._to_hidden(gradient)
+
+    def _to_hidden(self, gradient: Tensor) -> Tensor:
+        """[rows, H] from the gradient with respect to logits / T, [rows, V]."""
+        if self.capped is not None and self.head.softcap is not None:
+            gradient = gradient * (1 - (self.capped / self.head.softcap).square())
+        hidden_gradient = gradient.to(self.head.weight.dtype) @ self.head.weight
+        return hidden_gradient.mul_(self.head.scale / self.temperature)

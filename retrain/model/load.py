@@ -1,0 +1,241 @@
+"""Loading a causal language model: frozen weights from safetensors, its head, and nothing of its generation settings."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from retrain.model.devices import choose_dtype
+from retrain.model.head import Head
+from retrain.model.sharding import shard, shards_of
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.model.attention import AttentionBatch
+from retrain.distributed import ALONE, World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from retrain.config import TrainConfig
+
+_PROBE_TOKENS = 8
+_PROBE_TOLERANCE = 2e-2
+"""Relative to the largest logit: bf16 keeps 8 bits, and an unknown scale or cap is far outside."""
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A frozen model as the learner uses it: hidden states from `decoder`, logits from `head`."""
+
+    model: "PreTrainedModel"
+    decoder: nn.Module
+    """Token ids to last hidden states: the model without its head."""
+    head: Head
+    device: torch.device
+    dtype: torch.dtype
+    shards: World = ALONE
+    """The processes that hold the layers in parts: every pass through them is one of all of these. ALONE: each holds all."""
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor | None = None, attention_batch: AttentionBatch | None = None) -> Tensor:
+        """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our attention plugged in.
+
+        No token is masked: attention is causal and padding stands on the right, so no token can see any. Of packed rows that is said, or
+        transformers would read the positions back to the host to find the rows.
+        """
+        packed: dict[str, Any] = {}
+        if attention_batch is not None:
+            visible = torch.ones_like(token_ids, dtype=torch.bool)
+            packed = {"position_ids": positions, "attention_batch": attention_batch, "attention_mask": visible}
+        return self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state  # type: ignore[no-any-return]
+
+
+_shelf: "dict[tuple[object, ...], BaseModel] | None" = None
+"""Inside `shared_models`: models that are loaded, by what they were loaded from."""
+
+
+@contextmanager
+def shared_models() -> Iterator[None]:
+    """Inside, a model stays loaded for the next backend that asks for the same one, so that runs which follow each other load it once.
+
+    One backend at a time may use it: the next one takes the adapter of the last one off.
+    """
+    global _shelf
+    before, _shelf = _shelf, {}
+    try:
+        yield
+    finally:
+        _shelf = before
+
+
+def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE) -> BaseModel:
+    """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
+    dtype = choose_dtype(config, device)
+    _check_inference(config, device, dtype)
+    shards = shards_of(config, world)
+    if _shelf is None or shards.size > 1:  # parts end with the processes that hold them
+        return _load(config, folder_or_id, device, dtype, shards)
+    model = config.model
+    source = (folder_or_id, model.revision, dtype, model.trust_remote_code, model.load_in_4bit, config.inference.attention_kernel)
+    for other in [key for key in _shelf if key[:-1] != source]:
+        del _shelf[other]  # before the next one is loaded: there may not be memory for both
+    key = (*source, device)
+    if key in _shelf:
+        _take_adapter_off(_shelf[key].model)
+    else:
+        _shelf[key] = _load(config, folder_or_id, device, dtype, shards)
+    return _shelf[key]
+
+
+def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World) -> BaseModel:
+    model = _from_pretrained(config, folder_or_id, device, dtype)
+    model.requires_grad_(False)
+    model.eval()
+    decoder = model.base_model
+    if shards.size > 1:
+        shard(model, decoder, device, shards, config.model.model)
+    elif not config.model.load_in_4bit:
+        if device.type == "cpu":
+            _leave_the_file(model)
+        model.to(device)
+    if device.type == "cuda":
+        choose_deterministic_experts(model)
+    return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype, shards)
+
+
+def _take_adapter_off(model: "PreTrainedModel") -> None:
+    """Put the frozen layers back that peft wrapped; adapters are never merged, so they are as they were loaded."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    for name, module in wrapped:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config  # peft would take the next adapter for a second one
+
+
+def _check_inference(config: "TrainConfig", device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse what the sampler cannot serve before gigabytes are loaded."""
+    from retrain.model.options import resolve
+
+    inference = config.inference
+    if inference.engine == "pytorch":
+        resolve(
+            attention_kernel=inference.attention_kernel,
+            dtype=inference.dtype,
+            kv_cache_dtype=inference.kv_cache_dtype,
+            prefix_caching=inference.prefix_caching,
+            device_type=device.type,
+            model_dtype=dtype,
+        )
+
+
+def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+    """On the processor, where weights in the file's dtype are a map of the file; in 4 bits, on `device`."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "use_safetensors": True,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    if config.inference.attention_kernel == "flash":
+        options["attn_implementation"] = "flash_attention_2"  # else torch's fused attention, where the family supports it
+    if config.model.revision:
+        options["revision"] = config.model.revision
+    if config.model.load_in_4bit:
+        options |= {"quantization_config": _four_bits(device), "device_map": {"": device}}
+    try:
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise EnvironmentFailure(
+            f'[model] model = "{config.model.model}" cannot be loaded ({_first_line(error)}): it must be a folder with config.json and '
+            'safetensors weights of a causal language model, an id that the hub or its cache can serve, or "lab", which needs neither.'
+        ) from error
+    return model
+
+
+def _leave_the_file(model: "PreTrainedModel") -> None:
+    """A weight in the file's own dtype is a map of the file: a single one keeps all of the file resident, joined copies beside it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def choose_deterministic_experts(model: "PreTrainedModel") -> None:
+    """A mixture of experts by plain products: the grouped ones count tokens by `histc`, which has no deterministic form on CUDA."""
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        model.set_experts_implementation("eager")
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one over the tensors of a file, which are there at once."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _four_bits(device: torch.device) -> Any:
+    if device.type != "cuda" or find_spec("bitsandbytes") is None:
+        missing = "a CUDA device" if device.type != "cuda" else "bitsandbytes (pip install bitsandbytes)"
+        raise EnvironmentFailure(f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit = false.")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
+    """The head whose logits are the model's own, found by trying what its configuration mentions on a few tokens.
+
+    Families scale or cap their logits under various names; a form that no candidate reproduces is refused, since it would
+    silently train another distribution.
+    """
+    output = model.get_output_embeddings()
+    if output is None or not isinstance(getattr(output, "weight", None), Tensor):
+        raise ConfigurationError(f'[model] model = "{name}" has no linear language-model head, so it cannot be trained here.')
+    weight, bias = output.weight, getattr(output, "bias", None)
+    probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
+    with torch.no_grad():
+        expected = model(input_ids=probe, use_cache=False).logits[0].float()
+        hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
+        for scale in _logit_scales(model.config):
+            for softcap in _softcaps(model.config):
+                head = Head(weight, bias, scale, softcap)
+                if _matches(head.logits(hidden), expected):
+                    return head
+    raise ConfigurationError(
+        f'[model] model = "{name}" changes its logits in a way that the learner does not know, so log-probs would be wrong; '
+        "scaled and soft-capped heads are known: use another model, or report it."
+    )
+
+
+def _matches(logits: Tensor, expected: Tensor) -> bool:
+    return logits.shape == expected.shape and bool((logits - expected).abs().max() <= _PROBE_TOLERANCE * expected.abs().max())
+
+
+def _logit_scales(config: Any) -> list[float]:
+    """1, and each scale that the configuration mentions, as a factor and as a divisor (Granite divides, HyperCLOVA multiplies)."""
+    named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")]
+    values = [float(value) for value in named if value]
+    return [1.0, *values, *(1 / value for value in values)]
+
+
+def _softcaps(config: Any) -> list[float | None]:
+    named = [getattr(config, key, None) for key in ("final_logit_softcapping", "softcap")]
+    return [*(float(value) for value in named if value), None]

@@ -1,0 +1,257 @@
+"""How much memory a run takes, by part, before its weights are loaded: the line at its start, and what `explain` prints.
+
+Sizes are counted on the model without weights, and the budgets are those that the run itself chooses from the machine.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from retrain.model.devices import choose_device, choose_dtype
+from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
+from retrain.model.head import CHUNK_BYTES
+from retrain.model.machine import PROMPT_ALLOWANCE, Machine, longest_row, plan
+from retrain.model.packed import computes_bf16
+from retrain.model.budget import kv_bytes_per_token
+from retrain.inference_engine.sampling import CHUNK_BYTES as SAMPLING_CHUNK_BYTES
+from retrain.inference_engine.scheduler import DecodeLimits
+from retrain.inference_engine.torch_engine import STORE_SHARE
+from retrain.distributed import ALONE, World
+from retrain.types import MachineChoices
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+__all__ = ["GIB", "Memory", "NotPredictable", "Part", "predict_memory", "size_words"]
+
+GIB = 2**30
+_FLOAT = 4
+_MOMENTS = 2
+_SAMPLING_TENSORS = 4
+"""Float32 tensors of [chunk, vocabulary] that live together in the sampler: logits, shifted ones, their exponentials, products."""
+_LEARNING_TENSORS, _LEARNING_ENTROPY_TENSORS = 2, 5
+"""The same in the learner: its chunk is overwritten step by step, but for an entropy's gradient."""
+_TRUNCATING_TENSORS = 3
+"""More of them, in either, where kept sets reach far into the vocabulary: its largest logits in order with their ids, and a mask."""
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    bytes: int
+    note: str
+    """What it is made of, in a few words."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    device: str
+    """torch's name of the learner's device: cpu, cuda:0."""
+    sampler_device: str
+    """The same, but in split mode."""
+    machine: Machine
+    size: Footprint
+    choices: MachineChoices
+    weights: Part
+    adapter: Part
+    optimizer: Part
+    merged_copy: Part
+    kv_cache: Part
+    activations: Part
+    logits: Part
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        all_parts = (self.weights, self.adapter, self.optimizer, self.merged_copy, self.kv_cache, self.activations, self.logits)
+        return tuple(part for part in all_parts if part.bytes)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that the learner's device holds throughout."""
+        return self.weights.bytes + self.adapter.bytes + self.optimizer.bytes
+
+    @property
+    def sampling(self) -> int:
+        """Bytes that are held while completions are drawn, beside the model."""
+        return self.merged_copy.bytes + self.kv_cache.bytes
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes by device. On one device sampling and learning take turns, so the larger of the two counts."""
+        if self.sampler_device != self.device:
+            return {
+                self.sampler_device: self.weights.bytes + self.adapter.bytes + self.sampling + self.logits.bytes,
+                self.device: self.fixed + self.activations.bytes + self.logits.bytes,
+            }
+        return {self.device: self.fixed + max(self.sampling, self.activations.bytes) + self.logits.bytes}
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    def line(self) -> str:
+        """One line for the start of a run."""
+        parts = ", ".join(f"{part.name} {size_words(part.bytes)}" for part in self.parts)
+        peaks = " and ".join(f"{size_words(peak)} of {size_words(self.machine.memory)} on {device}" for device, peak in self.peaks.items())
+        return f"Memory of tensors, predicted: {parts}; peak {peaks}, to which Python and the allocator add."
+
+    def to_json(self) -> dict[str, Any]:
+        """Sizes in GiB."""
+        return {
+            "device": self.device,
+            "device_gib": self.machine.memory / GIB,
+            "parts_gib": {part.name.lower().replace(" ", "_"): part.bytes / GIB for part in self.parts},
+            "peak_gib": {device: peak / GIB for device, peak in self.peaks.items()},
+            "num_parameters": self.size.num_frozen,
+            "num_trainable": self.size.num_trainable,
+            "decode_rows": self.choices.decode_rows,
+            "micro_batch_tokens": self.choices.micro_batch_tokens,
+            "gradient_checkpointing": self.choices.gradient_checkpointing,
+        }
+
+
+def predict_memory(
+    config: "TrainConfig",
+    *,
+    prompt_tokens: int = PROMPT_ALLOWANCE,
+    memory_gib: float | None = None,
+    choices: MachineChoices | None = None,
+    shards: World = ALONE,
+) -> Memory:
+    """Of one process of a run on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
+
+    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a run that goes on; `shards` are the
+    processes that hold the base in parts (`sharding.shards_of`).
+    Raises EnvironmentFailure where the device or the model's configuration is not there, or where one completion does not fit.
+    """
+    device, sampler, machine = _machine(config, memory_gib)
+    base = weightless_model(config, choose_dtype(config, device), shards)
+    size = footprint(base, config)
+    model_config: Any = base.model.config
+    choices = choices or plan(config, model_config, size, machine)
+    estimate = _Estimate(config, model_config, size, choices, machine.device_type, prompt_tokens, shards.size)
+    return Memory(
+        device=str(device),
+        sampler_device=str(sampler or device),
+        machine=machine,
+        size=size,
+        choices=choices,
+        weights=estimate.weights(),
+        adapter=estimate.adapter(),
+        optimizer=estimate.optimizer(),
+        merged_copy=estimate.merged_copy(),
+        kv_cache=estimate.kv_cache(),
+        activations=estimate.activations(),
+        logits=estimate.logits(),
+    )
+
+
+def _machine(config: "TrainConfig", memory_gib: float | None) -> tuple[torch.device, torch.device | None, Machine]:
+    """The learner's device, that of a sampler with one of its own, and what the learner's has."""
+    if memory_gib is None:
+        device, _, sampler = choose_device(config)
+        return device, sampler, Machine.of(device)
+    first, *rest = map(torch.device, config.backend.device_list)
+    device = rest[0] if rest else first
+    return device, first if rest else None, Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
+
+
+# -- the parts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    config: "TrainConfig"
+    model_config: Any
+    """Of transformers."""
+    size: Footprint
+    choices: MachineChoices
+    device_type: str
+    prompt_tokens: int
+    shards: int
+
+    @property
+    def longest(self) -> int:
+        return longest_row(self.config, self.model_config, self.prompt_tokens)
+
+    @property
+    def completions(self) -> int:
+        """Of a step."""
+        return self.config.training.batch_size * self.config.training.group_size
+
+    @property
+    def rows(self) -> int:
+        """Completions that decode together, in a training step or in an evaluation."""
+        evaluation, limits = self.config.evaluation, DecodeLimits(self.choices.decode_rows, self.choices.decode_tokens)
+        asked = evaluation.max_examples * evaluation.samples or limits.rows
+        return limits.rows_together(self.longest, max(self.completions, asked) if evaluation.asked_for else self.completions)
+
+    def weights(self) -> Part:
+        """With the second copy where the sampler computes in another dtype."""
+        size, total = self.size, self.size.weights
+        note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else _dtype_name(size.dtype)}"
+        if self.shards > 1:
+            note += f", 1/{self.shards} of every layer and two layers whole"
+        if self.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
+            total += 2 * size.num_frozen
+            note += ", and in bf16 for the sampler"
+        return Part("weights", total, note)
+
+    def adapter(self) -> Part:
+        count, rank = self.size.num_trainable, self.config.model.lora_rank
+        return Part("adapter", count * _FLOAT + self.size.adapter_copies, f"{count:,} parameters of rank {rank} in fp32")
+
+    def optimizer(self) -> Part:
+        return Part("optimizer", self.size.num_trainable * _FLOAT * (1 + _MOMENTS), "gradient and two moments in fp32")
+
+    def merged_copy(self) -> Part:
+        """What the sampler reads on a CPU, made anew for every step."""
+        size = self.size
+        cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
+        makes = self.choices.merge_adapter and (not cast or computes_bf16())
+        total = (size.layer_weights + size.head_weights) // (2 if cast else 1) if makes and size.layer_weights else 0
+        return Part("merged copy", total, "the layers, in fp32 with the adapter in them, and the head, laid out for few rows")
+
+    def kv_cache(self) -> Part:
+        """The rows that decode together, each at its longest, and the prompts of the step."""
+        plain, inference = self.size.dtype.itemsize, self.config.inference
+        per_token = kv_bytes_per_token(self.model_config, plain, inference.kv_cache_dtype)
+        prompts = min(self.config.training.batch_size * min(self.prompt_tokens, self.longest), self.choices.decode_tokens // STORE_SHARE)
+        kept = prompts * kv_bytes_per_token(self.model_config, plain) if inference.prefix_caching else 0
+        turns = f"; {self.completions:,} completions take turns" if self.rows < self.completions else ""
+        note = f"{self.rows:,} x {self.longest:,} tokens at {size_words(per_token)}{turns}"
+        return Part("KV cache", self.rows * self.longest * per_token + kept, note)
+
+    def activations(self) -> Part:
+        """Of one micro-batch, or of the longest row where that alone is more, with the gradients of a layer."""
+        size, checkpointing = self.size, self.choices.gradient_checkpointing
+        tokens = min(max(self.choices.micro_batch_tokens, self.longest), self.longest * self.completions)
+        per_token = size.gradients_per_token + (size.checkpointed_per_token if checkpointing else size.kept_per_token)
+        note = f"{tokens:,} tokens a pass at {size_words(per_token)}{', checkpointed' if checkpointing else ''}"
+        return Part("activations", tokens * per_token, note)
+
+    def logits(self) -> Part:
+        """Chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
+        vocabulary = self.model_config.get_text_config().vocab_size
+        chunk = min(SAMPLING_CHUNK_BYTES.get(self.device_type, CHUNK_BYTES), self.rows * vocabulary * _FLOAT)
+        truncating = _TRUNCATING_TENSORS if self.config.training.truncated else 0
+        sampling = self.rows * vocabulary * self.size.dtype.itemsize + (_SAMPLING_TENSORS + truncating) * chunk
+        actions = self.completions * self.config.training.max_tokens
+        tensors = _LEARNING_ENTROPY_TENSORS if self.config.loss.entropy_coef else _LEARNING_TENSORS
+        learning = (tensors + truncating) * min(CHUNK_BYTES, actions * vocabulary * _FLOAT)
+        return Part("logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary")
+
+
+# -- words ---------------------------------------------------------------------------------------------------------------
+
+
+def size_words(count: int) -> str:
+    """Bytes as a person reads them: 7.49 GiB, 96.1 MiB, 144 KiB."""
+    if count >= GIB:
+        return f"{count / GIB:,.2f} GiB"
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 1024:,.0f} KiB"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype))

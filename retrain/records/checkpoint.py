@@ -1,0 +1,282 @@
+"""Checkpoints: folders that are committed by rename and used only if every byte matches their manifest.
+
+A checkpoint is written as `.tmp-...`, each file synced, `manifest.json` last (name, size and sha256 of every file), the folder
+synced, renamed and the parent synced: a crash at any instant leaves the last good one. No pickle: tensors are safetensors, the rest JSON.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from retrain.records.disk import delete, safetensors_io
+from retrain.errors import EnvironmentFailure, RunFailed
+from retrain.parsing import parse_json
+from retrain.types import MachineChoices
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+STATE = "trainer_state.json"
+FINAL = "final"
+_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_TEMPORARY = ".tmp-"
+_REPLACED = f"{_TEMPORARY}replaced-"
+_DAMAGED = "damaged-"
+
+
+@dataclass
+class TrainerState:
+    """What a run knows between two steps besides the backend's own state. Everything else is a function of it and the configuration."""
+
+    seed: int
+    config_hash: str
+    step: int = 0
+    """Steps completed."""
+    learning: bool = False
+    """True from the first change of the weights until the step is written down. Such a state is never sealed."""
+    cursor: int = 0
+    """Prompts consumed; the data order itself is computed from (seed, epoch)."""
+    batch_size: int = 0
+    correct: int = 0
+    judged: int = 0
+    """Right and judged completions so far: the running correct rate."""
+    tokens: int = 0
+    seconds: float = 0.0
+    last_evaluation: int = -1
+    """The step count of the newest evaluation; -1 before the first."""
+    nonfinite_streak: int = 0
+    mismatch_streak: int = 0
+    """Steps in a row whose mean |log-ratio| was above the limit."""
+    gate_mismatch: float | None = None
+    """Mean |engine - learner| of the parity gate at the run's first start, from which that limit follows."""
+    sepa: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, Any] = field(default_factory=dict)
+    tracking: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Size and sha256 of each JSON lines file of the run, by its path in the run folder; empty in checkpoints of 0.1.0."""
+    choices: MachineChoices | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: Path) -> "TrainerState":
+        values = parse_json(text)
+        if values.get("schema_version") != SCHEMA_VERSION:
+            raise RunFailed(
+                f"{where} was written with state version {values.get('schema_version')!r}, this retrain reads version {SCHEMA_VERSION}: "
+                "resume with the version that wrote it."
+            )
+        if values.get("choices") is not None:
+            values["choices"] = MachineChoices(**values["choices"])
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    step: int
+
+    def state(self) -> TrainerState:
+        path = self.folder / STATE
+        return TrainerState.from_json(path.read_text(encoding="utf-8"), path)
+
+
+class CheckpointStore:
+    """The checkpoints of one run, `step_000020/` for 20 completed steps and `final/` for the last adapter."""
+
+    def __init__(self, folder: Path, keep: int = 0) -> None:
+        self.folder = folder
+        self.keep = keep
+        """Newest checkpoints that stay; 0 keeps all."""
+
+    def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+        """Commit one checkpoint. `write` puts the backend's files into the folder that it is given. Raises OSError."""
+        if state.learning:
+            raise ValueError(f"Step {state.step} is half done, and only a state between two steps is a checkpoint.")
+        target = self.folder / f"step_{state.step:06d}"
+
+        def fill(folder: Path) -> None:
+            write(folder)
+            (folder / STATE).write_text(state.to_json(), encoding="utf-8")
+
+        commit_folder(target, fill, step=state.step, config_hash=state.config_hash)
+        self._drop_old()
+        return target
+
+    def save_final(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+        target = self.folder / FINAL
+        commit_folder(target, write, step=state.step, config_hash=state.config_hash)
+        return target
+
+    def steps(self) -> list[int]:
+        """Step counts of the committed folders, oldest first, verified or not."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_STEP_FOLDER.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def at(self, step: int) -> Checkpoint:
+        folder = self.folder / f"step_{step:06d}"
+        problem = verify(folder)
+        if problem:
+            have = ", ".join(map(str, self.steps())) or "none"
+            raise RunFailed(f"Checkpoint {folder} cannot be used: {problem}; checkpoints here: {have}.")
+        return Checkpoint(folder, step)
+
+    def newest(self, say: Callable[[str], None], beside: Callable[[Checkpoint], str] = lambda _: "") -> Checkpoint | None:
+        """The newest checkpoint whose manifest verifies; each one passed over is said in a line.
+
+        `beside` says what else, outside of its folder, keeps a checkpoint from being used; "" for nothing.
+        """
+        for step in reversed(self.steps()):
+            found = Checkpoint(self.folder / f"step_{step:06d}", step)
+            problem = verify(found.folder) or beside(found)
+            if not problem:
+                return found
+            say(f"Checkpoint {found.folder.name} is not used: {problem}; trying the one before.")
+        return None
+
+    def make_room_after(self, step: int, say: Callable[[str], None]) -> None:
+        """Nothing stands where the steps after `step` will be saved, and what a killed save left is deleted.
+
+        A checkpoint that was passed over is renamed and stays: it may still be of use.
+        """
+        for folder in [self.folder / f"step_{later:06d}" for later in self.steps() if later > step]:
+            names = (f"{_DAMAGED}{folder.name}-{number}" if number > 1 else f"{_DAMAGED}{folder.name}" for number in count(1))
+            aside = next(path for path in map(self.folder.joinpath, names) if not os.path.lexists(path))
+            folder.rename(aside)
+            say(f"{folder.name} is kept as {aside.name}.")
+        for left in self.folder.glob(f"{_TEMPORARY}*"):
+            delete(left)
+
+    def empty(self) -> None:
+        """Delete every checkpoint, and nothing else that lies there."""
+        for path in [*self.folder.iterdir()]:
+            if _STEP_FOLDER.fullmatch(path.name) or path.name == FINAL or path.name.startswith((_DAMAGED, _TEMPORARY)):
+                delete(path)
+
+    def _drop_old(self) -> None:
+        if self.keep:
+            for step in self.steps()[: -self.keep]:
+                delete(self.folder / f"step_{step:06d}")
+
+    def rehearse(self, num_bytes: int) -> None:
+        """Write and delete a file of a checkpoint's size, so that a full disk is found before step 1 and not after step 20."""
+        path = self.folder / f"{_TEMPORARY}rehearsal"
+        block = bytes(1 << 20)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for start in range(0, num_bytes, len(block)):
+                    file.write(block[: num_bytes - start])
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"A checkpoint of {num_bytes / 2**20:.0f} MiB cannot be written to {self.folder}: {error.strerror or error}; "
+                "free space there, or set [backend] adapter_path to another volume."
+            ) from error
+        finally:
+            if path.exists():
+                path.unlink()
+
+
+def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, config_hash: str) -> None:
+    """Write a folder aside, seal it with a manifest and rename it to `target`, replacing what was there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.parent / f"{_TEMPORARY}{target.name}"
+    delete(aside)
+    aside.mkdir()
+    try:
+        with safetensors_io():
+            fill(aside)
+        entries = [_seal(path, aside) for path in sorted(aside.rglob("*")) if path.is_file()]
+        manifest = {"schema_version": SCHEMA_VERSION, "step": step, "config_hash": config_hash, "files": entries}
+        write_synced(aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n")
+        sync_folder(aside)
+        replaced = target.parent / f"{_REPLACED}{target.name}"
+        if target.exists():  # rename(2) cannot replace a folder that holds files
+            target.rename(replaced)
+        aside.rename(target)
+        sync_folder(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        put_back(target.parent)
+        raise
+
+
+def put_back(folder: Path) -> None:
+    """Undo what `commit_folder` began and did not end: a folder that was moved out of the way, with nothing in its place, returns."""
+    for moved in folder.glob(f"{_REPLACED}*"):
+        place = folder / moved.name.removeprefix(_REPLACED)
+        if not place.exists():
+            moved.rename(place)
+
+
+def _seal(path: Path, root: Path) -> dict[str, str | int]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"name": path.relative_to(root).as_posix(), "size": path.stat().st_size, "sha256": digest}
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """sha256 of what a manifest says, so that damage to the manifest itself is noticed too."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def verify(folder: Path) -> str:
+    """An empty string if every byte of `folder` matches its manifest, else what is wrong."""
+    try:
+        manifest = parse_json((folder / MANIFEST).read_bytes())
+        seal = manifest.pop("sha256")
+        entries = [(entry["name"], entry["size"], entry["sha256"]) for entry in manifest["files"]]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} is damaged ({type(error).__name__})"
+    if seal != _digest(manifest):
+        return f"{MANIFEST} differs from its sha256"
+    for name, size, sha256 in entries:
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                return f"{name} differs from its sha256"
+    return ""
+
+
+def write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a small file atomically."""
+    aside = path.with_name(f"{_TEMPORARY}{path.name}")
+    write_synced(aside, text)
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

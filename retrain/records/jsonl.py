@@ -1,0 +1,213 @@
+"""JSON lines that survive a crash: one write a line on an append descriptor, and a reader that accepts a torn last line.
+
+JSON has no NaN and no infinity; they become null, and the line's `nonfinite` names the fields. A lone surrogate, which a model can
+write and UTF-8 cannot hold, is escaped.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from retrain.records.checkpoint import replace_file
+from retrain.errors import RunFailed
+from retrain.parsing import ParseError, json_kind, parse_json
+
+Json = dict[str, Any]
+
+_BLOCK = 1 << 16
+"""Bytes read at once from the end of a file: some forty lines of metrics."""
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """One line, newline included."""
+    text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    # backslashreplace writes a lone surrogate as \udxxx, which is JSON's own escape of it.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def finite(record: Mapping[str, Any]) -> Json:
+    """The record with plain JSON numbers; what was not finite is null and listed in `nonfinite`."""
+    nonfinite: list[str] = []
+    clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
+    return clean | {"nonfinite": nonfinite} if nonfinite else clean
+
+
+def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
+    match value:
+        case None | bool() | str():
+            return value
+        case Mapping():
+            return {str(key): _finite(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item, f"{name}[{index}]", nonfinite) for index, item in enumerate(value)]
+        case Integral():
+            return int(value)
+        case Real():  # numpy's scalars register as Real
+            if math.isfinite(value):
+                return float(value)
+            nonfinite.append(name)
+            return None
+    raise TypeError(f"{name} = {value!r} is not a JSON value")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far a file reaches, and what it holds up to there: a file that is only appended to keeps its extents as beginnings."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+
+    def problem(self, path: Path) -> str:
+        """What is wrong with the beginning of the file `path`; "" if it is as it was, or if nothing was there."""
+        if not self.size:
+            return ""
+        if not path.is_file():
+            return f"{path.name} is missing"
+        if (size := path.stat().st_size) < self.size:
+            return f"{path.name} has {size} bytes instead of {self.size}"
+        with path.open("rb") as file:
+            found = _digest(file, self.size).hexdigest()
+        return "" if found == self.sha256 else f"{path.name} differs from its sha256"
+
+
+class JsonlWriter:
+    """Appends lines to one file. A torn tail that a crash left behind is cut first, so that no line is ever glued to it.
+
+    What the disk refuses is kept and tried again, with the next line or by `sync`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_tail(path)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._size = os.fstat(self._descriptor).st_size
+        with path.open("rb") as file:
+            self._sha256 = _digest(file, self._size)
+        self._unwritten = b""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the disk refused a line that is still to be written."""
+        return bool(self._unwritten)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._unwritten += encode_line(record)
+        with suppress(OSError):  # is_behind tells, and sync raises it
+            self._write_out()
+
+    def sync(self) -> Extent:
+        """Everything written so far is on the disk, not only on its way. Raises OSError, which names the file."""
+        try:
+            self._write_out()
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        return Extent(self._size, self._sha256.hexdigest())
+
+    def _write_out(self) -> None:
+        while self._unwritten:
+            written = os.write(self._descriptor, self._unwritten)
+            self._sha256.update(self._unwritten[:written])
+            self._size += written
+            self._unwritten = self._unwritten[written:]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _digest(file: BinaryIO, size: int) -> "hashlib._Hash":
+    """sha256 of the first `size` bytes."""
+    digest = hashlib.sha256()
+    while size > 0 and (block := file.read(min(_BLOCK, size))):
+        digest.update(block)
+        size -= len(block)
+    return digest
+
+
+def _cut_torn_tail(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def read_jsonl(path: Path) -> Iterator[Json]:
+    """The lines of a file; a last line without its newline was torn by a crash and is left out.
+
+    Raises RunFailed, naming file and line, for a damaged line anywhere else.
+    """
+    for number, line in enumerate(_whole_lines(path), start=1):
+        yield _parse(line, path, number)
+
+
+def read_jsonl_backwards(path: Path) -> Iterator[Json]:
+    """The lines of a file, last one first, read in blocks from its end: the newest steps of a long file cost no more than their bytes.
+
+    A last line without its newline is left out. Raises RunFailed, naming the file, for a damaged line.
+    """
+    for line in _whole_lines_backwards(path):
+        yield _parse(line, path, None)
+
+
+def truncate_to_step(path: Path, step: int) -> None:
+    """Keep the lines of the steps before `step`, atomically; those from it on are about to be made again."""
+    if not path.exists():
+        return
+    kept = [line for number, line in enumerate(_whole_lines(path), start=1) if _parse(line, path, number)["step"] < step]
+    replace_file(path, b"".join(kept).decode("utf-8"))
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _whole_lines_backwards(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        later, torn = b"", True
+        while position > 0:
+            size = min(_BLOCK, position)
+            position -= size
+            file.seek(position)
+            first, *lines = (file.read(size) + later).split(b"\n")
+            if lines:
+                lines.reverse()
+                yield from (line for line in (lines[1:] if torn else lines) if line)
+                torn = False
+            later = first
+        if later and not torn:
+            yield later
+
+
+def _parse(line: bytes, path: Path, number: int | None) -> Json:
+    place = f"{path}, line {number}," if number else f"{path}"
+    try:
+        record = parse_json(line)
+    except ParseError as error:
+        raise RunFailed(f"{place} {error}: the file was changed or the disk is damaged.") from error
+    if not isinstance(record, dict):
+        raise RunFailed(f"{place} holds {json_kind(record)} where an object is expected.")
+    if type(record.get("step")) is not int or record["step"] < 0:
+        raise RunFailed(f"{place} has no step, which every line of a run's file counts: the file was changed or another program wrote it.")
+    return record

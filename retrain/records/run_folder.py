@@ -1,0 +1,205 @@
+"""The places of a run's files, and the marker without which nothing is ever deleted."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.records.checkpoint import TrainerState, replace_file
+from retrain.records.disk import delete
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.parsing import parse_json
+from retrain.records.jsonl import Extent, read_jsonl, truncate_to_step
+
+MARKER = ".retrain.json"
+"""Says that retrain made a folder. Its content names the kind of folder and the format."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def marker(self) -> Path:
+        return self.path / MARKER
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def lock_owner(self) -> Path:
+        """Names the process that holds the lock; a file of its own, since taking a lock empties the lock's file."""
+        return self.path / ".lock.owner"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation.jsonl"
+
+    @property
+    def emergence_steps(self) -> Path:
+        return self.path / "emergence" / "steps.jsonl"
+
+    @property
+    def generations(self) -> Path:
+        return self.path / "emergence" / "generations.jsonl"
+
+    @property
+    def tokens(self) -> Path:
+        return self.path / "tokens"
+
+    def step_tokens(self, step: int) -> Path:
+        return self.tokens / f"step_{step}.safetensors"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def trainer_state(self) -> Path:
+        return self.path / "trainer_state.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go unless `[backend] adapter_path` says otherwise."""
+        return self.path / "checkpoints"
+
+    @property
+    def checkpoint_pointer(self) -> Path:
+        """Names the folder of the checkpoints where `[backend] adapter_path` put them elsewhere."""
+        return self.path / "checkpoints.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    @property
+    def curve(self) -> Path:
+        """The learning curve, a picture."""
+        return self.path / "curve.svg"
+
+    @property
+    def report(self) -> Path:
+        """The page of `retrain report`; its pictures are named after it."""
+        return self.path / "report.html"
+
+    def written(self) -> tuple[Path, ...]:
+        """Every file and folder that a run, or a look at it, writes here; its marker and lock aside."""
+        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.tensorboard, self.wandb)
+        files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
+        return (*folders, *files, self.checkpoint_pointer, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
+
+    def lines(self) -> tuple[Path, ...]:
+        """The files of JSON lines."""
+        return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
+
+    def remains(self) -> list[Path]:
+        """What a run left here; not the pointer to its checkpoints, which stands before the run begins."""
+        return [path for path in self.written() if path != self.checkpoint_pointer and os.path.lexists(path)]
+
+    def holds_run(self) -> bool:
+        """Our marker and any of a run's files: one that is missing may be the one that was lost."""
+        return kind_of(self.path) == "run" and bool(self.remains())
+
+    def links(self) -> list[Path]:
+        """Links in the places of what a resume cuts or deletes."""
+        places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines())
+        return [path for path in places if path.is_symlink()]
+
+    def create(self) -> None:
+        """Make the folder ours. Raises ConfigurationError where a file stands in the way, EnvironmentFailure where it cannot be made."""
+        mark(self.path, "run")
+
+    def empty(self) -> None:
+        """Delete what a run wrote, and nothing else: another file that lies in the folder stays."""
+        for path in self.written():
+            delete(path)
+
+    # -- beside a checkpoint ---------------------------------------------------------------------------------------------
+
+    def missing_rows(self, state: TrainerState) -> str:
+        """What of the steps and evaluations before `state` is not here any more; "" where all is as it was."""
+        if state.files:
+            problems = (self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation))
+            return next((problem for problem in problems if problem), "")
+        # A checkpoint of 0.1.0 does not say how far the files reached.
+        here = {line.get("step") for line in read_jsonl(self.metrics)} if self.metrics.is_file() else set()
+        lost = sorted({*range(state.step)} - here)
+        return f"{self.metrics.name} has no line for step {lost[0]}" if lost else ""
+
+    def cut_to(self, state: TrainerState, say: Callable[[str], None]) -> None:
+        """Forget what came after `state`, before a resumed run makes it again."""
+        for path in self.lines():
+            extent = self._extent(path, state)
+            problem = extent.problem(path)
+            if state.files and not problem:
+                if path.is_file():
+                    os.truncate(path, extent.size)
+                continue
+            if state.files:
+                say(f"{path.relative_to(self.path)}: {problem}; what is left of it stays, and the run goes on.")
+            # An evaluation counts completed steps, and one at `state.step` may have been cut before the state knew of it.
+            truncate_to_step(path, state.last_evaluation + 1 if path == self.evaluation else state.step)
+        self._cut_tokens(state.step)
+
+    def forget_steps(self) -> None:
+        """Of a run that has no checkpoint yet."""
+        for path in self.lines():
+            path.unlink(missing_ok=True)
+        self._cut_tokens(0)
+
+    def _extent(self, path: Path, state: TrainerState) -> Extent:
+        """How far `path` reached when `state` was sealed; a file that was not there had no bytes."""
+        values = state.files.get(path.relative_to(self.path).as_posix())
+        return Extent(**values) if values else Extent(0, "")
+
+    def _cut_tokens(self, step: int) -> None:
+        for path in self.tokens.glob("step_*.safetensors"):
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) >= step:
+                path.unlink()
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """The content of our marker; empty where there is none that can be read."""
+    try:
+        content = parse_json((folder / MARKER).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def kind_of(folder: Path) -> str:
+    """What retrain made a folder for: run, checkpoints, campaign; "" where it did not."""
+    return str(read_marker(folder).get("kind", ""))
+
+
+def mark(folder: Path, kind: str, **content: str) -> None:
+    """Create `folder` with our marker in it; an existing marker stays."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not read_marker(folder):
+            replace_file(folder / MARKER, json.dumps({"kind": kind, "format": _FORMAT} | content) + "\n")
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigurationError(f"{folder} cannot be a folder: a file of that name is in the way; choose another path.") from error
+    except OSError as error:
+        raise EnvironmentFailure(f"{folder} cannot be written: {error.strerror}; choose another path or change its permissions.") from error

@@ -1,0 +1,100 @@
+"""tokens/step_N.safetensors: every sampled token of one step with what was computed about it, for `retrain inspect`.
+
+Flat arrays over the step's completions; completion i owns the half-open range offsets[i] .. offsets[i + 1].
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.records.checkpoint import sync_folder
+from retrain.records.disk import safetensors_io
+
+_STAGE = "advantages."
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """N completions with n tokens in all."""
+
+    offsets: npt.NDArray[np.int64]
+    """[N + 1], from 0 to n."""
+    slot: npt.NDArray[np.int32]
+    """[N] the prompt's place in the step."""
+    sample: npt.NDArray[np.int32]
+    """[N]"""
+    token_ids: npt.NDArray[np.int32]
+    """[n]"""
+    logprobs: npt.NDArray[np.float32]
+    """[n]"""
+    entropies: npt.NDArray[np.float32] | None
+    """[n] Shannon entropy in nats; None where the engine has none."""
+    mask: npt.NDArray[np.uint8] | None
+    """[n] 1 inside a planning phrase; None where the condition does not look for them."""
+    advantages: Mapping[str, npt.NDArray[np.float32]]
+    """Stage -> [n], in the order in which the stages were applied."""
+    rewards: npt.NDArray[np.float64] | None = None
+    """[N]; with the rest of what follows None in files of versions that did not store it."""
+    truncated: npt.NDArray[np.uint8] | None = None
+    """[N] 1 where a completion ended by length."""
+    log_ratios: npt.NDArray[np.float32] | None = None
+    """[n] learner - sampler log-prob before the step; NaN where the token was not trained on."""
+    prompt_offsets: npt.NDArray[np.int64] | None = None
+    """[P + 1] of the prompts in the order in which their slots come."""
+    prompt_token_ids: npt.NDArray[np.int32] | None = None
+    """[p] the prompts' tokens, each prompt once."""
+    kept: npt.NDArray[np.int32] | None = None
+    """[n] how many tokens each one was drawn from; None where the sampled distribution was not truncated."""
+
+
+_OPTIONAL = ("entropies", "mask", "rewards", "truncated", "log_ratios", "prompt_offsets", "prompt_token_ids", "kept")
+
+
+def write_tokens(path: Path, table: TokenTable, step: int) -> None:
+    """Write one step's table, atomically."""
+    from safetensors.numpy import save_file
+
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "offsets": table.offsets,
+        "slot": table.slot,
+        "sample": table.sample,
+        "token_ids": table.token_ids,
+        "logprobs": table.logprobs,
+    }
+    arrays |= {name: values for name in _OPTIONAL if (values := getattr(table, name)) is not None}
+    arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".tmp-{path.name}")
+    # safetensors keeps no order of its arrays, so the stages are listed beside them; one entry, since it orders entries at random.
+    with safetensors_io():
+        save_file(
+            {name: np.ascontiguousarray(values) for name, values in arrays.items()},
+            aside,
+            metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
+        )
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def read_tokens(path: Path) -> TokenTable:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+    return TokenTable(
+        offsets=arrays["offsets"],
+        slot=arrays["slot"],
+        sample=arrays["sample"],
+        token_ids=arrays["token_ids"],
+        logprobs=arrays["logprobs"],
+        advantages={stage: arrays[f"{_STAGE}{stage}"] for stage in stages},
+        **{name: arrays.get(name) for name in _OPTIONAL},
+    )

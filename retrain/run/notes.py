@@ -1,0 +1,151 @@
+"""What a run says about its configuration before it begins: what is unused here, what may surprise, what is not built."""
+
+from retrain.config import TrainConfig
+from retrain.config.outcomes import not_built, unused_keys
+from retrain.config.schema import DEFAULT_CLIPS
+from retrain.errors import ConfigurationError
+from retrain.distributed import World
+from retrain.advantages.sepa import maximal_lambda_note
+
+
+def refuse_not_built(config: TrainConfig) -> None:
+    """Raises ConfigurationError for every feature that the schema knows and this version does not have yet."""
+    if problems := not_built(config):
+        raise ConfigurationError(problems)
+
+
+def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
+    """Raises ConfigurationError where the base is to be held in parts and nobody is there to hold the others."""
+    if config.backend.shard_base:
+        from retrain.model.sharding import shards_of  # torch comes with it
+
+        shards_of(config, world)
+
+
+def preflight_lines(config: TrainConfig) -> list[str]:
+    """One sentence a line."""
+    return [*_origin_lines(config), *unused_keys(config), *notes(config)]
+
+
+def notes(config: TrainConfig) -> list[str]:
+    """What is allowed in a single run and may surprise, one sentence each."""
+    found = (
+        trust_note(config),
+        maximal_lambda_note(config),
+        _loss_note(config),
+        _dropout_note(config),
+        _truncation_note(config),
+        _split_note(config),
+        _sharding_note(config),
+        _back_pressure_note(config),
+    )
+    return [note for note in found if note]
+
+
+def _origin_lines(config: TrainConfig) -> list[str]:
+    """Values that a variable or a flag put over the file's, since the file alone would mislead."""
+    return [
+        f"{path} = {config.value(path)!r} from {origin}" for path, origin in config.provenance.items() if origin not in ("default", "file")
+    ]
+
+
+_ROOM = 0.01
+"""How far a bound must be from 1 for the mismatch of sampler and learner in float32 never to reach it."""
+def trust_note(config: TrainConfig) -> str:
+    """Said whenever a model is about to be loaded with code of its own."""
+    if not config.model.trust_remote_code:
+        return ""
+    return f"[model] trust_remote_code = true: Python code that comes with {config.model.model} runs as this user."
+
+
+def _loss_note(config: TrainConfig) -> str:
+    """With one update per step the ratio is 1 up to the mismatch of sampler and learner, so a clip around 1 cannot act (decision D29)."""
+    loss, training = config.loss, config.training
+    if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1 or not _clip_leaves_one_alone(config):
+        return ""
+    return (
+        f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch of sampler and learner, so the gradient '
+        "is that of importance_sampling; the clip matters from [training] updates_per_batch or minibatches = 2 on, and clip_fraction "
+        "says how much it does."
+    )
+
+
+def _clip_leaves_one_alone(config: TrainConfig) -> bool:
+    """Whether the first update's ratios lie inside the clip, whatever the device: they are 1 against recomputed log-probs. Against the
+    sampler's they hold rounding, dropout, and in split mode a step of learning.
+    """
+    loss = config.loss
+    low, high = loss.clips if loss.mode != "cispo" else (1 - loss.clips[0], loss.clips[1] - 1)
+    if loss.old_logprobs == "recomputed":
+        return low > 0 and high > 0
+    if config.lora.dropout or len(config.backend.device_list) > 1:
+        return False
+    recomputed_if_rounded = loss.mode == "gspo" and not config.is_set("loss.old_logprobs")
+    return min(low, high) >= (min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM)
+
+
+def _split_note(config: TrainConfig) -> str:
+    """Two devices: what makes up for sampling by older weights."""
+    if len(config.backend.device_list) < 2:
+        return ""
+    loss = config.loss
+    if loss.mode == "gspo" and not config.is_set("loss.old_logprobs"):
+        correction = (
+            'the ratio of [loss] mode = "gspo" is against the log-probs of the weights that sampled, but in half precision against '
+            'recomputed ones, which corrects nothing: set old_logprobs = "recomputed" and correction = "tis" there'
+        )
+    elif loss.old_logprobs == "sampler":
+        correction = f'the ratio of [loss] mode = "{loss.mode}" is against the log-probs of the weights that sampled'
+    elif loss.correction != "none":
+        correction = f'[loss] correction = "{loss.correction}" weights the tokens by learner over sampler'
+    else:
+        correction = 'nothing corrects it with old_logprobs = "recomputed"; set [loss] correction = "tis" or "icepop"'
+    return (
+        f"Split mode: steps that follow neither a checkpoint nor an evaluation are sampled by weights one step old; {correction}, "
+        "and ratio_mean, ess and mismatch_k1 show how far the two are apart."
+    )
+
+
+def _sharding_note(config: TrainConfig) -> str:
+    if not config.backend.shard_base or config.kind == "squeeze":
+        return ""
+    return (
+        "[backend] shard_base = true: every pass, that of each generated token too, gathers all layers from the other processes, so use it "
+        "only where one GPU cannot hold the model; the memory that explain predicts is that of one process with the whole model."
+    )
+
+
+def _dropout_note(config: TrainConfig) -> str:
+    """The sampler never drops anything, the learner does: its log-probs against the sampled ones hold the masks too."""
+    if not config.lora.dropout:
+        return ""
+    effect = (
+        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 hold its effect and are not "
+        "1, 1 and 0 before the first update"
+    )
+    if config.loss.old_logprobs == "recomputed":
+        return f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
+    return f'{effect}, and so does the loss\'s ratio; set [loss] old_logprobs = "recomputed" to take that under the same masks.'
+
+
+def _truncation_note(config: TrainConfig) -> str:
+    """What else changes with the sampled distribution."""
+    if not config.training.truncated:
+        return ""
+    cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]
+    values = ", ".join(f"{key} = {config.value(f'training.{key}'):g}" for key in cuts)
+    kl = "; the KL term is against the base's whole distribution" if config.loss.kl_coef else ""
+    return (
+        f"[training] {values}: sampled and trained as the distribution renormalised over the kept tokens, so log-probs, surprisals and "
+        f"entropies are of that distribution, and a position where one token is kept trains nothing{kl}."
+    )
+
+
+def _back_pressure_note(config: TrainConfig) -> str:
+    pressure = config.backpressure
+    if not pressure.enabled:
+        return ""
+    return (
+        f"[backpressure] changes the batch size, from {config.training.batch_size} to between {pressure.min_batch_size} and "
+        f"{pressure.max_batch_size} prompts a step: steps differ in size and time, and runs of one seed see a prompt in different steps."
+    )

@@ -1,0 +1,252 @@
+"""The run's folder at start: whose it is, who writes it, where its checkpoints lie, and what an earlier session left in it."""
+
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState, put_back, replace_file
+from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
+from retrain.records.disk import expanded
+from retrain.errors import ConfigurationError, RunFailed
+from retrain.parsing import is_path_text, read_object
+from retrain.records.redact import Redactor
+from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A run folder that is ours, with what an earlier session left in it."""
+
+    config: TrainConfig
+    """With the seed drawn, and with the log_dir of the run that is gone on with."""
+    folder: RunFolder
+    store: CheckpointStore
+    state: TrainerState
+    checkpoint: Checkpoint | None
+    """What to load; None starts from step 0."""
+    notes: tuple[str, ...]
+
+
+@contextmanager
+def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
+    """Hold the run folder's lock for as long as the context lasts.
+
+    Raises ConfigurationError for a folder that may not be used, and for keys that may not change at resume.
+    """
+    if config.kind == "campaign":
+        raise ConfigurationError(
+            f"{config.source_path or 'the configuration'} is a campaign and no single run; start it by `retrain FILE` or "
+            "retrain.campaign.run_campaign."
+        )
+    resuming = bool(config.resume.from_)
+    folder = RunFolder(Path(config.resume.from_ or config.logging.log_dir))
+    kind = kind_of(folder.path)
+    if kind == "campaign":
+        raise ConfigurationError(
+            f"{folder.path} holds a campaign and no single run; go on with it by its own file, or name another folder."
+        )
+    if kind not in ("", "run"):
+        raise ConfigurationError(f"{folder.path} is a folder of {kind} that retrain made, and holds no run; name another folder.")
+    if resuming and not kind:
+        raise ConfigurationError(f"[resume] from = {str(folder.path)!r} holds no run of retrain (no {MARKER}); name a run's folder.")
+    if not kind and (taken := [path.name for path in folder.written() if path.exists()]):
+        raise ConfigurationError(
+            f"{folder.path} holds {', '.join(taken)} and was not made by retrain (no {MARKER}), so nothing there is overwritten; "
+            "choose another [logging] log_dir or move them away."
+        )
+    folder.create()
+    with writer_lock(folder):
+        if resuming and folder.holds_run():
+            yield _reopen(config, folder)
+        elif folder.holds_run() and not overwrite:
+            raise ConfigurationError(
+                f"{folder.path} already holds a run: go on with it by --resume {folder.path}, start it anew with --overwrite, "
+                "or choose another [logging] log_dir."
+            )
+        else:
+            yield _open_new(config, folder, resuming, overwrite)
+
+
+@contextmanager
+def writer_lock(folder: RunFolder) -> Iterator[None]:
+    """One writer a run."""
+    owner = folder.lock_owner
+    lock = FileLock(folder.lock)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        who = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
+        raise ConfigurationError(f"{folder.path} is being written by {who}; wait for it, or choose another [logging] log_dir.") from None
+    try:
+        owner.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()
+
+
+def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> Opening:
+    config = with_drawn_seed(config)
+    checkpoints = _checkpoint_folder(config, folder, overwrite)
+    folder.empty()
+    if checkpoints != folder.checkpoints:
+        _claim(checkpoints, folder)
+    state = TrainerState(seed=config.training.seed, config_hash=config_hash(config), batch_size=config.training.batch_size)
+    notes = (f"{folder.path} has no checkpoint yet: starting at step 0.",) if resuming else ()
+    return Opening(config, folder, CheckpointStore(checkpoints, config.training.keep_checkpoints), state, None, notes)
+
+
+def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
+    """Nothing in the folder is changed before it is known that the run can go on."""
+    if links := folder.links():
+        raise _not_resumable(folder, f"{links[0]} is a link, and nothing behind a link is changed", "put the file or folder itself there")
+    if not folder.config.is_file():
+        raise _not_resumable(folder, f"{folder.config.name} is missing")
+    stored = load_stored(folder.config)
+    changes: dict[str, object] = {"logging.log_dir": str(folder.path)}
+    if config.training.seed == -1:  # drawn when the run began
+        changes["training.seed"] = stored.training.seed
+    config = replaced(config, changes)
+    differences = resume_differences(stored, _as_stored(config))
+    if differences:
+        raise ConfigurationError(differences)
+    notes: list[str] = []
+    store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
+    checkpoint = _newest(store, folder, notes.append)
+    if store.folder != folder.checkpoints:
+        _sign(store.folder, folder)
+    if checkpoint:
+        state = checkpoint.state()
+        notes.append(f"Resuming {folder.path} after {state.step} steps.")
+        folder.cut_to(state, notes.append)
+    else:
+        state = TrainerState(seed=config.training.seed, config_hash=config_hash(config), batch_size=config.training.batch_size)
+        notes.append(f"{folder.path} has no checkpoint yet: starting at step 0.")
+        folder.forget_steps()
+    store.make_room_after(state.step, notes.append)
+    return Opening(config, folder, store, state, checkpoint, tuple(notes))
+
+
+def _newest(store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to go on from; None where none was made. Raises ConfigurationError where those that were made cannot be used."""
+    put_back(store.folder)
+    passed_over: list[str] = []
+    found = store.newest(passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state()))
+    if found is None and passed_over:
+        raise _not_resumable(folder, " ".join(passed_over).removesuffix("; trying the one before."))
+    if found is None and folder.trainer_state.exists():
+        raise _not_resumable(folder, f"{folder.trainer_state.name} says that a checkpoint was made, and {store.folder} holds none")
+    for line in passed_over:
+        say(line)
+    return found
+
+
+def _not_resumable(folder: RunFolder, problem: str, remedy: str = "put back what is missing") -> ConfigurationError:
+    return ConfigurationError(
+        f"{folder.path} cannot be resumed and is left as it is: {problem}; {remedy}, start the run anew with --overwrite, which deletes "
+        "what is there, or choose another [logging] log_dir."
+    )
+
+
+def _as_stored(config: TrainConfig) -> TrainConfig:
+    """The configuration as config.toml holds it: credentials in it are masked there, so they must not count as a difference."""
+    return load_text(dump_toml(Redactor().config(config)))
+
+
+# -- checkpoints outside the run's folder --------------------------------------------------------------------------------
+
+
+def _checkpoint_folder(config: TrainConfig, folder: RunFolder, overwrite: bool) -> Path:
+    """`<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises ConfigurationError where another run's checkpoints lie."""
+    if not config.backend.adapter_path:
+        return folder.checkpoints
+    name = folder.path.resolve().name
+    if not _SAFE_NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"[logging] log_dir ends in {name!r}, which cannot name a folder under [backend] adapter_path; "
+            "use letters, digits and ._+=- there."
+        )
+    target = (expanded(config.backend.adapter_path, "[backend] adapter_path") / name).resolve()
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return target
+    marker = read_marker(target)
+    if folder.checkpoint_pointer.is_file():
+        foreign = bool(_foreign(target, _pointer(folder)[1], folder))
+    else:  # the marker is made before the pointer, and the pointer goes first
+        foreign = marker.get("kind") != "checkpoints" or marker.get("run") != str(folder.path.resolve())
+    if foreign:
+        raise ConfigurationError(
+            f"{target} holds the checkpoints of another run, so [backend] adapter_path = {config.backend.adapter_path!r} cannot be used "
+            "with this log_dir; give the run another log_dir or adapter_path."
+        )
+    if CheckpointStore(target).steps() and not overwrite:
+        raise ConfigurationError(
+            f"{target} holds checkpoints of {folder.path}, whose own files are gone: start the run anew with --overwrite, which deletes "
+            "them, or choose another [logging] log_dir."
+        )
+    return target
+
+
+def _claim(target: Path, folder: RunFolder) -> None:
+    """Empty `target`, mark it as this run's, and note in the run's folder where it is."""
+    run_id = secrets.token_hex(8)
+    if target.exists():
+        CheckpointStore(target).empty()  # ours: _checkpoint_folder looked
+    mark(target, "checkpoints")
+    _sign(target, folder, run_id)
+    replace_file(folder.checkpoint_pointer, json.dumps({"path": str(target), "run_id": run_id}) + "\n")
+
+
+def _sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
+    """Write into the marker at `target` whose the checkpoints are: a run that was moved is found under its new name."""
+    here = {"run": str(folder.path.resolve())} | ({"run_id": run_id} if run_id else {})
+    marker = read_marker(target)
+    if marker | here != marker:
+        replace_file(target / MARKER, json.dumps(marker | here) + "\n")
+
+
+def stored_checkpoints(folder: RunFolder) -> Path:
+    """Where the checkpoints of an existing run lie. Raises ConfigurationError where the pointer names a folder that is not this run's."""
+    if not folder.checkpoint_pointer.is_file():
+        return folder.checkpoints
+    target, run_id = _pointer(folder)
+    if problem := _foreign(target, run_id, folder):
+        raise ConfigurationError(
+            f"{folder.checkpoint_pointer} names {target}, {problem}, so nothing there is read or changed; to make {folder.path} a run of "
+            f"its own, copy its checkpoints to {folder.checkpoints} and delete {folder.checkpoint_pointer.name}."
+        )
+    return target
+
+
+def _pointer(folder: RunFolder) -> tuple[Path, str]:
+    """The folder of the checkpoints and the run's id. Raises RunFailed for a file that names none."""
+    content = read_object(folder.checkpoint_pointer)
+    path, run_id = content.get("path"), content.get("run_id")
+    if not is_path_text(path) or not isinstance(run_id, str):
+        raise RunFailed(f"{folder.checkpoint_pointer} names no folder of checkpoints: the file was changed or another program wrote it.")
+    return Path(str(path)), run_id
+
+
+def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
+    """Why the checkpoints at `target` are not those of the run in `folder`; "" where they are.
+
+    Their marker names the run's id and its folder. Where that is another folder, the run was moved, unless the one that is named is
+    still there: then this one is a copy.
+    """
+    marker = read_marker(target)
+    if marker.get("kind") != "checkpoints" or marker.get("run_id") != run_id:
+        return "which has no marker of this run"
+    owner = RunFolder(Path(str(marker.get("run", folder.path.resolve()))))  # 0.1.0 named no folder
+    if owner.path == folder.path.resolve() or not owner.checkpoint_pointer.is_file() or _pointer(owner)[1] != run_id:
+        return ""
+    return f"whose checkpoints belong to {owner.path}, of which {folder.path} is a copy"

@@ -1,0 +1,194 @@
+"""The parts of a run, loaded in the order that the screen shows, and the gate that they must pass."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import monotonic
+
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.backends import build_backend
+from retrain.backends.base import Backend
+from retrain.config import TrainConfig
+from retrain.config.judging import judging_note, with_judging_reward
+from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
+from retrain.backends.declared import capability_notes, incapable
+from retrain.errors import ConfigurationError
+from retrain.run.evaluation import Evaluator
+from retrain.inference_engine.base import Truncation
+from retrain.noise import Stream
+from retrain.distributed import ALONE, World
+from retrain.run.gate import GateInputs, GateResult, parity_gate
+from retrain.rewards import FailureGuard, Scorer, build_scorer
+from retrain.run.rollout import Sampler, SamplingPlan
+from retrain.model.text import TextModel, load_text_model
+from retrain.types import MachineChoices, Prompt
+
+Say = Callable[[str], None]
+
+_EVALUATION_ORDER_SEED = 0
+"""Sources are sorted by subject, so the problems are taken in a shuffled order, which is no run's own."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a step calls."""
+
+    text: TextModel
+    prompts: PromptSet
+    backend: Backend
+    scorer: Scorer
+    judge: Scorer
+    """Of held-out answers; the scorer itself unless that is random."""
+    guard: FailureGuard
+    sampler: Sampler
+    credit: CreditPipeline
+    evaluator: Evaluator | None
+
+    def close(self) -> None:
+        self.scorer.close()
+        self.judge.close()
+        self.backend.close()
+
+
+def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, world: World = ALONE, *, learns: bool = True) -> Parts:
+    """Tokenizer, data, model, rewards, credit; cheap parts first, so that a mistake shows before a model is loaded.
+
+    `learns`: steps will be made, so what they take is said.
+    """
+    if problems := incapable(config):
+        raise ConfigurationError(problems)
+    for note in capability_notes(config):
+        say(note)
+    text = load_text(config, say)
+    credit = CreditPipeline(config, text.vocabulary.pieces)
+    for note in credit.notes:
+        say(note)
+    prompts = load_prompts(config, text, say)
+    held_out = load_held_out(config, text, prompts, say) if config.evaluation.asked_for else None
+    with ExitStack() as undo:
+        scorer = build_scorer(config)  # its workers start while the model loads
+        undo.callback(scorer.close)
+        judge = load_judge(config, scorer, say) if held_out else scorer
+        undo.callback(judge.close)
+        if learns:
+            say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
+        backend = build_backend(config, text.eos_ids, choices, say, world)
+        undo.callback(backend.close)
+        undo.pop_all()
+    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic, world)
+    examiner = Sampler(backend.engine, judge, text.vocabulary.text, monotonic, world)
+    evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
+    guard = FailureGuard(config.reward.max_failure_rate)
+    return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, evaluator)
+
+
+def load_text(config: TrainConfig, say: Say) -> TextModel:
+    say(f"Loading tokenizer for {config.model.model} ...")
+    text = load_text_model(config.model)
+    say("Loading vocabulary table...")
+    say(f"Vocabulary table: {len(text.vocabulary)} entries")
+    return text
+
+
+def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Sequence[Prompt], say: Say, world: World = ALONE) -> None:
+    """What the run will take, before the weights are loaded. Raises EnvironmentFailure where not even one completion would fit."""
+    if config.backend.backend != "local":
+        return
+    from retrain.model.sharding import shards_of
+    from retrain.model.memory import NotPredictable, predict_memory  # torch, which other backends do without
+
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    try:
+        say(predict_memory(config, prompt_tokens=longest, choices=choices, shards=shards_of(config, world)).line())
+    except NotPredictable as error:
+        say(str(error))
+
+
+def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
+    say("Loading dataset...")
+    loaded = load_examples(config, "train")
+    say(f"Loaded {len(loaded)} examples")
+    prompts = encode_prompts(config, text, loaded)
+    say(f"Pre-encoded {len(prompts)} prompts")
+    for note in prompts.notes:
+        say(note)
+    return prompts
+
+
+def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say: Say) -> list[Prompt]:
+    """`[evaluation] max_examples` of the held-out problems, the same ones in the same order for every run of a data set."""
+    loaded = load_examples(config, "heldout")
+    prompts = encode_prompts(config, text, loaded)
+    shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
+    count = min(config.evaluation.max_examples or len(prompts), len(prompts))
+    say(f"Held-out evaluation on {count} of {len(prompts)} problems")
+    for note in filter(None, (*prompts.notes, shared)):
+        say(note)
+    return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
+
+
+def load_judge(config: TrainConfig, scorer: Scorer, say: Say) -> Scorer:
+    """The scorer of held-out answers: the run's own unless chance has a part in it."""
+    judging = with_judging_reward(config)
+    if judging is config:
+        return scorer
+    say(judging_note(judging))
+    return build_scorer(judging)
+
+
+def training_plan(config: TrainConfig) -> SamplingPlan:
+    training = config.training
+    return SamplingPlan(
+        group_size=training.group_size,
+        max_tokens=training.max_tokens,
+        temperature=training.temperature,
+        seed=training.seed,
+        stream=Stream.SAMPLING,
+        redraws=training.dynamic_sampling,
+        truncation=truncation(config),
+    )
+
+
+def truncation(config: TrainConfig) -> Truncation:
+    """That of training, which evaluation shares."""
+    return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
+
+
+def evaluation_plan(config: TrainConfig) -> SamplingPlan:
+    evaluation, training = config.evaluation, config.training
+    return SamplingPlan(
+        group_size=evaluation.samples,
+        max_tokens=training.max_tokens,
+        temperature=training.temperature if evaluation.temperature is None else evaluation.temperature,
+        seed=training.seed,
+        stream=Stream.EVALUATION,
+        truncation=truncation(config),
+    )
+
+
+def is_rounded(config: TrainConfig, backend: Backend) -> bool:
+    """Whether sampler or learner computes, or keeps its KV cache, in 16 bits or fewer."""
+    return backend.half_precision or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
+
+
+def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bool = False) -> GateResult:
+    """On the first prompts of the data order, so that a resumed run is judged on the same ones.
+
+    `step` counts the training steps behind the weights; `trained`: the engine has been given them already, and answers by them first.
+    """
+    inputs = GateInputs(
+        backend=parts.backend,
+        scorer=parts.scorer,
+        decode=lambda ids: str(parts.text.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        eos_ids=parts.text.eos_ids,
+        temperature=config.training.temperature,
+        truncation=truncation(config),
+        max_tokens=config.training.max_tokens,
+        longest_row=config.training.max_tokens + max(len(prompt.token_ids) for prompt in parts.prompts.prompts),
+        seed=config.training.seed,
+        half_precision=is_rounded(config, parts.backend),
+        step=step,
+        trained=trained,
+    )
+    count = min(config.training.batch_size, len(parts.prompts))
+    return parity_gate(inputs, parts.prompts.batch(0, count, config.training.seed))

@@ -1,0 +1,154 @@
+"""Sampling the groups of one step: completions are scored while others still decode.
+
+The trainer's half of the stream: it turns prompts into requests, completions into texts, and texts into scores.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from retrain.data import Prompt
+from retrain.inference_engine.base import WHOLE_VOCABULARY, InferenceEngine, NoiseKey, SampleRequest, Truncation
+from retrain.distributed import ALONE, World
+from retrain.rewards import Scorer, ScoreRequest
+from retrain.types import Completion, Group, Int32Array, Score
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What every group of a step has in common."""
+
+    group_size: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    stream: int
+    redraws: int = 0
+    """Dynamic sampling: how often a group whose rewards are all equal is drawn anew."""
+    truncation: Truncation = WHOLE_VOCABULARY
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Called from inside a long step."""
+
+    check: Callable[[], None]
+    """Raises when the run was asked to stop."""
+    completion: Callable[[Completion], None]
+
+
+@dataclass
+class Rollout:
+    """The groups of one step in prompt order, with what they cost."""
+
+    groups: list[Group]
+    """The last draw of each prompt, which credit is assigned for."""
+    drawn: list[Group] = field(default_factory=list)
+    """Every draw: the first one of each prompt in prompt order, then the redraws."""
+    tokens: int = 0
+    """Prompt and completion tokens of everything sampled, redraws included."""
+    sample_seconds: float = 0.0
+    reward_seconds: float = 0.0
+    """Time spent waiting for scores after the last completion."""
+
+    @property
+    def first_draws(self) -> list[Group]:
+        """One draw of each prompt, which no reward has selected."""
+        return self.drawn[: len(self.groups)]
+
+    @property
+    def redrawn(self) -> int:
+        """Groups that were drawn anew, each as often as it was."""
+        return len(self.drawn) - len(self.groups)
+
+
+class Sampler:
+    """Draws scored groups from an engine; in a parallel run each process draws its share, and all of them get all groups."""
+
+    def __init__(
+        self, engine: InferenceEngine, scorer: Scorer, text: Callable[[Int32Array], str], clock: Callable[[], float], world: World = ALONE
+    ) -> None:
+        self.engine = engine
+        self.scorer = scorer
+        self.text = text
+        self.clock = clock
+        self.world = world
+
+    def draw(self, prompts: Sequence[Prompt], step: int, plan: SamplingPlan, watcher: Watcher) -> Rollout:
+        """One group a prompt. A redraw keeps the prompt and lets the sample index run on, so a step's prompts never change."""
+        rollout = Rollout(groups=[])
+        pending = dict(enumerate(prompts))
+        drawn: dict[int, Group] = {}
+        for attempt in range(plan.redraws + 1):
+            fresh = self._draw_shared(pending, step, plan, attempt * plan.group_size, watcher, rollout)
+            drawn.update(fresh)
+            rollout.drawn += [fresh[slot] for slot in sorted(fresh)]
+            pending = {slot: prompts[slot] for slot, group in fresh.items() if _is_uniform(group)}
+            if not pending:
+                break
+        rollout.groups = [drawn[slot] for slot in range(len(prompts))]
+        return rollout
+
+    def _draw_shared(
+        self, prompts: dict[int, Prompt], step: int, plan: SamplingPlan, first_sample: int, watcher: Watcher, rollout: Rollout
+    ) -> dict[int, Group]:
+        own = {slot: prompts[slot] for slot in self.world.share(list(prompts))}
+        before = rollout.tokens
+        groups = self._draw_once(own, step, plan, first_sample, watcher, rollout)
+        everyone = self.world.gather((groups, rollout.tokens - before))
+        rollout.tokens = before + sum(tokens for _, tokens in everyone)
+        return {slot: group for part, _ in everyone for slot, group in part.items()}
+
+    def _draw_once(
+        self, prompts: dict[int, Prompt], step: int, plan: SamplingPlan, first_sample: int, watcher: Watcher, rollout: Rollout
+    ) -> dict[int, Group]:
+        slots = list(prompts)
+        requests = [
+            SampleRequest(
+                prompt_ids=prompts[slot].token_ids,
+                count=plan.group_size,
+                max_tokens=plan.max_tokens,
+                temperature=plan.temperature,
+                noise=NoiseKey(plan.seed, plan.stream, step, slot),
+                first_sample=first_sample,
+                truncation=plan.truncation,
+            )
+            for slot in slots
+        ]
+        collected: dict[int, dict[int, tuple[Completion, str, Future[Score]]]] = {slot: {} for slot in slots}
+        started = self.clock()
+        for completion in self.engine.sample(requests):
+            watcher.check()
+            slot = slots[completion.request]
+            text = self.text(completion.token_ids)
+            request = ScoreRequest(
+                response=text,
+                reference=prompts[slot].example.reference,
+                prompt=prompts[slot].text,
+                example=prompts[slot].example,
+                step=step,
+                slot=slot,
+                sample=completion.sample,
+            )
+            collected[slot][completion.sample] = (completion, text, self.scorer.submit(request))
+            rollout.tokens += len(completion.token_ids) + len(prompts[slot].token_ids)
+            watcher.completion(completion)
+        sampled = self.clock()
+        groups = {slot: _group(prompts[slot], slot, members, watcher.check) for slot, members in collected.items()}
+        rollout.sample_seconds += sampled - started
+        rollout.reward_seconds += self.clock() - sampled
+        return groups
+
+
+def _group(prompt: Prompt, slot: int, members: dict[int, tuple[Completion, str, Future[Score]]], check: Callable[[], None]) -> Group:
+    """Order by sample index, so that a group does not depend on which completion finished first."""
+    ordered = [members[sample] for sample in sorted(members)]
+    scores = []
+    for _, _, future in ordered:
+        check()
+        scores.append(future.result())
+    return Group(prompt, slot, [item[0] for item in ordered], [item[1] for item in ordered], scores)
+
+
+def _is_uniform(group: Group) -> bool:
+    return len(set(group.judged().rewards)) <= 1

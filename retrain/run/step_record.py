@@ -1,0 +1,184 @@
+"""One step written down: the numbers of rollout, credit, learning and machine in the names of the records."""
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from retrain.advantages.pipeline import Credit
+from retrain.run.rollout import Rollout
+from retrain.tracking import GenerationRecord, TokenTable
+from retrain.types import FinishReason, Float32Array, Group, Outcome, StepResult
+
+
+@dataclass
+class StepClock:
+    """Monotonic seconds of the phases of one step; `mark` ends one phase and names the next."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _phase: str = ""
+    _since: float = 0.0
+
+    def start(self) -> None:
+        self.seconds = {}
+        self._phase, self._since = "sample", monotonic()
+
+    def mark(self, phase: str) -> None:
+        now = monotonic()
+        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+    def stop(self) -> None:
+        self.mark("")
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class RewardStatistics:
+    """Over the first draw of every prompt of a step, skipped groups included.
+
+    Not over the groups that took the place of uniform ones: these are selected by their rewards. Nor over all draws together, in which
+    a prompt weighs more the more often it is drawn, i.e. the nearer to always right or always wrong it is.
+    """
+
+    completions: int
+    judged: int
+    correct: int
+    mean_reward: float | None
+    truncated: int
+    truncated_reward_mean: float | None
+    completion_tokens_mean: float | None
+
+    @property
+    def correct_rate(self) -> float | None:
+        return self.correct / self.judged if self.judged else None
+
+
+def reward_statistics(rollout: Rollout) -> RewardStatistics:
+    pairs = [pair for group in rollout.first_draws for pair in zip(group.completions, group.scores, strict=True)]
+    rewards = [score.reward for _, score in pairs if score.reward is not None]
+    truncated = [score.reward for completion, score in pairs if completion.finish_reason is FinishReason.LENGTH]
+    return RewardStatistics(
+        completions=len(pairs),
+        judged=len(rewards),
+        correct=sum(score.outcome is Outcome.RIGHT for _, score in pairs),
+        mean_reward=mean_or_none(rewards),
+        truncated=len(truncated),
+        truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
+        completion_tokens_mean=mean_or_none([len(completion.token_ids) for completion, _ in pairs]),
+    )
+
+
+def result_fields(result: StepResult) -> dict[str, Any]:
+    """What the learner reports, in the record's names."""
+    placeholder = result.loss_is_placeholder
+    return {
+        "loss": None if placeholder else result.loss,
+        "reported_loss": result.loss,
+        "loss_is_placeholder": placeholder,
+        "ratio_mean": result.ratio_mean,
+        "ratio_max": result.ratio_max,
+        "ratio_min": result.ratio_min,
+        "mismatch_k1": result.mismatch_k1,
+        "mismatch_k3": result.mismatch_k3,
+        "ess": result.ess,
+        "clip_fraction": result.clip_fraction,
+        "log_ratio_mean": result.log_ratio_mean,
+        "log_ratio_p50": result.log_ratio_p50,
+        "log_ratio_p90": result.log_ratio_p90,
+        "log_ratio_p99": result.log_ratio_p99,
+        "grad_norm": result.grad_norm,
+        "nonfinite_updates": result.nonfinite_updates,
+    }
+
+
+def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
+    """What credit assignment reports, over all groups of the step: those that could not be judged are skipped for another reason than
+    their rewards.
+    """
+    fields = asdict(credit.statistics)
+    fields["groups_skipped_other"] += dropped_groups
+    if groups := len(credit.groups) + dropped_groups:
+        fields["informative_fraction"] = sum(group.informative for group in credit.groups) / groups
+    return fields
+
+
+def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
+    return {
+        "mean_reward": statistics.mean_reward,
+        "correct_rate": statistics.correct_rate,
+        "max_token_hit_rate": statistics.truncated / statistics.completions if statistics.completions else None,
+        "truncated_reward_mean": statistics.truncated_reward_mean,
+        "completion_tokens_mean": statistics.completion_tokens_mean,
+    }
+
+
+def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> list[GenerationRecord]:
+    """Every completion of the step as text, with the advantage that it was given."""
+    advantages = {
+        (source.slot, completion.sample): advantage
+        for source, given in zip(credit.sources, credit.groups, strict=True)
+        for completion, advantage in zip(source.completions, given.advantages, strict=True)
+    }
+    return [
+        GenerationRecord(
+            step=step,
+            prompt_id=group.prompt.prompt_id,
+            sample=completion.sample,
+            prompt=group.prompt.text,
+            completion=text,
+            reward=score.reward,
+            outcome=score.outcome.value,
+            advantage=advantages.get((group.slot, completion.sample)),
+            finish_reason=completion.finish_reason.value,
+            num_tokens=len(completion.token_ids),
+        )
+        for group in groups
+        for completion, text, score in zip(group.completions, group.texts, group.scores, strict=True)
+    ]
+
+
+def token_table(credit: Credit, with_planning: bool, log_ratios: Sequence[Float32Array] | None = None) -> TokenTable:
+    """Every judged token of the step with its advantage after each stage. `log_ratios`, [T] each, are of the judged completions."""
+    tokens = credit.tokens
+    prompts = [group.prompt.token_ids for group in credit.sources]
+    completions = [(group.slot, completion) for group in credit.sources for completion in group.completions]
+    entropies = tokens.entropies
+    kept = [completion.kept for _, completion in completions if completion.kept is not None]
+    return TokenTable(
+        offsets=np.concatenate([[0], np.cumsum(tokens.segments.lengths)]).astype(np.int64),
+        slot=np.array([slot for slot, _ in completions], np.int32),
+        sample=np.array([completion.sample for _, completion in completions], np.int32),
+        token_ids=np.concatenate([np.zeros(0, np.int32), *(completion.token_ids for _, completion in completions)]),
+        logprobs=tokens.logprobs.astype(np.float32),
+        entropies=None if entropies is None else entropies.astype(np.float32),
+        mask=tokens.planning.astype(np.uint8) if with_planning else None,
+        advantages=credit.stages_float32(),
+        rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
+        truncated=np.array([completion.finish_reason is FinishReason.LENGTH for _, completion in completions], np.uint8),
+        log_ratios=None if log_ratios is None else np.concatenate([np.zeros(0, np.float32), *log_ratios]),
+        prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
+        prompt_token_ids=np.concatenate([np.zeros(0, np.int32), *prompts]),
+        kept=np.concatenate(kept) if kept and len(kept) == len(completions) else None,
+    )
+
+
+def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def peak_memory_gib(device: str) -> float:
+    """Peak memory so far: of the device for CUDA, of the process elsewhere."""
+    if device.startswith("cuda"):
+        import torch
+
+        return float(torch.cuda.max_memory_allocated(device)) / 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes * (1 if sys.platform == "darwin" else 1024) / 2**30
