@@ -18,13 +18,13 @@ import transformers
 from report import add_output, load_average, publish, table, versions_line
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from retrain.model.adapter import Adapter
 from retrain.backends.local.learner import Learner
-from retrain.model.load import BaseModel, find_head
 from retrain.config import TrainConfig
-from retrain.model.fused import FusedDecoder
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model.adapter import Adapter
+from retrain.model.fused import FusedDecoder
+from retrain.model.load import BaseModel, find_head
 from retrain.types import MachineChoices, Row
 
 _VOCABULARY, _LAYERS, _WINDOW = 61, 4, 12

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from retrain.config import config_from_mapping, dump_toml
-from retrain.tracking import EvaluationRecord, RunFolder, RunSummary, StepRecord
 from retrain.records.jsonl import encode_line
+from retrain.tracking import EvaluationRecord, RunFolder, RunSummary, StepRecord
 
 CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa")
 PROBLEMS = 200

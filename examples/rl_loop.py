@@ -27,7 +27,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 
-from retrain.data.lab import MODEL_PATH, examples
+from retrain.data.lab import examples
+from retrain.model.text import LAB_MODEL
 
 TEMPERATURE = 1.0
 MAX_TOKENS = 96
@@ -162,8 +163,8 @@ def main(steps: int = 30, batch_size: int = 32, group_size: int = 4, lr: float =
     """Train, print one line per step, and return the mean reward of each."""
     torch.manual_seed(seed)  # the adapter's initial A; B is 0, so the first step samples from the base model
     rng = torch.Generator().manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    base = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(LAB_MODEL)
+    base = AutoModelForCausalLM.from_pretrained(LAB_MODEL, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).eval()
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=lr, weight_decay=0.0)
     problems = examples("train")

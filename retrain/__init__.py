@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "load_config", "load_runs", "train"]
 
-_HOMES = {"load_config": "config", "load_runs": "analysis.runs", "Run": "trainer", "train": "trainer"}
+_HOMES = {"load_config": "config", "load_runs": "analysis.runs", "Run": "run.loop", "train": "run.loop"}
 
 
 def __getattr__(name: str) -> Any:

@@ -59,3 +59,8 @@ class StoppedAtOnce(KeyboardInterrupt):
     def __init__(self, signal_number: int) -> None:
         super().__init__("Stopped at once; the last checkpoint stays.")
         self.exit_code = 128 + signal_number
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, for the middle of a sentence; its type where it has no text."""
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -37,12 +37,13 @@ class Kind:
     """`f(ctx)` is allowed instead of the plain form."""
     params_key: str = ""
     """The table whose values the plugin takes."""
-    is_class: bool = False
+    base: str = ""
+    """The class that a plugin must derive from, as "module.Class"; "" for a function."""
 
     @property
     def forms(self) -> str:
         """The allowed signatures, for a message."""
-        if self.is_class:
+        if self.base:
             return "a class"
         if not self.inputs:
             return "f(**params)" if not self.context else "f(), f(params) or f(ctx)"
@@ -57,8 +58,8 @@ KINDS: dict[str, Kind] = {
     "algorithm": Kind("[algorithm] algorithm_mode", ("ctx",), ("params",), True, "[algorithm.params]"),
     "reward": Kind("[reward] type", ("response", "reference"), ("prompt", "example", "params"), False, "[reward] params"),
     "data": Kind("[data] source", (), (), False, "[data] params"),
-    "engine": Kind("[inference] engine", (), is_class=True),
-    "backend": Kind("[backend] backend", (), is_class=True),
+    "engine": Kind("[inference] engine", (), base="retrain.inference_engine.base.InferenceEngine"),
+    "backend": Kind("[backend] backend", (), base="retrain.backends.base.Backend"),
 }
 _CONTEXT_NAMES = ("ctx", "context")
 
@@ -253,8 +254,9 @@ def _refuse_two_files(module: str, folders: Sequence[Path], where: str) -> None:
 
 
 def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
-    if KINDS[kind].is_class:
-        base = _base_class(kind)
+    if KINDS[kind].base:
+        module, _, name = KINDS[kind].base.rpartition(".")
+        base: type = getattr(importlib.import_module(module), name)
         if not (inspect.isclass(plugin) and issubclass(plugin, base)):
             raise ConfigurationError(f"{where} is {_a(plugin)}, and must be a subclass of {base.__module__}.{base.__qualname__}.")
         if inspect.isabstract(plugin):
@@ -287,16 +289,6 @@ def _check_bind(function: Callable[..., Any], params: Mapping[str, Any], where: 
         inspect.signature(function).bind(**{**params, **split})
     except TypeError as error:
         raise ConfigurationError(f"{where} cannot be called with [data] params {sorted(params)}: {error}.") from error
-
-
-def _base_class(kind: str) -> type:
-    if kind == "engine":
-        from retrain.inference_engine.base import InferenceEngine
-
-        return InferenceEngine
-    from retrain.backends.base import Backend
-
-    return Backend
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:

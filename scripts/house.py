@@ -83,8 +83,8 @@ def _imported(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("retrain."))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "retrain":
-            # `from retrain import x` reaches the module x, not the names that retrain/__init__.py hands out lazily.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            # `from retrain import x` reaches the module x: retrain/__init__.py itself hands names out lazily and runs nothing.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__")
 
 
 def strong_components(arrows: Arrows) -> list[set[str]]:

@@ -22,7 +22,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from retrain.data.lab import FAMILIES, MODEL_PATH, examples
+from retrain.data.lab import FAMILIES, examples
+from retrain.model.text import LAB_MODEL
 
 SEED = 20_260_801
 
@@ -269,7 +270,7 @@ def write_card(folder: Path, rows: list[str], parameters: int, loss: float) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=MODEL_PATH)
+    parser.add_argument("--output", type=Path, default=LAB_MODEL)
     parser.add_argument("--measure", action="store_true", help="only measure the model that is there")
     parser.add_argument("--start", type=Path, help="the weights to go on from, with --from-phase; new ones otherwise")
     parser.add_argument("--from-phase", type=int, default=0, help="phases before this number, counted from 0, are left out")

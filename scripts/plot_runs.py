@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from retrain.run.evaluation import clustered_interval
+from retrain.records.evaluation import clustered_interval
 from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
 

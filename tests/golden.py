@@ -19,15 +19,15 @@ from retrain.advantages import masking, planning, transforms, uncertainty
 from retrain.advantages.episode import ADVANTAGES, grpo, grpo_std, maxrl, reinforce_pp, rloo
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.ragged import Segments, flatten
+from retrain.advantages.sepa import SEPAController, check_ramp
 from retrain.advantages.step import StepTokens
 from retrain.analysis import resampling, statistics
 from retrain.backends.local import loss
 from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency, target_batch
 from retrain.config import TrainConfig
 from retrain.config.values import parse_grams
-from retrain.run.evaluation import pass_at_k
+from retrain.records.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
-from retrain.advantages.sepa import SEPAController, check_ramp
 from retrain.squeeze import compressed_alpha, layer_spectrum, recommend_rank
 from retrain.squeeze.adapter import LoraLayer
 from retrain.squeeze.analysis import checked_ranks, powers_of_two

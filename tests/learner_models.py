@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.model.adapter import Adapter
 from retrain.backends.local.learner import Learner
-from retrain.model.load import load_base_model
 from retrain.config import TrainConfig
+from retrain.model.adapter import Adapter
 from retrain.model.fused import FusedDecoder
+from retrain.model.load import load_base_model
 from retrain.types import Float32Array, MachineChoices, Row
 
 VOCABULARY = 61

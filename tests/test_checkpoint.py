@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from retrain.records.checkpoint import MANIFEST, CheckpointStore, TrainerState, commit_folder, verify
 from retrain.errors import EnvironmentFailure, RunFailed
+from retrain.records.checkpoint import MANIFEST, CheckpointStore, TrainerState, commit_folder, verify
 from retrain.types import MachineChoices
 
 

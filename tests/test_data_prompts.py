@@ -9,11 +9,12 @@ from tokenizers_for_tests import byte_level
 
 from retrain.config import TrainConfig
 from retrain.data import Example, LoadedExamples, PromptSet, encode_prompts
+from retrain.data.chat import render_prompt
 from retrain.data.load import fingerprint
 from retrain.errors import ConfigurationError
-from retrain.model.text import TextModel, render_prompt
-from retrain.types import Prompt
+from retrain.model.text import TextModel
 from retrain.model.vocabulary import VocabularyTable
+from retrain.types import Prompt
 
 CONFIG = TrainConfig.model_validate({"data": {"source": "lab"}, "training": {"max_tokens": 16}})
 seeds = st.integers(min_value=0, max_value=2**32 - 1)

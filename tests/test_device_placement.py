@@ -15,16 +15,16 @@ from learner_models import config_for, make_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from retrain.model.adapter import Adapter
 from retrain.backends.local.learner import Learner, _Weights
-from retrain.model.head import Head
 from retrain.backends.local.micro_batches import LearnerRow
-from retrain.model.load import BaseModel
 from retrain.config import TrainConfig
-from retrain.model.fused import FusedDecoder
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import KVArena
 from retrain.inference_engine.sampling import _draw_chunk
+from retrain.model.adapter import Adapter
+from retrain.model.fused import FusedDecoder
+from retrain.model.head import Head
+from retrain.model.load import BaseModel
 from retrain.model.text import load_model_config
 from retrain.types import MachineChoices
 

@@ -6,12 +6,12 @@ import torch
 from transformers import Qwen3Config
 
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
-from retrain.model.attention import FlashAttention, FusedAttention, RowLengths
 from retrain.inference_engine.base import NoiseKey, SampleRequest
-from retrain.model.budget import kv_bytes_per_token, plan_decode
 from retrain.inference_engine.kv_cache import KVArena, PromptState
-from retrain.model.options import resolve
 from retrain.inference_engine.rows import Rows, Waiting
+from retrain.model.attention import FlashAttention, FusedAttention, RowLengths
+from retrain.model.budget import kv_bytes_per_token, plan_decode
+from retrain.model.options import resolve
 from retrain.noise import uniform
 
 DEFAULTS = {

@@ -14,7 +14,7 @@ from retrain import train
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.judging import judge_words, training_rewards, with_judging_reward
 from retrain.errors import ConfigurationError
-from retrain.run.evaluation import Evaluation, clustered_interval, pass_at_k
+from retrain.records.evaluation import Evaluation, clustered_interval, pass_at_k
 from retrain.tracking import EvaluationRecord
 
 

@@ -29,7 +29,8 @@ def test_the_page_fits_on_a_page_and_imports_no_trainer() -> None:
     text = (EXAMPLES / "rl_loop.py").read_text(encoding="utf-8")
     assert text.count("\n") <= 250
     assert [line for line in text.splitlines() if "import" in line and "retrain" in line] == [
-        "from retrain.data.lab import MODEL_PATH, examples"
+        "from retrain.data.lab import examples",
+        "from retrain.model.text import LAB_MODEL",
     ]
 
 
@@ -44,7 +45,7 @@ def test_the_pages_gradient_does_not_depend_on_its_micro_batches(rl_loop: Module
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(rl_loop.MODEL_PATH, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(rl_loop.LAB_MODEL, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=0.0)

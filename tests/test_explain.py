@@ -10,7 +10,6 @@ from runs import lines, small
 
 from retrain import train
 from retrain.campaign import Plan, plan_campaign
-from retrain.records.checkpoint import TrainerState
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml, load_config
 from retrain.config.merging import deep_merge
@@ -19,6 +18,7 @@ from retrain.explain import explain
 from retrain.explain.schedule import schedule_campaign
 from retrain.explain.text import to_text
 from retrain.explain.timing import StepTime
+from retrain.records.checkpoint import TrainerState
 from retrain.run.notes import notes
 
 CAMPAIGN: dict[str, Any] = {

@@ -8,7 +8,7 @@ from runs import small
 
 from retrain import train
 from retrain.cli.main import main
-from retrain.data.lab import MODEL_PATH
+from retrain.model.text import LAB_MODEL
 
 EVIL = "import os, pathlib\npathlib.Path(os.environ['RETRAIN_TEST_TRACE']).touch()\ndef f(*a, **k):\n    return 1.0\n"
 MODEL_CODE = EVIL + "from transformers import Qwen3Config\nclass C(Qwen3Config):\n    pass\n"
@@ -25,7 +25,7 @@ def foreign(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """The same run, with a model whose configuration is code and a plugin beside config.toml."""
     folder, model = tmp_path / "run", tmp_path / "model"
     shutil.copytree(honest, folder)
-    shutil.copytree(MODEL_PATH, model)
+    shutil.copytree(LAB_MODEL, model)
     settings = (model / "config.json").read_text().rstrip().removesuffix("}") + ', "auto_map": {"AutoConfig": "evil_model.C"}}'
     (model / "config.json").write_text(settings.replace('"model_type": "qwen3"', '"model_type": "evil"'))
     (model / "evil_model.py").write_text(MODEL_CODE)

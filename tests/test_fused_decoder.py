@@ -8,10 +8,10 @@ from learner_models import config_for, distance, gradients, make_learner, make_r
 
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow
-from retrain.model.packing import PackedAttention, Segment
 from retrain.model import packed
-from retrain.model.fused import FusedDecoder
 from retrain.model.attention import FusedAttention
+from retrain.model.fused import FusedDecoder
+from retrain.model.packing import PackedAttention, Segment
 
 FUSED, OTHERS = ("qwen3", "llama"), ("gemma2", "cohere", "granite")
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from retrain.data import lab
 from retrain.errors import ConfigurationError
+from retrain.model.text import LAB_MODEL
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 DIFFICULTIES = range(1, lab.MAX_DIFFICULTY + 1)
@@ -21,12 +22,12 @@ DIFFICULTIES = range(1, lab.MAX_DIFFICULTY + 1)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(lab.MODEL_PATH)
+    return AutoTokenizer.from_pretrained(LAB_MODEL)
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(lab.MODEL_PATH).eval()
+    return AutoModelForCausalLM.from_pretrained(LAB_MODEL).eval()
 
 
 # ---- problems -----------------------------------------------------------------------------------------------------------------------
@@ -110,12 +111,12 @@ def test_the_model_folder_loads_as_a_neutral_qwen3(model: PreTrainedModel, token
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.max_position_embeddings >= 2048
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
-    generation = json.loads((lab.MODEL_PATH / "generation_config.json").read_text())
+    generation = json.loads((LAB_MODEL / "generation_config.json").read_text())
     assert set(generation) == {"eos_token_id", "pad_token_id"}, "a sampling setting would leak into other programs"
 
 
 def test_the_model_folder_is_a_few_megabytes_and_names_no_machine() -> None:
-    files = list(lab.MODEL_PATH.iterdir())
+    files = list(LAB_MODEL.iterdir())
     assert sum(file.stat().st_size for file in files) < 4_000_000
     for file in files:
         if file.suffix in {".json", ".md", ".jinja"}:

@@ -11,9 +11,9 @@ from learner_models import config_for, distance, gradients, make_learner, make_r
 from learner_reference import reference_loss, row_scores
 
 from retrain import train
-from retrain.backends import build_backend
 from retrain.backends.local.learner import Learner
 from retrain.distributed import World
+from retrain.run.parts import build_backend
 from retrain.types import Row, StepResult
 from tests.runs import lines, small
 

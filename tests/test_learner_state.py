@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_models import VOCABULARY, config_for, distance, gradients, make_learner, make_rows, model_folder, with_logprobs
 
-from retrain.model.adapter import Adapter
 from retrain.backends.local.backend import LocalBackend, _deterministic
-from retrain.model.dropout import DropoutKey, KeyedDropout
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, minibatch_split, pack, split_rows
-from retrain.model.load import load_base_model
 from retrain.backends.local.optimizer import learning_rate
-from retrain.model.philox import philox as torch_philox
 from retrain.backends.local.rows import check_rows, needed_tokens, shift
+from retrain.model.adapter import Adapter
 from retrain.model.attention import FusedAttention
-from retrain.noise import philox
+from retrain.model.dropout import DropoutKey, KeyedDropout
+from retrain.model.load import load_base_model
+from retrain.model.philox import philox as torch_philox
 from retrain.model.text import resolve_model
+from retrain.noise import philox
 from retrain.types import Row
 
 TRAIN = {"lr": 0.02, "weight_decay": 0.1, "minibatches": 2, "updates_per_batch": 2, "lr_schedule": "cosine", "max_steps": 6}
@@ -334,10 +334,10 @@ def test_an_unknown_target_module_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_back() -> None:
-    from retrain.model.devices import choose_device
     from retrain.config import TrainConfig
-    from retrain.errors import ConfigurationError, EnvironmentFailure
     from retrain.distributed import World
+    from retrain.errors import ConfigurationError, EnvironmentFailure
+    from retrain.model.devices import choose_device
 
     with pytest.raises(EnvironmentFailure, match="gpu:7"):
         choose_device(config_for(backend={"devices": "gpu:7"}))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from retrain.advantages.planning import RegexDetector
+from retrain.records.redact import Redactor
+from retrain.records.terminal import clean, one_line, visible, without_escapes
 from retrain.rewards.boxed import extract_boxed
 from retrain.rewards.match import answers_match
 from retrain.rewards.math import settled
-from retrain.records.redact import Redactor
-from retrain.records.terminal import clean, one_line, visible, without_escapes
 
 _SHORT, _LONG = 10_000, 40_000
 _REDACTOR = Redactor({"A_KEY": "sesame-open"})

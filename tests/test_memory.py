@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
-from retrain.model.footprint import footprint
-from retrain.model.machine import Machine
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
+from retrain.model.footprint import footprint
+from retrain.model.machine import Machine
 from retrain.model.memory import GIB, Memory, predict_memory
 from retrain.types import Row
 

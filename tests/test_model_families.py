@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from retrain.model.load import choose_deterministic_experts
 from retrain.errors import ConfigurationError
-from retrain.model import fused as decoder
-from retrain.model.fused import FusedDecoder
-from retrain.model.attention import FusedAttention, attend
 from retrain.inference_engine.kv_cache import PromptPass
+from retrain.model import fused as decoder
+from retrain.model.attention import FusedAttention, attend
+from retrain.model.fused import FusedDecoder
+from retrain.model.load import choose_deterministic_experts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from families import FAMILIES, compare, tiny_model

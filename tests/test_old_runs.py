@@ -18,9 +18,9 @@ from retrain.analysis.verdict import Rules
 from retrain.campaign import Status, run_campaign
 from retrain.config import replaced
 from retrain.config.overrides import Overrides
-from retrain.run.evaluate import evaluate_run
 from retrain.report.build import build_page
 from retrain.report.data import Request
+from retrain.run.evaluate import evaluate_run
 from tests.runs import lines
 
 OLD = Path(__file__).parent / "data" / "written_by_0.1.0"

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.backends.local import packing, prefix_attention
-from retrain.model.packing import PackedAttention, Segment
 from retrain.model.attention import FusedAttention
+from retrain.model.packing import PackedAttention, Segment
 
 HEADS, KEY_HEADS, SIZE = 6, 2, 8
 # Two prompts that rows of several lengths continue, one of them by padding, and a row without a prompt.

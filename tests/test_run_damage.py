@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from retrain import train
-from retrain.records.checkpoint import CheckpointStore
 from retrain.config import TrainConfig
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
+from retrain.records.checkpoint import CheckpointStore
 from retrain.run.evaluate import evaluate_run
 from retrain.run.opening import Opening, open_run
 from retrain.tracking import RunFolder

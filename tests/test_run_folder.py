@@ -58,9 +58,9 @@ def test_the_final_adapter_loads_in_peft(done: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from retrain.data.lab import MODEL_PATH
+    from retrain.model.text import LAB_MODEL
 
-    base = AutoModelForCausalLM.from_pretrained(MODEL_PATH)
+    base = AutoModelForCausalLM.from_pretrained(LAB_MODEL)
     adapted = PeftModel.from_pretrained(base, done / "checkpoints" / "final")
     assert any(parameter.abs().sum() > 0 for name, parameter in adapted.named_parameters() if "lora_B" in name)
 
@@ -243,8 +243,8 @@ def test_a_failed_save_is_tried_again_and_the_third_stops_the_run(tmp_path: Path
 def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None
 ) -> None:
-    from retrain.records.checkpoint import CheckpointStore
     from retrain.errors import EnvironmentFailure
+    from retrain.records.checkpoint import CheckpointStore
 
     def no_room(store: CheckpointStore, *_: object) -> None:
         raise OSError(27, "File too large")

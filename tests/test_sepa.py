@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.advantages.sepa import SEPAController, check_ramp, maximal_lambda, maximal_lambda_note
 from retrain.config import TrainConfig
 from retrain.errors import ConfigurationError
-from retrain.advantages.sepa import SEPAController, check_ramp, maximal_lambda, maximal_lambda_note
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from learner_models import config_for
 from sharded import CASES, observe
 
-from retrain.model.sharding import shards_of
 from retrain.config import TrainConfig, load_text
-from retrain.errors import ConfigurationError
 from retrain.distributed import ALONE, World
+from retrain.errors import ConfigurationError
+from retrain.model.sharding import shards_of
 from retrain.run.loop import train
 
 Seen = dict[str, dict[str, Any]]

@@ -22,7 +22,7 @@ from retrain import train
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, replaced
 from retrain.errors import ConfigurationError
-from retrain.run.evaluation import Evaluation
+from retrain.records.evaluation import Evaluation
 from retrain.squeeze import (
     analyze_adapter,
     compress_adapter,

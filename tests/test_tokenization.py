@@ -10,8 +10,9 @@ from tokenizers_for_tests import byte_level, characters, sentencepiece
 from transformers import GenerationConfig, LlamaConfig
 
 from retrain.config.schema import Data, Model
+from retrain.data.chat import BOXED_INSTRUCTION, encode_texts, render_prompt
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.model.text import BOXED_INSTRUCTION, encode_texts, eos_token_ids, load_text_model, load_tokenizer, render_prompt
+from retrain.model.text import eos_token_ids, load_text_model, load_tokenizer
 from retrain.types import ChatMessage, Example
 
 EXAMPLE = Example("What is 12+30?", "42", example_id="one")

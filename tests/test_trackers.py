@@ -8,10 +8,10 @@ import pytest
 
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
-from retrain.tracking import RunFolder, build_tracker
-from retrain.tracking.external import import_extra, metric_name, metrics
 from retrain.records.entries import StepRecord
+from retrain.tracking import RunFolder, build_tracker
 from retrain.tracking.base import Tracker, Trackers, tracker_names
+from retrain.tracking.external import import_extra, metric_name, metrics
 
 RECORD = StepRecord(step=4, condition="grpo+none", loss=0.5, exec_entropy_mean=1.0, bp_sigma=0.1, sepa_gate_open=True)
 

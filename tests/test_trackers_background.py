@@ -13,10 +13,10 @@ from trackers import keep_here
 
 from retrain import train
 from retrain.config import TrainConfig
+from retrain.records.redact import Redactor
 from retrain.tracking import RunFolder, StepRecord
 from retrain.tracking.background import Background
 from retrain.tracking.external import ExternalSettings, ExternalTracker
-from retrain.records.redact import Redactor
 
 RECORD = StepRecord(step=0, condition="grpo+none")
 

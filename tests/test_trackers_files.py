@@ -16,11 +16,11 @@ from trackers import SECRET, keep_here
 from retrain import train
 from retrain.cli.main import main
 from retrain.config import TrainConfig
-from retrain.run.evaluation import Evaluation
+from retrain.records.evaluation import Evaluation
 from retrain.squeeze.analysis import Analysis, TableRow, analyze_adapter
 from retrain.tracking import EvaluationRecord, GenerationRecord, RunFolder, StepRecord, build_tracker, read_jsonl
-from retrain.tracking.external import metrics
 from retrain.tracking.base import track_squeeze
+from retrain.tracking.external import metrics
 
 
 @pytest.fixture(autouse=True)

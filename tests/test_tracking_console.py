@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.tracking.console import Console, evaluation_line, group_line, step_line, summary_lines
 from retrain.records.entries import EvaluationRecord, RunSummary, StepRecord
 from retrain.records.redact import Redactor
 from retrain.records.terminal import encodable, one_line
+from retrain.tracking.console import Console, evaluation_line, group_line, step_line, summary_lines
 
 STEP = StepRecord(
     step=0, condition="maxrl+gtpo_sepa", loss=-0.0012, mean_reward=0.1875, correct_rate=0.1875, num_datums=16, batch_size=4,

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.records.checkpoint import TrainerState
 from retrain.config import TrainConfig
 from retrain.errors import RunFailed
-from retrain.run.evaluation import Evaluation
-from retrain.tracking.files import RunFiles, spread
-from retrain.records.jsonl import Extent, JsonlWriter, encode_line, read_jsonl, truncate_to_step
+from retrain.records.checkpoint import TrainerState
 from retrain.records.entries import EMERGENCE_FIELDS, EvaluationRecord, GenerationRecord, RunSummary, StepRecord
+from retrain.records.evaluation import Evaluation
+from retrain.records.jsonl import Extent, JsonlWriter, encode_line, read_jsonl, truncate_to_step
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
+from retrain.tracking.files import RunFiles, spread
 
 CONTRACT_NAMES = """step condition loss reported_loss loss_is_placeholder mean_reward correct_rate running_correct_rate sepa_lambda
 sepa_gate_open num_datums informative_fraction max_token_hit_rate batch_size next_batch_size group_size ratio_max mismatch_k1

@@ -16,9 +16,9 @@ from device import measured_on  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
-from retrain.model.fused import FusedDecoder  # noqa: E402
 from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
 from retrain.inference_engine.torch_engine import TorchEngine  # noqa: E402
+from retrain.model.fused import FusedDecoder  # noqa: E402
 
 Run = Callable[[Job, int], int]
 """Samples the job with this seed; returns the tokens that were made."""

@@ -22,9 +22,9 @@ import torch  # noqa: E402
 from device import measured_on, profiled  # noqa: E402
 
 from retrain.backends.local.backend import LocalBackend  # noqa: E402
-from retrain.model.load import shared_models  # noqa: E402
 from retrain.config import config_from_mapping  # noqa: E402
 from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
+from retrain.model.load import shared_models  # noqa: E402
 from retrain.types import Completion, FinishReason, Row, StepResult  # noqa: E402
 
 NEVER = 2**31 - 1

@@ -10,8 +10,8 @@ from device import describe
 from peft import LoraConfig, get_peft_model
 from worker import serve
 
-from retrain.data.lab import MODEL_PATH
 from retrain.model.budget import kv_bytes_per_token
+from retrain.model.text import LAB_MODEL
 
 RANK, ALPHA = 16, 32
 _B_SCALE = 0.01
@@ -75,7 +75,7 @@ def shape(
     bytes of the weights and of one token's keys and values.
     """
     torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_PATH)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(LAB_MODEL)
     tokenizer.chat_template = _PLAIN_TEMPLATE
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

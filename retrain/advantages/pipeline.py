@@ -24,12 +24,12 @@ from retrain.advantages.resolve import (
     step_tokens,
     token_lists,
 )
+from retrain.advantages.sepa import check_ramp
 from retrain.advantages.step import CreditStatistics, StepTokens, mean_and_variance
 from retrain.advantages.transforms import TransformContext, TransformSpec, gtpo_group_weights, gtpo_weights, hicra, inverted
 from retrain.advantages.uncertainty import SHANNON_ENTROPY, canonical_kind, capped, surprisal
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import refuse_unknown_params, user_code
-from retrain.advantages.sepa import check_ramp
 from retrain.types import Float32Array, Group, Int32Array, Row
 
 if TYPE_CHECKING:

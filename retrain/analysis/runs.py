@@ -18,11 +18,11 @@ import numpy as np
 from retrain.analysis.statistics import Floats
 from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.run.evaluation import Evaluation
 from retrain.inference_engine.base import ENGINES
 from retrain.parsing import is_path_text, read_object
-from retrain.tracking import EvaluationRecord, RunFolder, StepRecord, read_jsonl
+from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl_backwards
+from retrain.tracking import EvaluationRecord, RunFolder, StepRecord, read_jsonl
 
 if TYPE_CHECKING:
     import pandas as pd

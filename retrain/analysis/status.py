@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
-from retrain.records.writer import Liveness, Writer
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.tracking import RunFolder, StepRecord
 from retrain.records.run_folder import MARKER
+from retrain.records.writer import Liveness, Writer
+from retrain.tracking import RunFolder, StepRecord
 
 _WINDOW = 50
 """Last steps over which step time and throughput are taken."""

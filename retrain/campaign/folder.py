@@ -9,8 +9,8 @@ from retrain.campaign.manifest import MANIFEST, TIMESTAMP, Manifest
 from retrain.campaign.plan import Plan, plan_campaign
 from retrain.config import TrainConfig
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.run.opening import writer_lock
 from retrain.records.run_folder import RunFolder, mark
+from retrain.run.opening import writer_lock
 
 LOGS = Path("logs")
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import retrain
 from retrain.campaign.plan import RUNS, Plan, plan_campaign
-from retrain.records.checkpoint import replace_file
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.records.checkpoint import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.terminal import clean
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignRun, Plan
-from retrain.records.checkpoint import FINAL
 from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
+from retrain.records.checkpoint import FINAL
 from retrain.run.opening import stored_checkpoints
 from retrain.tracking import RunFolder
 from retrain.tracking.base import SQUEEZE_RUN, track_squeeze

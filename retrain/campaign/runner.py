@@ -17,8 +17,8 @@ from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
 from retrain.campaign.results import AutoSqueeze, comparison_lines
 from retrain.config import TrainConfig
-from retrain.records.disk import writing_to
 from retrain.errors import Interrupted, RunFailed
+from retrain.records.disk import writing_to
 from retrain.run.interrupts import Interrupts
 
 _POLL_S = 0.1

@@ -31,10 +31,10 @@ def command(
     if not target.exists():
         raise ConfigurationError(f"{target} does not exist; name a run's folder or a configuration.")
     load_dotenv()
-    from retrain.run.evaluate import evaluate_run
-    from retrain.tracking.console import evaluation_line
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
+    from retrain.run.evaluate import evaluate_run
+    from retrain.tracking.console import evaluation_line
 
     result = evaluate_run(
         target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(clean(line), file=sys.stderr, flush=True), trust=trust

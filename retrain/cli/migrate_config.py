@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from retrain.records.checkpoint import replace_file
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.records.checkpoint import replace_file
 
 
 def command(

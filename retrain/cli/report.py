@@ -32,10 +32,10 @@ def command(
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs no network and no server."""
     _require_extra()
     from retrain.analysis.verdict import Rules
+    from retrain.records.terminal import clean
     from retrain.report.build import write_report
     from retrain.report.data import Request
     from retrain.tracking import RunFolder
-    from retrain.records.terminal import clean
 
     rules = Rules(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
     request = Request(folder, baseline, metric, rules, against or (), steps)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.cli.dotenv import load_dotenv
-from retrain.records.disk import expanded
 from retrain.errors import ConfigurationError
+from retrain.records.disk import expanded
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -46,8 +46,8 @@ def run_file(arguments: Sequence[str]) -> int:
 
 
 def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
-    from retrain.squeeze import run_squeeze
     from retrain.records.terminal import clean
+    from retrain.squeeze import run_squeeze
 
     squeezed = run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
     line = _draw_squeeze(squeezed, _squeeze_picture(config))

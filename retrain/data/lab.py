@@ -1,7 +1,7 @@
 r"""The lab's arithmetic: problems made from counter-based noise, so that a fresh machine needs no download.
 
 A problem is a chain of operations worked from left to right, "(61-35)*4+27=?", and its reference is the last value as text. Each
-difficulty has one family of problems, and the last one mixes them. The tiny model in `MODEL_PATH` was pre-trained on the training
+difficulty has one family of problems, and the last one mixes them. The packaged lab model was pre-trained on the training
 side of the same families only (scripts/make_lab_model.py), so the held-out problems are new to it and to every run.
 """
 
@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,9 +18,6 @@ from retrain.noise import uniform
 from retrain.types import Example
 
 Split = Literal["train", "heldout"]
-
-MODEL_PATH = Path(__file__).resolve().parent.parent / "assets" / "lab"
-"""The packaged model: what `model = "lab"` resolves to."""
 
 FAMILIES = ("sum3", "chain4", "product", "expression")
 """In order of difficulty; difficulty 1 is the first, and one more than the last is all of them in equal parts."""

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain import noise
+from retrain.data.chat import encode_texts, render_text
 from retrain.data.load import LoadedExamples, fingerprint
 from retrain.data.sources import Harvest, Reason
 from retrain.errors import ConfigurationError
-from retrain.model.text import TextModel, encode_texts, render_text
+from retrain.model.text import TextModel
 from retrain.types import Prompt
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
-from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import parse_json
 
 Split = Literal["train", "heldout"]
@@ -115,7 +115,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         for index, row in enumerate(rows):
             yield Record(f"{file.name} row {index}", f"{file.stem}-{index}", row)
     except (ArrowException, OSError) as error:
-        raise ConfigurationError(f"{file} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+        raise ConfigurationError(f"{file} is not a readable parquet file: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _load_split(data: HubData, split: str) -> Any:
     try:
         return datasets.load_dataset(data.name, data.config or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
+        reason = first_line(error)
         if "split" in reason.lower() and isinstance(error, ValueError):
             return None
         if online:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.data.records import SUFFIXES, Files, HubData, NoSplit, Record, Split, find_files, read_files, read_hub
-from retrain.records.disk import expanded
 from retrain.errors import ConfigurationError
+from retrain.records.disk import expanded
 from retrain.types import ChatMessage, Example
 
 if TYPE_CHECKING:

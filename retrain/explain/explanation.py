@@ -5,23 +5,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.runs import StoredRun
 from retrain.backends.base import BackendCapabilities
+from retrain.backends.declared import declared_backend, declared_engine, incapable
 from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
 from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
 from retrain.config.outcomes import not_built, unused_keys
-from retrain.backends.declared import declared_backend, declared_engine, incapable
-from retrain.records.disk import expanded
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
 from retrain.explain.schedule import Schedule, schedule_campaign, schedule_run
 from retrain.explain.timing import StepTime, from_pilot, from_probe, pilot_differences
 from retrain.inference_engine.base import EngineCapabilities
-from retrain.run.notes import notes
-from retrain.advantages.sepa import follows_schedule, maximal_lambda
+from retrain.records.disk import expanded
 from retrain.records.redact import Redactor
+from retrain.run.notes import notes
 
 if TYPE_CHECKING:
     from retrain.model.memory import Memory

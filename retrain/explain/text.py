@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from retrain.analysis.status import duration
-from retrain.config.toml import toml_value
 from retrain.backends.declared import backend_words, engine_words
+from retrain.config.toml import toml_value
 from retrain.explain.caveats import POWER
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
-from retrain.model.fused import FusedDecoder
-from retrain.model.projection import AdapterLayer
-from retrain.model import attention
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
 from retrain.inference_engine.transfer import upload
-from retrain.distributed import ALONE, World
+from retrain.model import attention
+from retrain.model.fused import FusedDecoder
+from retrain.model.projection import AdapterLayer
 from retrain.types import Int32Array
 
 Slots = npt.NDArray[np.int64]

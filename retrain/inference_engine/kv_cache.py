@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from retrain.model.attention import Kernel, RowLengths
 from retrain.inference_engine.transfer import upload
+from retrain.model.attention import Kernel, RowLengths
 from retrain.types import Int32Array
 
 _SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.inference_engine.transfer import upload
+from retrain.model.budget import SAMPLING_CHUNK_BYTES
 from retrain.model.truncation import Cuts, KeptSets
 
 _BLOCK = 256
@@ -25,8 +26,6 @@ _SUMS_BY_PRODUCT = {"cuda"}
 on another device takes a step."""
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
-CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Float32 logits handled together: on a CPU they stay in the cache over the passes."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def draw(
     if logits.device.type == "mps":  # MPS has no float64
         logits = logits.cpu()
     rows, vocabulary = logits.shape
-    chunk = max(1, CHUNK_BYTES.get(logits.device.type, CHUNK_BYTES["cpu"]) // (4 * vocabulary))
+    chunk = max(1, SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"]) // (4 * vocabulary))
     columns = 3 if cuts is None else 4
     packed = torch.empty(rows, columns, dtype=torch.float64, device=logits.device)  # one transfer to the host for all of them
     for start in range(0, rows, chunk):

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,24 +14,13 @@ from retrain.inference_engine.kv_cache import KVArena, PromptState
 from retrain.inference_engine.prefix_store import PrefixStore, PromptKey, prompt_key
 from retrain.inference_engine.rows import Rows, Waiting
 from retrain.inference_engine.sampling import Draws, draw
+from retrain.model.budget import DecodeLimits
 from retrain.types import Completion
 
 _FIRST_TOKENS = 64
 """Answer tokens a row has place for at first; the arena doubles as completions grow."""
 _PREFILL_TOKENS = 8192
 """Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
-
-
-@dataclass(frozen=True)
-class DecodeLimits:
-    """The budget of one batch. KV tokens are reserved for the longest completion, so a row never has to be thrown out."""
-
-    rows: int
-    tokens: int
-
-    def rows_together(self, tokens_per_row: int, completions: int) -> int:
-        """How many of `completions` decode together when the longest of them comes to `tokens_per_row`; the others take turns."""
-        return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
 
 class DecodeRun:

@@ -10,21 +10,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
-from retrain.model.fused import FusedDecoder
-from retrain.model.projection import AdapterLayer
 from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
-from retrain.model.options import resolve
 from retrain.inference_engine.prefix_store import PrefixStore
 from retrain.inference_engine.rows import Waiting
-from retrain.inference_engine.scheduler import DecodeLimits, DecodeRun
+from retrain.inference_engine.scheduler import DecodeRun
 from retrain.inference_engine.weights import CastCopy, weights_version
-from retrain.distributed import ALONE, World
+from retrain.model.budget import STORE_SHARE, DecodeLimits
+from retrain.model.fused import FusedDecoder
+from retrain.model.options import resolve
+from retrain.model.projection import AdapterLayer
 from retrain.types import Completion
-
-STORE_SHARE = 8
-"""Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 
 
 class TorchEngine(InferenceEngine):

@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 from retrain.advantages.algorithms import condition_parts
 from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.sepa import linear_lambda
 from retrain.advantages.uncertainty import surprisal
 from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.config import TrainConfig, replaced
 from retrain.config.names import condition_label
 from retrain.errors import ConfigurationError
 from retrain.inspect.pieces import Pieces
-from retrain.advantages.sepa import linear_lambda
-from retrain.tracking import RunFolder, TokenTable
 from retrain.records.token_table import read_tokens
+from retrain.tracking import RunFolder, TokenTable
 from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Outcome, Prompt, Score
 
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.model.dropout import DropoutKey, KeyedDropout
 from retrain.model.philox import uniform_words
-from retrain.errors import ConfigurationError, RunFailed
 from retrain.noise import Stream
 from retrain.parsing import read_object
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from retrain.model.load import BaseModel
     from retrain.config import TrainConfig
+    from retrain.model.load import BaseModel
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

@@ -1,16 +1,32 @@
 """How many rows and KV tokens decode together in a given amount of memory."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from retrain.errors import EnvironmentFailure
-from retrain.inference_engine.scheduler import DecodeLimits
 
+SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Float32 logits handled together: on a CPU they stay in the cache over the passes."""
+STORE_SHARE = 8
+"""Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 _ROW_CAPS = {"cpu": 128, "cuda": 512}
 """More rows do not decode faster: a CPU is at its arithmetic limit by then, a GPU waits for the KV cache."""
 _STORE_ALLOWANCE = 1.25
 """Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
 _SCALE_BYTES = 4
 _QUANTISED = ("int8", "fp8")
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """The budget of one batch. KV tokens are reserved for the longest completion, so a row never has to be thrown out."""
+
+    rows: int
+    tokens: int
+
+    def rows_together(self, tokens_per_row: int, completions: int) -> int:
+        """How many of `completions` decode together when the longest of them comes to `tokens_per_row`; the others take turns."""
+        return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
 
 def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:

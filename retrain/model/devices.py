@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.packed import computes_bf16
-from retrain.distributed import ALONE, World
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig

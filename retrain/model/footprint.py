@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from retrain.distributed import ALONE, World
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
+from retrain.model.attention import FusedAttention, missing, plugged_in
+from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.sharding import held_bytes
-from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.model.fused import FusedDecoder
-from retrain.model.attention import FusedAttention, missing, plugged_in
-from retrain.distributed import ALONE, World
 from retrain.model.text import load_model_config
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from retrain.distributed import ALONE, World
+from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
+from retrain.model.attention import AttentionBatch
 from retrain.model.devices import choose_dtype
 from retrain.model.head import Head
 from retrain.model.sharding import shard, shards_of
-from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.model.attention import AttentionBatch
-from retrain.distributed import ALONE, World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,7 +153,7 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
             model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
     except (OSError, ValueError, ImportError) as error:
         raise EnvironmentFailure(
-            f'[model] model = "{config.model.model}" cannot be loaded ({_first_line(error)}): it must be a folder with config.json and '
+            f'[model] model = "{config.model.model}" cannot be loaded ({first_line(error)}): it must be a folder with config.json and '
             'safetensors weights of a causal language model, an id that the hub or its cache can serve, or "lab", which needs neither.'
         ) from error
     return model
@@ -195,9 +195,6 @@ def _four_bits(device: torch.device) -> Any:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
 
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from retrain.model.footprint import Footprint, footprint
 from retrain.errors import EnvironmentFailure
-from retrain.model.packed import computes_bf16
 from retrain.model.budget import plan_decode
+from retrain.model.footprint import Footprint, footprint
+from retrain.model.packed import computes_bf16
 from retrain.model.text import context_length
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
-    from retrain.model.load import BaseModel
     from retrain.config import TrainConfig
+    from retrain.model.load import BaseModel
 
 _LEARNING_SHARE = 0.35
 """Of the memory beside the weights, for the activations of one micro-batch."""

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrain.distributed import ALONE, World
+from retrain.model.budget import SAMPLING_CHUNK_BYTES, STORE_SHARE, DecodeLimits, kv_bytes_per_token
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
 from retrain.model.head import CHUNK_BYTES
 from retrain.model.machine import PROMPT_ALLOWANCE, Machine, longest_row, plan
 from retrain.model.packed import computes_bf16
-from retrain.model.budget import kv_bytes_per_token
-from retrain.inference_engine.sampling import CHUNK_BYTES as SAMPLING_CHUNK_BYTES
-from retrain.inference_engine.scheduler import DecodeLimits
-from retrain.inference_engine.torch_engine import STORE_SHARE
-from retrain.distributed import ALONE, World
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from retrain.model.prefix_attention import Block, attend
 from retrain.model.attention import Kernel, prefers_products
+from retrain.model.prefix_attention import Block, attend
 
 _LONGEST_AS_PRODUCTS = 512
 """Tokens of a segment. Of a longer one the fused kernel skips the scores that causality hides, nearly half of them, and is faster."""

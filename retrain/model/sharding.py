@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from retrain.errors import ConfigurationError
 from retrain.distributed import ALONE, World
+from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.model.load import BaseModel
     from retrain.config import TrainConfig
+    from retrain.model.load import BaseModel
 
 _GATHERED = 2
 """Layers that are whole at once: one that runs, and the next one, gathered meanwhile."""

@@ -15,9 +15,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from retrain.records.disk import delete, safetensors_io
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.parsing import parse_json
+from retrain.records.disk import delete, safetensors_io
 from retrain.types import MachineChoices
 
 SCHEMA_VERSION = 1

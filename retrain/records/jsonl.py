@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from retrain.records.checkpoint import replace_file
 from retrain.errors import RunFailed
 from retrain.parsing import ParseError, json_kind, parse_json
+from retrain.records.checkpoint import replace_file
 
 Json = dict[str, Any]
 

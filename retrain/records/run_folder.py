@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.records.checkpoint import TrainerState, replace_file
-from retrain.records.disk import delete
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import parse_json
+from retrain.records.checkpoint import TrainerState, replace_file
+from retrain.records.disk import delete
 from retrain.records.jsonl import Extent, read_jsonl, truncate_to_step
 
 MARKER = ".retrain.json"

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
-from retrain.tracking import RunFolder
+from retrain.records.run_folder import RunFolder
 
 _OWNER = re.compile(r"pid (\d{1,10}) on (.+)")
 _CLOCK_SLACK_S = 5.0

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from retrain.records.checkpoint import replace_file
 from retrain.errors import EnvironmentFailure
+from retrain.records.checkpoint import replace_file
 from retrain.report.data import Request, gather
 from retrain.report.figures import draw_figures
 from retrain.report.page import Live, render

@@ -16,13 +16,13 @@ from retrain.analysis.compare import Comparison
 from retrain.analysis.comparison_text import arm_table, contrast_table, details, explanation, heading, sharing
 from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus, duration
+from retrain.records.redact import Redactor
+from retrain.records.terminal import visible
 from retrain.report.curves import Arm
 from retrain.report.data import ReportData
 from retrain.report.panels import Drawn
 from retrain.report.theme import to_svg
 from retrain.report.token_view import token_view
-from retrain.records.redact import Redactor
-from retrain.records.terminal import visible
 
 _TEMPLATES = "templates"
 _RECENT = 10

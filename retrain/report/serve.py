@@ -10,11 +10,11 @@ from pathlib import Path
 from time import monotonic
 
 from retrain.errors import EnvironmentFailure, RetrainError
+from retrain.records.redact import Redactor
 from retrain.report.build import build_page
 from retrain.report.data import Request
 from retrain.report.page import Live
 from retrain.tracking import RunFolder
-from retrain.records.redact import Redactor
 
 HOST = "127.0.0.1"
 _SKIPPED = frozenset({"checkpoints", "wandb", "tensorboard"})

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.config import TrainConfig, load_config, replaced
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
-from retrain.run.evaluation import Evaluation
-from retrain.run.interrupts import Interrupts
-from retrain.run.opening import stored_checkpoints
 from retrain.plugins import named_code
+from retrain.records.checkpoint import Checkpoint, CheckpointStore
+from retrain.records.evaluation import Evaluation
+from retrain.run.interrupts import Interrupts
 from retrain.run.notes import refuse_not_built, trust_note
-from retrain.run.rollout import Watcher
+from retrain.run.opening import stored_checkpoints
 from retrain.run.parts import load_parts
+from retrain.run.rollout import Watcher
 from retrain.tracking import RunFolder
 from retrain.types import Completion
 

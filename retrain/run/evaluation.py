@@ -1,90 +1,16 @@
-"""Held-out evaluation: pass@1 with an interval clustered by problem, and unbiased pass@k.
+"""Held-out evaluation during a run: the held-out prompts, sampled and scored.
 
-The unit is the problem, not the sample: samples of one problem are correlated, so the interval uses the variance of the problems'
-means. Every evaluation of a run draws the same noise, so that before and after differ by the weights alone.
+Every evaluation of a run draws the same noise, so that before and after differ by the weights alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import sqrt
-from typing import Any
 
 import numpy as np
 
-from retrain.run.rollout import Sampler, SamplingPlan, Watcher
 from retrain.records.entries import EvaluationRecord
+from retrain.records.evaluation import Evaluation
+from retrain.run.rollout import Sampler, SamplingPlan, Watcher
 from retrain.types import Group, Outcome, Prompt
-
-_Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased probability that one of k samples is right, given c right ones among n: 1 - C(n-c, k) / C(n, k).
-
-    Source: Chen et al. 2021, arXiv 2107.03374, equation 1, in its product form. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
-    """
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
-    if n - c < k:
-        return 1.0
-    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
-
-
-def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, float]:
-    """95% interval of the mean of per-problem accuracies [n] that rest on `samples` judged completions in all.
-
-    A Wilson score interval on the effective sample size p(1-p)/SE**2, SE from the spread of the problems' means: it stays inside
-    [0, 1] and does not collapse at 0 or 1. The size is n where that spread is zero, and never above `samples`.
-    Source: Dean and Pagano 2015, doi 10.1093/jssam/smv024.
-    """
-    n = len(means)
-    if n == 0:
-        return 0.0, 1.0
-    p = float(np.mean(means))
-    variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
-    size = min(p * (1 - p) / variance, float(samples)) if variance > 0 else float(n)
-    centre = (p + _Z**2 / (2 * size)) / (1 + _Z**2 / size)
-    half = _Z / (1 + _Z**2 / size) * sqrt(p * (1 - p) / size + _Z**2 / (4 * size**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluation; everything that is reported is a function of its problems, so evaluation.jsonl holds it whole."""
-
-    step: int
-    """Steps completed when it was made."""
-    problems: Sequence[EvaluationRecord]
-    ks: Sequence[int] = (1,)
-    seconds: float = 0.0
-    tokens: int = 0
-
-    @property
-    def _judged(self) -> list[EvaluationRecord]:
-        return [problem for problem in self.problems if problem.samples]
-
-    @property
-    def pass_at(self) -> dict[int, float]:
-        """k -> unbiased pass@k, the mean over the problems with at least k judged samples; a k that no problem reaches is absent."""
-        values = {k: [pass_at_k(item.samples, item.correct, k) for item in self._judged if item.samples >= k] for k in self.ks}
-        return {k: float(np.mean(rates)) for k, rates in values.items() if rates}
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95% interval of pass@1."""
-        means = [problem.correct / problem.samples for problem in self._judged]
-        return clustered_interval(means, sum(problem.samples for problem in self._judged))
-
-    def summary(self) -> dict[str, Any]:
-        """The form that summary.json and `retrain eval --json` hold."""
-        values: dict[str, Any] = {f"pass@{k}": value for k, value in sorted(self.pass_at.items())}
-        return values | {
-            "interval": list(self.interval),
-            "step": self.step,
-            "problems": len(self.problems),
-            "samples": sum(problem.samples for problem in self.problems),
-            "could_not_judge": sum(problem.could_not_judge for problem in self.problems),
-        }
 
 
 class Evaluator:

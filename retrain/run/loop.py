@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import TrainConfig
-from retrain.records.disk import writing_to
 from retrain.errors import Interrupted, RunFailed
+from retrain.records.disk import writing_to
 from retrain.run.session import Session, usable_groups
 from retrain.tracking import RunFolder, RunSummary, StepRecord, read_jsonl
 

@@ -1,11 +1,11 @@
 """What a run says about its configuration before it begins: what is unused here, what may surprise, what is not built."""
 
+from retrain.advantages.sepa import maximal_lambda_note
 from retrain.config import TrainConfig
 from retrain.config.outcomes import not_built, unused_keys
 from retrain.config.schema import DEFAULT_CLIPS
-from retrain.errors import ConfigurationError
 from retrain.distributed import World
-from retrain.advantages.sepa import maximal_lambda_note
+from retrain.errors import ConfigurationError
 
 
 def refuse_not_built(config: TrainConfig) -> None:

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from time import monotonic
 
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.backends import build_backend
 from retrain.backends.base import Backend
+from retrain.backends.declared import backend_class, capability_notes, incapable
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
-from retrain.backends.declared import capability_notes, incapable
-from retrain.errors import ConfigurationError
-from retrain.run.evaluation import Evaluator
-from retrain.inference_engine.base import Truncation
-from retrain.noise import Stream
 from retrain.distributed import ALONE, World
-from retrain.run.gate import GateInputs, GateResult, parity_gate
-from retrain.rewards import FailureGuard, Scorer, build_scorer
-from retrain.run.rollout import Sampler, SamplingPlan
+from retrain.errors import ConfigurationError
+from retrain.inference_engine.base import Truncation
 from retrain.model.text import TextModel, load_text_model
+from retrain.noise import Stream
+from retrain.plugins import user_code
+from retrain.rewards import FailureGuard, Scorer, build_scorer
+from retrain.run.evaluation import Evaluator
+from retrain.run.gate import GateInputs, GateResult, parity_gate
+from retrain.run.rollout import Sampler, SamplingPlan
 from retrain.types import MachineChoices, Prompt
 
 Say = Callable[[str], None]
@@ -82,6 +82,39 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, evaluator)
 
 
+def build_backend(
+    config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE
+) -> Backend:
+    """`choices` are the stored ones of a resumed run, None at its first start."""
+    if config.backend.backend == "local":
+        return _local_backend(config, eos_ids, choices, say, world)
+    if world.size > 1:
+        raise ConfigurationError(
+            f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local" learns in several processes.'
+        )
+    make = backend_class(config)
+    with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
+        return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
+
+
+def _local_backend(
+    config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World
+) -> Backend:
+    from retrain.backends.local.backend import LocalBackend
+    from retrain.model.devices import choose_device, half_precision_note
+
+    device, note, sampler = choose_device(config, world)
+    for line in filter(None, (note, half_precision_note(config, device))):
+        say(line)
+    say(f"Loading train model: {config.model.model} on {device}...")
+    backend = LocalBackend(config, choices, eos_ids=eos_ids, world=world)
+    for line in backend.notes:
+        say(line)
+    say(backend.trainable_parameters_line())
+    say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={sampler is not None}).")
+    return backend
+
+
 def load_text(config: TrainConfig, say: Say) -> TextModel:
     say(f"Loading tokenizer for {config.model.model} ...")
     text = load_text_model(config.model)
@@ -94,8 +127,8 @@ def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Seq
     """What the run will take, before the weights are loaded. Raises EnvironmentFailure where not even one completion would fit."""
     if config.backend.backend != "local":
         return
-    from retrain.model.sharding import shards_of
     from retrain.model.memory import NotPredictable, predict_memory  # torch, which other backends do without
+    from retrain.model.sharding import shards_of
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     try:

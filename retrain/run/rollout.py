@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from retrain.data import Prompt
-from retrain.inference_engine.base import WHOLE_VOCABULARY, InferenceEngine, NoiseKey, SampleRequest, Truncation
 from retrain.distributed import ALONE, World
+from retrain.inference_engine.base import WHOLE_VOCABULARY, InferenceEngine, NoiseKey, SampleRequest, Truncation
 from retrain.rewards import Scorer, ScoreRequest
 from retrain.types import Completion, Group, Int32Array, Score
 

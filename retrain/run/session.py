@@ -11,13 +11,22 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.advantages.pipeline import Credit
-from retrain.run.ahead import Ahead
+from retrain.advantages.sepa import SEPAController
 from retrain.backends.local.rows import is_trained
-from retrain.records.checkpoint import replace_file
 from retrain.config import TrainConfig
+from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFailed
-from retrain.run.evaluation import Evaluation
+from retrain.parsing import read_object
+from retrain.records.checkpoint import replace_file
+from retrain.records.evaluation import Evaluation
+from retrain.records.terminal import clean
+from retrain.run.ahead import Ahead
+from retrain.run.gate import default_mismatch_limit
 from retrain.run.interrupts import Interrupts
+from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_built
+from retrain.run.opening import Opening, open_run
+from retrain.run.parts import Parts, is_rounded, load_parts, run_parity_gate, training_plan
+from retrain.run.rollout import Rollout, Watcher
 from retrain.run.step_record import (
     StepClock,
     credit_fields,
@@ -28,16 +37,7 @@ from retrain.run.step_record import (
     reward_statistics,
     token_table,
 )
-from retrain.run.opening import Opening, open_run
-from retrain.distributed import ALONE, World, joined
-from retrain.run.gate import default_mismatch_limit
-from retrain.parsing import read_object
-from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_built
-from retrain.run.rollout import Rollout, Watcher
-from retrain.advantages.sepa import SEPAController
-from retrain.run.parts import Parts, is_rounded, load_parts, run_parity_gate, training_plan
 from retrain.tracking import EvaluationRecord, RunSummary, StepRecord, Tracker, build_tracker, read_jsonl
-from retrain.records.terminal import clean
 from retrain.types import Float32Array, Group, Prompt, Row, StepResult
 
 _NONFINITE_LIMIT = 3

@@ -12,11 +12,11 @@ import torch
 from retrain.analysis.statistics import mean, standard_error
 from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError
-from retrain.run.evaluation import Evaluation
+from retrain.records.evaluation import Evaluation
 from retrain.run.interrupts import Interrupts
+from retrain.run.parts import Say, load_parts
 from retrain.run.rollout import Watcher
 from retrain.squeeze.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter, weight_names
-from retrain.run.parts import Say, load_parts
 from retrain.tracking.console import pass_at_1
 from retrain.types import Completion
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrain.records.checkpoint import sync_folder, write_synced
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.parsing import read_object
+from retrain.records.checkpoint import sync_folder, write_synced
+from retrain.records.run_folder import MARKER, mark
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, LoraLayer, read_adapter, weight_names
 from retrain.squeeze.analysis import svd_device
 from retrain.squeeze.spectrum import Factors, factorise, product_norm
-from retrain.records.run_folder import MARKER, mark
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 thing that every sink needs (`jsonl`, `redact`). Optional sinks are imported only by the run that asks for them.
 """
 
-from retrain.records.jsonl import read_jsonl
 from retrain.records.entries import EvaluationRecord, GenerationRecord, RunSummary, StepRecord
+from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable
 from retrain.tracking.base import Tracker, build_tracker

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from retrain.tracking.external import ExternalTracker
 from retrain.records.entries import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
 from retrain.tracking.base import Tracker
+from retrain.tracking.external import ExternalTracker
 
 Event = Callable[[], None]
 

@@ -10,9 +10,9 @@ from retrain.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.tracking.external import ExternalSettings, ExternalTracker
     from retrain.records.redact import Redactor
     from retrain.records.token_table import TokenTable
+    from retrain.tracking.external import ExternalSettings, ExternalTracker
 
 
 class Tracker:
@@ -151,9 +151,9 @@ def build_tracker(
 
     Raises EnvironmentFailure, naming the extra, for a tracker whose package is not installed.
     """
+    from retrain.records.redact import Redactor
     from retrain.tracking.console import Console
     from retrain.tracking.files import RunFiles
-    from retrain.records.redact import Redactor
 
     redactor = Redactor()
     console = Console(quiet=quiet, redactor=redactor, folder=folder.path)

@@ -8,11 +8,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import EnvironmentFailure
-from retrain.tracking.files import kept_generations
 from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, SqueezeRow, StepRecord
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.tracking.base import Tracker
+from retrain.tracking.files import kept_generations
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig

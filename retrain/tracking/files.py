@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.records.checkpoint import replace_file, sync_folder
 from retrain.parsing import read_object
+from retrain.records.checkpoint import replace_file, sync_folder
+from retrain.records.entries import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
 from retrain.records.environment import describe_environment
 from retrain.records.jsonl import Json, JsonlWriter, finite
-from retrain.records.entries import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable, write_tokens

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
 from retrain.tracking.external import (
     ExternalSettings,
     ExternalTracker,
@@ -12,7 +13,6 @@ from retrain.tracking.external import (
     squeeze_metrics,
     squeeze_summary,
 )
-from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
 
 
 class TensorboardTracker(ExternalTracker):

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
 from retrain.tracking.external import (
     GENERATION_COLUMNS,
     STEP_METRIC,
@@ -15,7 +16,6 @@ from retrain.tracking.external import (
     squeeze_metrics,
     squeeze_summary,
 )
-from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
 
 _RUN_NAME = "trackio_run_name"
 _RUN_ID = "trackio_run_id"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from retrain.records.entries import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
 from retrain.tracking.external import (
     GENERATION_COLUMNS,
     RANK_METRIC,
@@ -22,7 +23,6 @@ from retrain.tracking.external import (
     squeeze_metrics,
     squeeze_summary,
 )
-from retrain.records.entries import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
 
 _RUN_ID = "wandb_run_id"
 _INCREMENTS = 100

@@ -11,19 +11,19 @@ import torch
 
 from retrain.advantages.algorithms import effective_aggregation
 from retrain.backends.base import LOCAL, Backend, TrialAdapter
+from retrain.backends.declared import engine_class
+from retrain.backends.local.learner import Learner, old_logprobs_note
+from retrain.backends.local.trial import LocalTrialAdapter, positions_and_window
+from retrain.distributed import ALONE, World
+from retrain.errors import ConfigurationError
+from retrain.inference_engine.base import InferenceEngine
 from retrain.model.adapter import Adapter
 from retrain.model.devices import choose_device
-from retrain.backends.local.learner import Learner, old_logprobs_note
-from retrain.model.machine import choose
-from retrain.model.load import BaseModel, load_base_model
-from retrain.model.trial import LocalTrialAdapter, positions_and_window
-from retrain.backends.declared import engine_class
-from retrain.errors import ConfigurationError
 from retrain.model.fused import FusedDecoder
-from retrain.inference_engine.base import InferenceEngine
-from retrain.distributed import ALONE, World
-from retrain.plugins import user_code
+from retrain.model.load import BaseModel, load_base_model
+from retrain.model.machine import choose
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
+from retrain.plugins import user_code
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retrain.model.adapter import Adapter
-from retrain.model.head import TokenScores, score_tokens
 from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings, clip_counts, policy_loss, sequence_weights
 from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, minibatch_split, pack, pad, share_rows, split_rows
-from retrain.model.load import BaseModel
 from retrain.backends.local.optimizer import AdapterOptimizer
-from retrain.model.sharding import layers
 from retrain.backends.local.rows import check_rows, is_trained
-from retrain.errors import ConfigurationError
-from retrain.model.fused import FusedDecoder
-from retrain.model.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
 from retrain.distributed import ALONE, World
+from retrain.errors import ConfigurationError
+from retrain.model.adapter import Adapter
+from retrain.model.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
+from retrain.model.fused import FusedDecoder
+from retrain.model.head import TokenScores, score_tokens
+from retrain.model.load import BaseModel
+from retrain.model.sharding import layers
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from retrain.model.packing import PackedAttention, Segment
 from retrain.backends.local.rows import needed_tokens, shift
-from retrain.model.attention import Kernel
-from retrain.noise import Stream, uniform
 from retrain.distributed import World
+from retrain.model.attention import Kernel
+from retrain.model.packing import PackedAttention, Segment
+from retrain.noise import Stream, uniform
 from retrain.types import Float32Array, Row
 
 
