@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,16 @@ class DecodeLimits:
     def rows_together(self, tokens_per_row: int, completions: int) -> int:
         """How many of `completions` decode together when the longest of them comes to `tokens_per_row`; the others take turns."""
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
+
+
+def pieces(waiting: Sequence[Waiting], rows: int, most: int) -> list[Sequence[Waiting]]:
+    """Consecutive parts of nearly equal size, which decode apart from each other: of at most `rows` completions, or `most` parts.
+
+    A row's bits depend on the rows beside it, so this rule may know nothing but the completions.
+    """
+    count = min(-(-len(waiting) // rows), most)
+    edges = [len(waiting) * number // count for number in range(count + 1)] if count else []
+    return [waiting[start:stop] for start, stop in pairwise(edges)]
 
 
 class DecodeRun:

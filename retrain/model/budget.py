@@ -5,8 +5,9 @@ from typing import Any
 from retrain.errors import EnvironmentFailure
 from retrain.inference_engine.scheduler import DecodeLimits
 
-_ROW_CAPS = {"cpu": 128, "cuda": 512}
-"""More rows do not decode faster: a CPU is at its arithmetic limit by then, a GPU waits for the KV cache."""
+_ROW_CAPS = {"cpu": 64, "cuda": 512}
+"""On a CPU the rows of a piece, of which each worker decodes one at a time: of more rows there would be too few pieces for the workers, and
+fewer take nearly as long. On a GPU more rows do not decode faster, since it waits for the KV cache."""
 _STORE_ALLOWANCE = 1.25
 """Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
 _SCALE_BYTES = 4
@@ -39,4 +40,4 @@ def plan_decode(
             f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV cache and {memory_bytes / 2**30:.1f} GiB are "
             'left for it; lower [training] max_tokens, or set [inference] kv_cache_dtype = "int8".'
         )
-    return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, 128), tokens // tokens_per_row), tokens=tokens)
+    return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, _ROW_CAPS["cpu"]), tokens // tokens_per_row), tokens=tokens)
