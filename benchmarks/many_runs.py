@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from processes import start_child
 
 from retrain.config import config_from_mapping, dump_toml
 from retrain.records.jsonl import encode_line
@@ -82,7 +83,7 @@ def _write_run(folder: RunFolder, condition: str, seed: int, steps: int, metrics
 def measure(command: Sequence[str], campaign: Path) -> tuple[float, float, float]:
     """(seconds, processor seconds, peak resident GiB) of one command on the campaign."""
     started = time.monotonic()
-    with subprocess.Popen([sys.executable, *command, str(campaign)], stdout=subprocess.DEVNULL) as process:
+    with start_child([sys.executable, *command, str(campaign)], stdout=subprocess.DEVNULL) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:

@@ -5,12 +5,16 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from retrain.children import die_with_parent
 
 WORKERS = Path(__file__).parent / "workers"
 _TAIL = 2000
@@ -39,17 +43,20 @@ def memory_limit_gib(share: float = 0.9) -> float:
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
+def start_child(command: list[str], **options: Any) -> subprocess.Popen[str]:
+    """A process, paused or not, that ends with this one: at once if this one is killed, as its owner closes it if it is terminated."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that every `with` is left
+    return subprocess.Popen(command, text=True, preexec_fn=partial(die_with_parent, os.getpid()), **options)
+
+
 class ProcessGroup:
     """A process and its children in a session of their own: stopped, continued and ended together."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], **streams: Any) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `close`
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            start_new_session=True,
-            text=True,
-            **{"stdout": self.log, "stderr": self.log, **streams},
+        self.process = start_child(
+            command, env={**os.environ, **environment}, start_new_session=True, **{"stdout": self.log, "stderr": self.log, **streams}
         )
 
     def pause(self) -> None:

@@ -1,8 +1,9 @@
-"""One step of the lab's size with 1 and 2 threads, alone and beside a busy process, with libgomp's default spinning and with ours.
+"""One step of the lab's size on one core and on all of them, alone and beside a busy process.
 
     python benchmarks/threads.py
 
-Each line is a process of its own, since libgomp reads its variables once. Seconds of the third of three repeats.
+Each line is a process of its own, whose OMP_NUM_THREADS says how many cores it may take. Seconds of the best and the worst of --repeats
+steps after one.
 """
 
 import argparse
@@ -11,13 +12,13 @@ import subprocess
 import sys
 import time
 
+from processes import start_child
 from report import add_output, load_average, publish, table
 
 STEP = """
 import sys, time
 import numpy as np
 import torch
-torch.set_num_threads(int(sys.argv[1]))
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import config_from_mapping
 from retrain.inference_engine.base import NoiseKey, SampleRequest
@@ -25,7 +26,7 @@ from retrain.types import Row
 config = config_from_mapping({"model": {"model": "lab", "lora_rank": 16}, "training": {"seed": 0, "temperature": 1.0}})
 backend = LocalBackend(config, eos_ids=(10**6,))  # no token ends a completion: every row has 80
 requests = [SampleRequest(np.arange(5, 35, dtype=np.int32), 8, 80, 1.0, NoiseKey(0, 0, 0, slot)) for slot in range(16)]
-for step in range(3):
+for step in range(1 + int(sys.argv[1])):
     start = time.monotonic()
     done = list(backend.engine.sample(requests))
     middle = time.monotonic()
@@ -34,35 +35,38 @@ for step in range(3):
         for c in done
     ]
     backend.train(rows, step)
-print(f"{middle - start:.2f} {time.monotonic() - middle:.2f}")
+    print(middle - start, time.monotonic() - middle)
+backend.close()
 """
-BUSY = "import torch; a = torch.randn(600, 600)\nwhile True: a @ a"
+BUSY = "while True: pass"
 
 
-def measure(threads: int, spins: str | None, beside: bool) -> list[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    if spins:
-        environment["GOMP_SPINCOUNT"] = spins
-    other = subprocess.Popen([sys.executable, "-c", BUSY]) if beside else None
+def measure(cores: int, beside: bool, repeats: int) -> list[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": str(cores)}
+    other = start_child([sys.executable, "-c", BUSY]) if beside else None
     try:
         time.sleep(3 if beside else 0)
-        done = subprocess.run([sys.executable, "-c", STEP, str(threads)], env=environment, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", STEP, str(repeats)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     finally:
         if other:
             other.kill()
             other.wait()
-    sample, learn = done.stdout.split()
-    return [str(threads), spins or "default", "busy" if beside else "quiet", sample, learn]
+    steps = [[float(part) for part in line.split()] for line in done.stdout.splitlines()[1:]]
+    parts = [f"{min(part):.2f} to {max(part):.2f}" for part in (*zip(*steps, strict=True), [sum(step) for step in steps])]
+    return [str(cores), "busy" if beside else "quiet", *parts]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how threads wait beside a busy process.")
+    parser = argparse.ArgumentParser(description="Measure a step of the lab beside a busy process.")
+    parser.add_argument("--repeats", type=int, default=10)
     add_output(parser)
-    output = parser.parse_args().output
+    arguments = parser.parse_args()
     load = load_average()
-    rows = [measure(threads, spins, beside) for beside in (False, True) for threads, spins in ((1, None), (2, None), (2, "20000"))]
-    head = ["threads", "GOMP_SPINCOUNT", "machine", "sampling s", "learning s"]
-    publish("threads", "How threads wait", [table(head, rows)], load, output)
+    every = len(os.sched_getaffinity(0))
+    rows = [measure(cores, beside, arguments.repeats) for beside in (False, True) for cores in sorted({1, every})]
+    head = ["cores", "machine", "sampling s", "learning s", "step s (best to worst)"]
+    publish("threads", "A step on several cores", [table(head, rows)], load, arguments.output)
 
 
 if __name__ == "__main__":

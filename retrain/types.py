@@ -220,3 +220,6 @@ class MachineChoices:
     gradient_checkpointing: bool
     merge_adapter: bool = False
     """Whether sampler and learner compute with a scratch copy of the weights that holds the adapter."""
+    workers: int = field(default=1, compare=False)
+    """Processes that share the pieces of a step, `threads` are those of each. The bytes do not depend on it, so a resumed run may choose
+    another number."""

@@ -49,7 +49,9 @@ def model_folder(family: str) -> str:
         ),
         "opt": lambda: transformers.OPTConfig(
             **{k: v for k, v in shape.items() if k not in ("head_dim", "intermediate_size")},
-            ffn_dim=48, word_embed_proj_dim=32, dropout=0.3,
+            ffn_dim=48,
+            word_embed_proj_dim=32,
+            dropout=0.3,
         ),
         "granite": lambda: transformers.GraniteConfig(**{k: v for k, v in shape.items() if k != "head_dim"}, logits_scaling=3.0),
     }

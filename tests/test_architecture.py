@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "retrain"
 HEAVY = {"torch", "transformers", "peft", "datasets", "wandb", "trackio", "tensorboard", "pandas", "scipy", "math_verify", "httpx", "ray"}
 
 LAYERS: tuple[set[str], ...] = (
-    {"disk", "errors", "noise", "parallel", "parsing", "threads", "types"},
+    {"children", "disk", "errors", "noise", "parallel", "parsing", "pool", "threads", "types"},
     {"config"},
     {
         "advantages",

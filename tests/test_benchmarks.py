@@ -1,8 +1,10 @@
 """What the numbers of benchmarks/ rest on: memory of the measured block alone, the same work for every peer, failures that are seen."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -96,3 +98,28 @@ def test_the_gpu_benchmark_runs_in_small_on_a_cpu(tmp_path: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert "Failed" not in text
     assert text.count("| retrain, ") == 4 and text.count("| 1.000000 |") == 4 and "published, not measured here" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_paused_worker_ends_with_the_benchmark_however_that_ends(number: signal.Signals) -> None:
+    benchmark = (
+        f"import sys, time; sys.path.insert(0, {str(FOLDER)!r})\n"
+        "from processes import ProcessGroup\n"
+        "with ProcessGroup([sys.executable, '-c', 'import time; time.sleep(60)'], {}) as group:\n"
+        "    group.pause()\n    print(group.process.pid, flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", benchmark], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        process.send_signal(number)
+        process.wait(20)
+    deadline = time.monotonic() + 5
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(worker)
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie, which nobody has waited for yet, is not."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"

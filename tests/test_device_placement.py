@@ -82,7 +82,7 @@ def test_a_learning_pass_stays_on_its_device(own_forward: bool, checkpointing: b
         fused = None if own_forward else FusedDecoder(base.model, merge=False)
         learner = Learner(base, adapter, config, choices, "token_mean", fused)
         rows = [LearnerRow(number, row, row.logprobs, row.logprobs, row.logprobs) for number, row in enumerate(make_rows())]
-        for micro in learner._micro_batches(rows, share=not dropout):
-            part = learner._backward(micro, [_Weights(1.0, 1.0)] * len(micro.rows), 0)
-            assert {tensor.device for tensor in part} == {DEVICE}
+        for piece in learner._pieces(rows, share=not dropout):
+            (learned,) = learner._learn(replace(piece, weights=[_Weights(1.0, 1.0)] * len(piece.rows)))
+            assert {learned.loss.device, learned.infinite.device, learned.clip.device} == {DEVICE}
         assert {gradient.device for gradient in learner.optimizer.gradients()} == {DEVICE}

@@ -94,7 +94,8 @@ def test_activations_are_what_a_forward_pass_of_the_learner_keeps(tmp_path: Path
     config = small(tmp_path, **sections)
     backend = LocalBackend(config)
     learner, kept = backend._learner, {}
-    (micro,) = learner._micro_batches([_learner_row(row, number) for number, row in enumerate(rows(8, 40, 60))], share=False)
+    (piece,) = learner._pieces([_learner_row(row, number) for number, row in enumerate(rows(8, 40, 60))], share=False)
+    micro = learner._micro_batch(piece)
     parameters = {p.untyped_storage().data_ptr() for p in backend._base.model.parameters()}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,7 +153,8 @@ def test_a_learning_pass_takes_what_is_predicted_for_its_tokens(tmp_path: Path, 
 def _peak_of_pass(backend: LocalBackend, count: int) -> int:
     """Bytes at most while a gradient is computed of so many rows of 100 tokens, their head aside."""
     learner = backend._learner
-    (micro,) = learner._micro_batches([_learner_row(row, number) for number, row in enumerate(rows(count, 40, 60))], share=False)
+    (piece,) = learner._pieces([_learner_row(row, number) for number, row in enumerate(rows(count, 40, 60))], share=False)
+    micro = learner._micro_batch(piece)
     with learner._training(micro, 0), Allocations() as allocations:
         learner._hidden_states(micro).sum().backward()  # type: ignore[no-untyped-call]
     return allocations.peak

@@ -170,9 +170,7 @@ def truncated_rows() -> list[Row]:
 def test_the_gradient_over_kept_tokens_equals_the_written_out_loss(loss: dict[str, Any], budget: int) -> None:
     learner = make_learner(config_for(loss=loss), budget)
     rows = truncated_rows()
-    rows = [
-        replace(noisy, kept=row.kept) for noisy, row in zip(with_logprobs(rows, learner.logprobs(rows), noise=0.3), rows, strict=True)
-    ]
+    rows = [replace(noisy, kept=row.kept) for noisy, row in zip(with_logprobs(rows, learner.logprobs(rows), noise=0.3), rows, strict=True)]
     result = learner.train(rows, 0)
     ours = gradients(learner)
 

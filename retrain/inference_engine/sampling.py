@@ -26,6 +26,8 @@ _SUMS_BY_PRODUCT = {"cuda"}
 on another device takes a step."""
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
+_LOG_SMALLEST = -87.0
+"""Of a normal float32. Below it lie numbers with which a processor computes many times slower, and which no uniform ever reaches."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,7 @@ class Draws:
     """[R] tokens that the sampled distribution kept; None where nothing was cut."""
 
 
-def draw(
-    logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64], cuts: Cuts | None = None
-) -> Draws:
+def draw(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64], cuts: Cuts | None = None) -> Draws:
     """Sample one token per row of `logits` [R, V], at `temperatures` [R] (0 is greedy) with `uniforms` [R] in (0, 1).
 
     A token of probability zero (logit -inf, underflow, or cut off) is never drawn. Equal cumulative sums go to the lower id.
@@ -64,9 +64,7 @@ def draw(
     return Draws(host[:, 0].astype(np.int64), host[:, 1].astype(np.float32), host[:, 2].astype(np.float32), kept)
 
 
-def _draw_chunk(
-    logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: Tensor, cuts: Cuts | None, out: Tensor
-) -> None:
+def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: Tensor, cuts: Cuts | None, out: Tensor) -> None:
     """Fill `out` [r, 3 or 4] with token, log-prob and entropy of each row, and with how many tokens the cuts keep."""
     rows, vocabulary = logits.shape
     size = min(_BLOCK, vocabulary)
@@ -75,7 +73,7 @@ def _draw_chunk(
     shifted[:, vocabulary:] = _LOG_FLOOR
     z = _scaled(logits, temperatures)
     torch.sub(z, z.amax(-1, keepdim=True), out=shifted[:, :vocabulary])
-    shifted.clamp_(min=_LOG_FLOOR)
+    F.threshold(shifted, _LOG_SMALLEST, _LOG_FLOOR, inplace=True)
     weights = shifted.exp()  # softmax times `total`
     if cuts is not None:
         kept = KeptSets.of_cuts(shifted[:, :vocabulary], weights.sum(-1, dtype=torch.float64), cuts)

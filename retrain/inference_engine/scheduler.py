@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,16 @@ _FIRST_TOKENS = 64
 """Answer tokens a row has place for at first; the arena doubles as completions grow."""
 _PREFILL_TOKENS = 8192
 """Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
+
+
+def pieces(waiting: Sequence[Waiting], rows: int, most: int) -> list[Sequence[Waiting]]:
+    """Consecutive parts of nearly equal size, which decode apart from each other: of at most `rows` completions, or `most` parts.
+
+    A row's bits depend on the rows beside it, so this rule may know nothing but the completions.
+    """
+    count = min(-(-len(waiting) // rows), most)
+    edges = [len(waiting) * number // count for number in range(count + 1)] if count else []
+    return [waiting[start:stop] for start, stop in pairwise(edges)]
 
 
 class DecodeRun:

@@ -16,13 +16,19 @@ from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleReques
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.prefix_store import PrefixStore
 from retrain.inference_engine.rows import Waiting
-from retrain.inference_engine.scheduler import DecodeRun
+from retrain.inference_engine.scheduler import DecodeRun, pieces
 from retrain.inference_engine.weights import CastCopy, weights_version
 from retrain.model.budget import STORE_SHARE, DecodeLimits
 from retrain.model.fused import FusedDecoder
 from retrain.model.options import resolve
+from retrain.model.pool import Pool
 from retrain.model.projection import AdapterLayer
 from retrain.types import Completion
+
+_MOST_PIECES = {"cpu": 16}
+"""More completions than that many times the decoding rows make the pieces longer, and a row that is free is taken again. A GPU has the
+rows of all completions in one."""
+
 
 
 class TorchEngine(InferenceEngine):
@@ -49,13 +55,14 @@ class TorchEngine(InferenceEngine):
         fused: FusedDecoder | None = None,
         shards: World = ALONE,
         follow: Callable[[], None] | None = None,
+        pool: Pool | None = None,
     ) -> None:
         """`model` is a causal language model of transformers on `device`, bare or wrapped by peft; it stays the caller's.
 
-        `fused` is the caller's own, to be shared, and `shards` the processes that hold the model in parts: all of them call `sample`, with
-        requests or none, and read it to its end. `follow` copies the learner's adapter into `model`, where that is a copy for sampling.
-        attention_kernel, dtype, kv_cache_dtype and prefix_caching are keys of `[inference]`; a value that cannot be served is refused
-        (`options.resolve`).
+        `pool` computes the pieces of a call. `fused` is the caller's own, to be shared, and `shards` the processes that hold the model in
+        parts: all of them call `sample`, with requests or none, and read it to its end. `follow` copies the learner's adapter into `model`,
+        where that is a copy for sampling. attention_kernel, dtype, kv_cache_dtype and prefix_caching are keys of `[inference]`; a value
+        that cannot be served is refused (`options.resolve`).
         """
         options = resolve(
             attention_kernel=attention_kernel,
@@ -74,6 +81,10 @@ class TorchEngine(InferenceEngine):
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
         self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if prefix_caching else None
+        self._pool = pool or Pool()
+        self._may_be_shared = pool is not None and self._decoder.device.type == "cpu"
+        """Also where there is one worker: a run has the same bytes with more of them."""
+        self._decode = self._pool.shared(self._decode_piece)
         self._kv_storage = options.kv_storage
         self._weights_version = weights_version(model)
         self._follow = follow
@@ -81,6 +92,13 @@ class TorchEngine(InferenceEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under different adapters share the batch where the model's family can; else slot follows slot."""
         waiting = [one for index, request in enumerate(requests) for one in self._waiting(index, request)]
+        for _, completion in self._decode(pieces(waiting, self._limits.rows, _MOST_PIECES.get(self._decoder.device.type, 1))):
+            yield completion
+        self._decoder.keep_pace()
+
+    def _decode_piece(self, waiting: Sequence[Waiting]) -> Iterator[Completion]:
+        if self._may_be_shared:
+            self.release()  # prompts of an earlier call may be with another worker, and computed anew their bits may differ
         self._follow_weights()
         slots = sorted({one.request.adapter_slot for one in waiting}, reverse=True)
         for together in [slots] if self._decoder.mixes and slots else [[slot] for slot in slots]:
@@ -90,7 +108,6 @@ class TorchEngine(InferenceEngine):
                 with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
                     finished = run.advance()
                 yield from finished
-        self._decoder.keep_pace()
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
         """Serve one more LoRA adapter to the requests that name `slot` > 0, in the same batch as the others.
@@ -99,6 +116,7 @@ class TorchEngine(InferenceEngine):
         """
         if slot < 1:
             raise ConfigurationError(f"Slot {slot} is taken: 0 is the adapter that is trained, -1 the base model; use 1 or more.")
+        self._pool.close()  # workers have the adapters of the time when they were forked
         self._decoder.load_adapter(slot, layers)
         self.release()
 

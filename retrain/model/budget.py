@@ -9,8 +9,9 @@ SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits handled together: on a CPU they stay in the cache over the passes."""
 STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
-_ROW_CAPS = {"cpu": 128, "cuda": 512}
-"""More rows do not decode faster: a CPU is at its arithmetic limit by then, a GPU waits for the KV cache."""
+_ROW_CAPS = {"cpu": 64, "cuda": 512}
+"""On a CPU the rows of a piece, of which each worker decodes one at a time: of more rows there would be too few pieces for the workers, and
+fewer take nearly as long. On a GPU more rows do not decode faster, since it waits for the KV cache."""
 _STORE_ALLOWANCE = 1.25
 """Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
 _SCALE_BYTES = 4
@@ -55,4 +56,4 @@ def plan_decode(
             f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV cache and {memory_bytes / 2**30:.1f} GiB are "
             'left for it; lower [training] max_tokens, or set [inference] kv_cache_dtype = "int8".'
         )
-    return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, 128), tokens // tokens_per_row), tokens=tokens)
+    return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, _ROW_CAPS["cpu"]), tokens // tokens_per_row), tokens=tokens)

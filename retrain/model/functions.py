@@ -22,7 +22,7 @@ class Norm:
         self.eps: float = module.variance_epsilon  # type: ignore[assignment]
 
     def scale(self, x: Tensor) -> Tensor:
-        """[N, 1] float32, one over the root mean square."""
+        """[.., 1] float32, one over the root mean square of x [.., H]."""
         mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
         inverse: Tensor = mean.add_(self.eps).rsqrt_()
         return inverse
@@ -33,7 +33,7 @@ class Norm:
     def input_gradient(self, gradient: Tensor, x: Tensor, scale: Tensor) -> Tensor:
         """d/dx of w * x * s(x): s * (g w - x s^2 mean(x g w))."""
         weighted = (gradient * self.weight).float()
-        mean = torch.einsum("nh,nh->n", x.float(), weighted).unsqueeze(-1).mul_(scale.square()).div_(x.shape[-1])
+        mean = torch.einsum("...h,...h->...", x.float(), weighted).unsqueeze(-1).mul_(scale.square()).div_(x.shape[-1])
         return weighted.addcmul_(x.float(), mean, value=-1).mul_(scale).to(x.dtype)
 
 
@@ -57,9 +57,11 @@ def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> T
     return _run(_GatedMLP, x, norm, gate_up, down, *_trained(gate_up), *_trained(down))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [N, heads, D] by cos and sin [N, 1, D], whose halves are equal (arXiv 2104.09864)."""
-    return _run(_Rotate, x, cos, sin)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
+    """Rotary embedding of x [N, heads, D], normed head by head if there is a norm, by cos and sin [N, 1, D], whose halves are equal
+    (arXiv 2104.09864).
+    """
+    return _run(_Rotate, x, cos, sin, norm)
 
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -169,15 +171,18 @@ class _GatedMLP(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
+        scale = norm.scale(x) if norm else None
+        ctx.save_for_backward(cos, sin, x if norm else None, scale)
+        ctx.norm = norm
+        return _rotated(norm(x, scale) if norm and scale is not None else x, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(gradient, cos, -sin), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin, x, scale = ctx.saved_tensors
+        of_normed = _rotated(gradient, cos, -sin)
+        return of_normed if ctx.norm is None else ctx.norm.input_gradient(of_normed, x, scale), None, None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,13 +46,12 @@ class _Layer:
         settings = attention.config if attention.config.model_type in _WINDOW_IN_CONFIG else attention
         self.window: int | None = getattr(settings, "sliding_window", None)
         self.attention_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
-        self.query_norm: nn.Module | None = getattr(attention, "q_norm", None)
-        self.key_norm: nn.Module | None = getattr(attention, "k_norm", None)
         self.qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output = Projection([attention.o_proj])
         self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
         self.down = Projection([mlp.down_proj])
         self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
+        self.head_norm = _head_norm(attention, self.heads)
 
     @property
     def projections(self) -> list[Projection]:
@@ -74,10 +72,7 @@ class _Layer:
         """[B, Hq, T, D], and twice [B, Hk, T, D], from the residual stream [N, H]."""
         fused = norm_project(hidden, self.attention_norm, self.qkv).view(len(hidden), -1, self.head_size)
         queries, keys, _ = self.heads
-        turned = fused[:, : queries + keys]
-        if self.query_norm is not None and self.key_norm is not None:
-            turned = torch.cat([_head_norm(turned[:, :queries], self.query_norm), _head_norm(turned[:, queries:], self.key_norm)], dim=1)
-        turned = rotate(turned, *rotary)
+        turned = rotate(fused[:, : queries + keys], *rotary, self.head_norm)
         values = fused[:, queries + keys :]
         turned, values = (part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (turned, values))
         return turned[:, :queries], turned[:, queries:], values
@@ -93,8 +88,14 @@ def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tu
     }
 
 
-def _head_norm(x: Tensor, module: Any) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+def _head_norm(attention: Any, heads: Sequence[int]) -> Norm | None:
+    """The norms of query and key heads as one, whose weight [Hq + Hk, D] is a head's own; None where the family has none."""
+    norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
+    if len(norms) < 2:
+        return None
+    joined = Norm(norms[0])
+    joined.weight = torch.cat([norm.weight.detach().expand(count, -1) for norm, count in zip(norms, heads[:2], strict=True)])
+    return joined
 
 
 class FusedDecoder:

@@ -1,19 +1,24 @@
 """What is chosen from the machine at the first step and used as stored ever after.
 
 Every choice depends on the model, the configuration and the device's total memory, never on what happens to be free, so two
-fresh runs of one configuration on one machine choose the same.
+fresh runs of one configuration on one machine choose the same; but for one, which is measured: several workers of one thread or one of
+several (`threads_pay`). The number of workers changes no byte, that of threads may.
 """
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure
 from retrain.model.budget import plan_decode
 from retrain.model.footprint import Footprint, footprint
 from retrain.model.packed import computes_bf16
+from retrain.model.pool import can_fork
 from retrain.model.text import context_length
 from retrain.types import MachineChoices
 
@@ -29,6 +34,12 @@ _CPU_SHARE = 0.8
 """Of a computer's memory, for all of this: it has other work."""
 _MERGED_SHARE = 0.2
 """Of the same, for a second copy of the weights that samples, in the layout of products with few rows; in float32 with the adapter."""
+_LARGE, _LARGE_ROWS = 64 << 20, 16
+"""Bytes of a model whose products take longer than what is around them even for few rows, and the rows of its pieces: a step of 32
+completions then has work for two workers."""
+_PROBE_TOKENS, _PROBES = 32, 3
+_THREADS_PAY = 0.9
+"""Of the speed-up that threads could bring at best. Workers bring nearly as much, and keep it when other work comes later."""
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 32768}
@@ -57,12 +68,45 @@ class Machine:
         return self.memory if self.device_type == "cuda" else int(self.memory * _CPU_SHARE)
 
 
-def choose(config: "TrainConfig", base: "BaseModel") -> MachineChoices:
-    return plan(config, base.model.config, footprint(base, config), Machine.of(base.device))
+def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, stored: MachineChoices | None = None) -> MachineChoices:
+    """`plan`, with one worker of several threads in place of several of one thread where these measure better.
+
+    `stored` are those of a resumed run, which stand, but for the number of workers.
+    """
+    size, machine = footprint(base, config), Machine.of(base.device)
+    choices = plan(config, base.model.config, size, machine, world)
+    if stored:
+        return replace(stored, workers=choices.workers if stored.threads == 1 else 1)
+    if choices.workers > 1 and threads_pay(base):
+        return plan(config, base.model.config, size, machine, world, shares=False)
+    return choices
 
 
-def plan(config: "TrainConfig", model_config: Any, size: Footprint, machine: Machine) -> MachineChoices:
-    """The choices for a model of this size on this machine. Raises EnvironmentFailure where not even one completion fits."""
+@torch.no_grad()
+def threads_pay(base: "BaseModel") -> bool:
+    """Whether the threads of an operator bring most of what they could: its products are large, and no other process takes the cores."""
+    threads = torch.get_num_threads()
+    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
+    seconds = {threads: math.inf, 1: math.inf}
+    try:
+        for _ in range(_PROBES):
+            for count in seconds:
+                torch.set_num_threads(count)
+                start = monotonic()
+                base.hidden_states(ids)
+                seconds[count] = min(seconds[count], monotonic() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return seconds[1] / seconds[threads] >= _THREADS_PAY * threads
+
+
+def plan(
+    config: "TrainConfig", model_config: Any, size: Footprint, machine: Machine, world: World = ALONE, *, shares: bool = True
+) -> MachineChoices:
+    """The choices for a model of this size on this machine. On a CPU that `shares`, as many workers as memory allows.
+
+    Raises EnvironmentFailure where not even one completion fits.
+    """
     _check_adapter(config, size, machine)
     spare = max(0, machine.usable - size.weights)
     longest = longest_row(config, model_config)
@@ -75,15 +119,26 @@ def plan(config: "TrainConfig", model_config: Any, size: Footprint, machine: Mac
         compute_bytes=size.dtype.itemsize,
         kv_cache_dtype=config.inference.kv_cache_dtype,
     )
+    multiplies = size.dtype == torch.float32 or computes_bf16()
+    merges = machine.device_type == "cpu" and multiplies and size.weights <= spare * _MERGED_SHARE
+    rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
+    kept = size.checkpointed_per_token if checkpointing else size.kept_per_token
+    fitting = [decode.tokens // (rows * longest), int(spare * _LEARNING_SHARE) // (kept * max(tokens, longest))]
+    if merges:
+        fitting.append(int(spare * _MERGED_SHARE) // size.weights)
+    workers = min(machine.threads, *fitting)
+    if not (shares and _can_share(config, machine, world)) or 2 * workers < machine.threads:
+        rows, workers, threads = decode.rows, 1, machine.threads
+    else:
+        threads = 1
     return MachineChoices(
-        threads=machine.threads,
-        decode_rows=decode.rows,
+        threads=threads,
+        decode_rows=rows,
         decode_tokens=decode.tokens,
         micro_batch_tokens=tokens,
         gradient_checkpointing=checkpointing,
-        merge_adapter=machine.device_type == "cpu"
-        and (size.dtype == torch.float32 or computes_bf16())
-        and size.weights <= spare * _MERGED_SHARE,
+        merge_adapter=merges,
+        workers=workers,
     )
 
 
@@ -96,6 +151,11 @@ def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> 
             f"{learned / 2**30:,.0f} GiB with their gradient and two moments, and {machine.device_type} has "
             f"{machine.memory / 2**30:,.0f} GiB; lower lora_rank."
         )
+
+
+def _can_share(config: "TrainConfig", machine: Machine, world: World) -> bool:
+    """Processes of torchrun share already, and a sampler beside the learner computes while that does."""
+    return machine.device_type == "cpu" and can_fork() and world.size == 1 and len(config.backend.device_list) == 1
 
 
 def longest_row(config: "TrainConfig", model_config: Any, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:

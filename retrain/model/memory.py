@@ -179,8 +179,9 @@ class _Estimate:
 
     @property
     def rows(self) -> int:
-        """Completions that decode together, in a training step or in an evaluation."""
-        evaluation, limits = self.config.evaluation, DecodeLimits(self.choices.decode_rows, self.choices.decode_tokens)
+        """Completions that decode at a time, by all workers, in a training step or in an evaluation."""
+        evaluation = self.config.evaluation
+        limits = DecodeLimits(self.choices.decode_rows * self.choices.workers, self.choices.decode_tokens)
         asked = evaluation.max_examples * evaluation.samples or limits.rows
         return limits.rows_together(self.longest, max(self.completions, asked) if evaluation.asked_for else self.completions)
 
@@ -207,8 +208,13 @@ class _Estimate:
         size = self.size
         cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
         makes = self.choices.merge_adapter and (not cast or computes_bf16())
-        total = (size.layer_weights + size.head_weights) // (2 if cast else 1) if makes and size.layer_weights else 0
-        return Part("merged copy", total, "the layers, in fp32 with the adapter in them, and the head, laid out for few rows")
+        copy = (size.layer_weights + size.head_weights) // (2 if cast else 1) if makes and size.layer_weights else 0
+        total = copy * self.choices.workers
+        return Part("merged copy", total, f"the layers, in fp32 with the adapter in them, and the head, laid out for few rows{self._each}")
+
+    @property
+    def _each(self) -> str:
+        return f", in each of {self.choices.workers} processes" if self.choices.workers > 1 else ""
 
     def kv_cache(self) -> Part:
         """The rows that decode together, each at its longest, and the prompts of the step."""
@@ -223,20 +229,21 @@ class _Estimate:
     def activations(self) -> Part:
         """Of one micro-batch, or of the longest row where that alone is more, with the gradients of a layer."""
         size, checkpointing = self.size, self.choices.gradient_checkpointing
-        tokens = min(max(self.choices.micro_batch_tokens, self.longest), self.longest * self.completions)
+        tokens = min(max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers, self.longest * self.completions)
         per_token = size.gradients_per_token + (size.checkpointed_per_token if checkpointing else size.kept_per_token)
-        note = f"{tokens:,} tokens a pass at {size_words(per_token)}{', checkpointed' if checkpointing else ''}"
+        note = f"{tokens:,} tokens at a time at {size_words(per_token)}{', checkpointed' if checkpointing else ''}"
         return Part("activations", tokens * per_token, note)
 
     def logits(self) -> Part:
         """Chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
         vocabulary = self.model_config.get_text_config().vocab_size
-        chunk = min(SAMPLING_CHUNK_BYTES.get(self.device_type, CHUNK_BYTES), self.rows * vocabulary * _FLOAT)
+        workers = self.choices.workers
+        chunk = min(workers * SAMPLING_CHUNK_BYTES.get(self.device_type, CHUNK_BYTES), self.rows * vocabulary * _FLOAT)
         truncating = _TRUNCATING_TENSORS if self.config.training.truncated else 0
         sampling = self.rows * vocabulary * self.size.dtype.itemsize + (_SAMPLING_TENSORS + truncating) * chunk
         actions = self.completions * self.config.training.max_tokens
         tensors = _LEARNING_ENTROPY_TENSORS if self.config.loss.entropy_coef else _LEARNING_TENSORS
-        learning = (tensors + truncating) * min(CHUNK_BYTES, actions * vocabulary * _FLOAT)
+        learning = (tensors + truncating) * min(workers * CHUNK_BYTES, actions * vocabulary * _FLOAT)
         return Part("logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary")
 
 

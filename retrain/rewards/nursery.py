@@ -5,7 +5,6 @@ replaced at once. The nursery runs no answer and no user code, so it always answ
 parent: when the trainer is gone, however it went, the nursery kills every worker and leaves.
 """
 
-import ctypes
 import importlib
 import json
 import os
@@ -20,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from retrain.children import die_with_parent
 from retrain.rewards.channel import Channel
 
 STARTUP_LIMIT_S = 120.0
@@ -29,7 +29,6 @@ _REQUEST = struct.Struct("<ci")
 _REPLY = struct.Struct("<i")
 _SPAWN, _END = b"s", b"e"
 _PARENT_POLL_S = 1.0
-_PR_SET_PDEATHSIG = 1
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.nursery import main; main(sys.argv[2:])"
 
 
@@ -178,7 +177,7 @@ def _be_a_worker(control: socket.socket, descriptor: int, nursery: int) -> NoRet
     try:
         control.close()
         os.setsid()
-        die_with_parent(nursery)
+        die_with_parent(nursery)  # elsewhere than on Linux the nursery kills its workers on its way out
         from retrain.rewards.worker import serve
 
         serve(Channel(socket.socket(fileno=descriptor)))
@@ -197,11 +196,3 @@ def _kill_session(pid: int) -> None:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies (Linux). Elsewhere the nursery does it on its way out."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -51,6 +51,8 @@ def _origin_lines(config: TrainConfig) -> list[str]:
 
 _ROOM = 0.01
 """How far a bound must be from 1 for the mismatch of sampler and learner in float32 never to reach it."""
+
+
 def trust_note(config: TrainConfig) -> str:
     """Said whenever a model is about to be loaded with code of its own."""
     if not config.model.trust_remote_code:

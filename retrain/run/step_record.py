@@ -175,7 +175,7 @@ def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:
 
 
 def peak_memory_gib(device: str) -> float:
-    """Peak memory so far: of the device for CUDA, of the process elsewhere."""
+    """Peak memory so far: of the device for CUDA, of this process without its workers elsewhere."""
     if device.startswith("cuda"):
         import torch
 

@@ -22,6 +22,7 @@ from retrain.model.devices import choose_device
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
 from retrain.model.machine import choose
+from retrain.model.pool import Pool
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
 from retrain.plugins import user_code
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
@@ -55,17 +56,18 @@ class LocalBackend(Backend):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if choices is not None:
-            torch.set_num_threads(choices.threads)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
         self._adapter = Adapter(self._base, config)
-        self._choices = choices or world.from_leader(choose(config, self._base))
+        self._choices = world.from_leader(choose(config, self._base, world, choices))
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
         self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter, say=notes.append)
         aggregation = cast("Aggregation", effective_aggregation(config))
         self.notes: tuple[str, ...] = tuple(filter(None, (*notes, old_logprobs_note(config, self._base.dtype))))
         """Sentences about the loaded model that the user should see at the start."""
-        self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world)
+        self._pool = Pool(self._choices.workers, list(self._adapter.parameters.values()))
+        self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world, self._pool)
         self._sampler_adapter: Adapter | None = None
         if sampler_device is None:
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
@@ -100,6 +102,7 @@ class LocalBackend(Backend):
             fused=fused,
             shards=base.shards,
             follow=self._copy_to_sampler if adapter is not self._adapter else None,
+            pool=self._pool,
         )
 
     def _eos_ids(self) -> tuple[int, ...]:
@@ -171,6 +174,8 @@ class LocalBackend(Backend):
 
     def close(self) -> None:
         self.engine.close()
+        self._pool.close()
+        torch.set_num_threads(self._threads_before)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ The policy is softmax(logits / temperature), over the tokens that the sampler ke
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +26,7 @@ from retrain.model.attention import FlashAttention, FusedAttention, Kernel, miss
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import TokenScores, score_tokens
 from retrain.model.load import BaseModel
+from retrain.model.pool import Pool, in_order
 from retrain.model.sharding import layers
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
@@ -51,16 +52,6 @@ class _Weights(NamedTuple):
 
     policy: float
     regulariser: float
-
-
-class _Part(NamedTuple):
-    """What one micro-batch adds to its update, detached."""
-
-    loss: Tensor
-    logprobs: Tensor
-    """[A]"""
-    clip: Tensor
-    """[2] `clip_counts`."""
 
 
 @dataclass
@@ -94,6 +85,41 @@ class _Ratios:
             )
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """The rows of one micro-batch and all that there is to know of what is done with them."""
+
+    rows: Sequence[LearnerRow]
+    share: bool
+    """A prompt is computed once for its rows."""
+    filler: bool
+    """A pass for nothing, which other processes need in order to make theirs: its scores, loss and gradient count as zero."""
+    step: int = 0
+    weights: Sequence[_Weights] = ()
+    """One for each row."""
+    measured: bool = False
+    """The log-probs are wanted too."""
+    reference: bool = False
+    """Scored by the frozen base."""
+    masks_of: int | None = None
+    """Scored under the dropout masks of this step."""
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What a piece adds to its update."""
+
+    loss: Tensor
+    infinite: Tensor
+    """Number of log-probs that are not finite."""
+    clip: Tensor
+    """[2] `clip_counts`."""
+    logprobs: dict[int, Float32Array]
+    """By row number, where they are wanted."""
+    gradients: list[Float32Array]
+    """Of the parameters in order; empty where they were added to this process's own."""
+
+
 class Learner:
     def __init__(
         self,
@@ -104,6 +130,7 @@ class Learner:
         aggregation: Aggregation,
         fused: FusedDecoder | None = None,
         world: World = ALONE,
+        pool: Pool | None = None,
     ) -> None:
         """`fused` stands in for the model's own forward wherever no dropout acts.
 
@@ -122,6 +149,8 @@ class Learner:
         self._kernel: Kernel = FlashAttention() if config.inference.attention_kernel == "flash" else FusedAttention()
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
+        self._pool = pool or Pool()
+        self._learn_pieces, self._score_pieces = self._pool.shared(self._learn), self._pool.shared(self._score)
 
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """One step. `sampler_is_raw`: the recorded log-probs are not of the sampled policy, so the learner's own replace them (D22)."""
@@ -159,14 +188,9 @@ class Learner:
         """
         masked = masks_of is not None and self.adapter.drops
         found: dict[int, Float32Array] = {}
-        with torch.no_grad(), self._attention(), ExitStack() as stack:
-            if reference:
-                stack.enter_context(self.adapter.disabled())
-            for micro in self._micro_batches(rows, share=not masked):
-                with nullcontext() if masks_of is None else self._dropout(micro, masks_of):
-                    logprobs = self._forward(micro, truncated=not reference).logprobs
-                if not micro.filler:
-                    found.update(_by_row(micro, logprobs))
+        pieces = self._pieces(rows, share=not masked)
+        for _, logprobs in self._score_pieces(replace(piece, reference=reference, masks_of=masks_of) for piece in pieces):
+            found |= logprobs
         for part in self.world.gather(found):
             found |= part
         return [found[row.number] for row in rows]
@@ -196,18 +220,22 @@ class Learner:
             return _Update(nonfinite=name)
         self.optimizer.zero_gradients()
         weights = self._weights(rows, completions)
+        sampler_of = {row.number: row.sampler for row in rows}
         loss = torch.zeros((), device=self.base.device)
         infinite = torch.zeros((), device=self.base.device)
         clip = torch.zeros(2, device=self.base.device)
-        for micro in self._micro_batches(rows, share=not self.adapter.drops):
-            own = [_Weights(0.0, 0.0) if micro.filler else weights[row.number] for row in micro.rows]
-            part = self._backward(micro, own, step)
-            loss += part.loss
-            infinite += torch.isfinite(part.logprobs).logical_not().sum()
-            clip += part.clip
-            if ratios is not None and not micro.filler:
-                for row, new in zip(micro.rows, _by_row(micro, part.logprobs).values(), strict=True):
-                    ratios.add(new, row.sampler)
+        pieces = (
+            replace(piece, step=step, weights=[weights[row.number] for row in piece.rows], measured=ratios is not None)
+            for piece in self._pieces(rows, share=not self.adapter.drops)
+        )
+        for learned in in_order(self._learn_pieces(pieces)):
+            self.optimizer.add(learned.gradients)
+            loss += learned.loss
+            infinite += learned.infinite
+            clip += learned.clip
+            if ratios is not None:
+                for number, new in learned.logprobs.items():
+                    ratios.add(new, sampler_of[number])
         self.world.sum([*self.optimizer.gradients(), loss, infinite, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
@@ -236,25 +264,45 @@ class Learner:
             return f"gradient of {self.optimizer.nonfinite_gradient()}"
         return ""
 
-    def _backward(self, micro: MicroBatch, weights: Sequence[_Weights], step: int) -> _Part:
-        """Adds the micro-batch's gradient."""
-        with self._training(micro, step):
-            scores = self._forward(micro, entropy=self.settings.entropy_coef != 0)
-            tokens = _action_tokens(micro, scores, weights)
-            loss = policy_loss(tokens, self.settings)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return _Part(loss.detach(), scores.logprobs.detach(), clip_counts(tokens, self.settings))
-
-    def _micro_batches(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[MicroBatch]:
+    def _pieces(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[_Piece]:
         """Of this process's share of `rows`, which are everyone's. `share` computes a prompt once for its rows; not under dropout, whose
         masks differ from row to row. Of a sharded base everyone makes as many, the last of them for nothing.
         """
-        budget, device = self.choices.micro_batch_tokens, self.base.device
-        parts = split_rows(share_rows(rows, self.world), budget, share=share and self._packs)
+        parts = split_rows(share_rows(rows, self.world), self.choices.micro_batch_tokens, share=share and self._packs)
         for part in self.base.shards.in_step(parts):
-            micro_rows = part or [min(rows, key=lambda row: row.tokens)]
-            micro = pack(micro_rows, device, self._kernel, budget, share=share) if self._packs else pad(micro_rows, device)
-            yield micro if part else replace(micro, filler=True)
+            yield _Piece(part or [min(rows, key=lambda row: row.tokens)], share, filler=not part)
+
+    def _learn(self, piece: _Piece) -> Iterator[_Learned]:
+        """Adds the piece's gradient to the parameters' own, or as a worker hands it over."""
+        micro = self._micro_batch(piece)
+        if self._pool.in_worker:
+            self.optimizer.zero_gradients()
+        with self._training(micro, piece.step):
+            scores = self._forward(micro, entropy=self.settings.entropy_coef != 0)
+            tokens = _action_tokens(micro, scores, [_Weights(0.0, 0.0)] * len(piece.rows) if piece.filler else piece.weights)
+            loss = policy_loss(tokens, self.settings)
+            loss.backward()  # type: ignore[no-untyped-call]
+        new = scores.logprobs.detach()
+        yield _Learned(
+            loss.detach(),
+            torch.isfinite(new).logical_not().sum(),
+            clip_counts(tokens, self.settings),
+            _by_row(micro, new) if piece.measured and not piece.filler else {},
+            [gradient.numpy() for gradient in self.optimizer.gradients()] if self._pool.in_worker else [],
+        )
+
+    def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
+        """The log-probs of the piece's rows, by row number."""
+        with torch.no_grad(), self._attention(), self.adapter.disabled() if piece.reference else nullcontext():
+            micro = self._micro_batch(piece)
+            with nullcontext() if piece.masks_of is None else self._dropout(micro, piece.masks_of):
+                logprobs = self._forward(micro, truncated=not piece.reference).logprobs
+        yield {} if piece.filler else _by_row(micro, logprobs)
+
+    def _micro_batch(self, piece: _Piece) -> MicroBatch:
+        if not self._packs:
+            return pad(piece.rows, self.base.device)
+        return pack(piece.rows, self.base.device, self._kernel, self.choices.micro_batch_tokens, share=piece.share)
 
     def _forward(self, micro: MicroBatch, *, truncated: bool = True, entropy: bool = False) -> TokenScores:
         """Scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""

@@ -62,8 +62,6 @@ class MicroBatch:
     """[A] int64"""
     lengths: tuple[int, ...]
     """Action tokens of each row."""
-    filler: bool = False
-    """A pass for nothing, which other processes need in order to make theirs: its scores, loss and gradient count as zero."""
 
     def flat(self, arrays: Sequence[Float32Array]) -> Tensor:
         """[A] float32 on the device from one array a row."""

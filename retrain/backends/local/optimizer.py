@@ -2,11 +2,14 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+
+from retrain.types import Float32Array
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -59,6 +62,11 @@ class AdapterOptimizer:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad.zero_()
+
+    def add(self, gradients: Sequence[Float32Array]) -> None:
+        """A part of the gradient that another process computed, of every parameter in order; an empty one was added in place."""
+        for own, part in zip(self.gradients() if gradients else (), gradients, strict=True):
+            own += torch.from_numpy(part)
 
     def gradient_norm(self) -> Tensor:
         """L2 norm over all parameters, not yet read back from the device."""

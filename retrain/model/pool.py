@@ -1,0 +1,218 @@
+"""Worker processes that compute the pieces of a step, each with one thread, and meet once a step.
+
+Threads inside an operator meet at every operator, and where another process takes one of the cores, all of them wait for the thread that it
+displaced. Here the rows of a step are cut into pieces by a rule that knows nothing of the workers. A worker takes the next piece when it
+has none, so one that is displaced computes fewer, and a piece's result is the same bytes whoever computes it.
+
+Workers are forked from this process when they are first needed. They share its frozen weights, read the trained ones in memory that this
+process writes, leave signals to it, and die with it.
+"""
+
+import gc
+import mmap
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from retrain.children import die_with_parent
+from retrain.errors import RetrainError, RunFailed
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
+
+Work = Callable[[Piece], Iterable[Result]]
+Shared = Callable[[Iterable[Piece]], Iterator[tuple[int, Result]]]
+"""Pieces to (number of a piece, one of its results) as they come."""
+
+_ALIGNMENT = 64
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def can_fork() -> bool:
+    """macOS forks too, but its linear algebra does not survive it."""
+    return sys.platform == "linux"
+
+
+class Pool:
+    """`workers` processes; one is this process itself, which computes a piece when its results are asked for."""
+
+    def __init__(self, workers: int = 1, changing: Sequence[Tensor] = ()) -> None:
+        """`changing`: what this process changes between two calls and the works read. With several workers it moves to shared memory."""
+        self.workers = workers
+        self.in_worker = False
+        """Whether this process is one of several: apart from its results, nothing that a work leaves behind is seen by others."""
+        self._changing = list(changing)
+        self._works: list[Work[Any, Any]] = []
+        self._team: list[_Worker] = []
+        if workers > 1:
+            _move_to_shared_memory(self._changing)
+
+    def shared(self, work: Work[Piece, Result]) -> Shared[Piece, Result]:
+        """`work`, done by whoever has nothing to do. Before any work is begun."""
+        number = len(self._works)
+        self._works.append(work)
+
+        def compute(pieces: Iterable[Piece]) -> Iterator[tuple[int, Result]]:
+            if self.workers == 1:
+                return ((index, result) for index, piece in enumerate(pieces) for result in work(piece))
+            return self._hand_out(number, pieces)
+
+        return compute
+
+    def _hand_out(self, work: int, pieces: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """The first pieces first, one at a time to each worker. A caller may stop listening: what is under way then ends unheard."""
+        if not self._team:
+            self._team = [_Worker(self._serve) for _ in range(self.workers)]
+        version = tuple(tensor._version for tensor in self._changing)
+        waiting, asked = enumerate(pieces), set[_Worker]()
+        following = next(waiting, None)
+        while following or any(worker.busy for worker in asked):
+            for worker in self._team:
+                if following and not worker.busy:
+                    worker.give(_Task(work, version, *following))
+                    asked.add(worker)
+                    following = next(waiting, None)
+            busy = {worker.pipe: worker for worker in self._team if worker.busy}
+            for pipe in wait(busy):
+                worker = busy[pipe]  # type: ignore[index]  # wait returns some of its keys
+                message = worker.receive()
+                if worker not in asked:
+                    continue
+                if isinstance(message, Exception):
+                    raise message
+                yield from message
+
+    def _serve(self, pipe: Connection) -> None:
+        """A worker's life."""
+        self.in_worker = True
+        torch.set_num_threads(1)
+        version: tuple[int, ...] = ()
+        while True:
+            task: _Task = pickle.loads(pipe.recv_bytes())
+            if task.version != version:  # what was derived from the old values is known by their versions, which are a process's own
+                torch.autograd.graph.increment_version(self._changing)
+                version = task.version
+            try:
+                for result in self._works[task.work](task.piece):
+                    pipe.send_bytes(pickle.dumps([(task.number, result)]))
+                pipe.send_bytes(pickle.dumps(_DONE))
+            except Exception as error:
+                told = error if isinstance(error, RetrainError) else RuntimeError(f"{type(error).__name__}: {error}")
+                told.add_note("In a worker process:\n" + "".join(traceback.format_exception(error)))
+                pipe.send_bytes(pickle.dumps(told))
+
+    def close(self) -> None:
+        """End the workers; safe to call twice."""
+        for worker in self._team:
+            worker.end()
+        self._team = []
+
+
+_DONE: list[Any] = []
+"""Stands for the results of a piece that has no more."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    work: int
+    version: tuple[int, ...]
+    """Of the changing tensors."""
+    number: int
+    piece: Any
+
+
+class _Worker:
+    """A forked process and the pipe to it."""
+
+    def __init__(self, serve: Callable[[Connection], None]) -> None:
+        self.pipe, theirs = Pipe()
+        self.busy = False
+        parent = os.getpid()
+        with warnings.catch_warnings():  # from Python 3.12 on of threads beside this one: the worker needs none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            self._live(serve, theirs, parent)
+        theirs.close()
+
+    def _live(self, serve: Callable[[Connection], None], pipe: Connection, parent: int) -> NoReturn:
+        """It never returns into the parent's code."""
+        status = 1
+        try:
+            os.setsid()
+            for number in _IGNORED:
+                signal.signal(number, signal.SIG_IGN)
+            die_with_parent(parent)
+            gc.freeze()
+            serve(pipe)
+        except EOFError:
+            status = 0  # the parent closed the pipe
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def give(self, task: _Task) -> None:
+        self.busy = True
+        try:
+            self.pipe.send_bytes(pickle.dumps(task))
+        except OSError as error:
+            raise self._lost() from error
+
+    def receive(self) -> list[tuple[int, Any]] | Exception:
+        """Results of the piece under way, or what the worker raised."""
+        try:
+            message: list[tuple[int, Any]] | Exception = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
+        self.busy = message != _DONE and not isinstance(message, Exception)
+        return message
+
+    def _lost(self) -> RunFailed:
+        _, status = os.waitpid(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        self.pid = 0
+        how = f"was killed by signal {-code} (memory may have run out)" if code < 0 else f"ended with exit code {code}"
+        return RunFailed(f"A worker process of this run {how}; go on with --resume, where OMP_NUM_THREADS=1 computes in one process.")
+
+    def end(self) -> None:
+        self.pipe.close()
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+
+
+def _move_to_shared_memory(tensors: Sequence[Tensor]) -> None:
+    """Anonymous memory, which no limit on /dev/shm concerns; it goes when the tensors and the workers have gone."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    memory = mmap.mmap(-1, max(1, sum(sizes)))
+    start = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        place = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+        tensor.data = place.copy_(tensor.data)
+        start += size
+
+
+def in_order(results: Iterable[tuple[int, Result]]) -> Iterator[Result]:
+    """By the numbers of the pieces, of which each has one result."""
+    early: dict[int, Result] = {}
+    following = 0
+    for number, result in results:
+        early[number] = result
+        while following in early:
+            yield early.pop(following)
+            following += 1
