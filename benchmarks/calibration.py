@@ -17,8 +17,8 @@ import numpy.typing as npt
 from scipy import stats
 
 from retrain.analysis import power
-from retrain.analysis.resampling import hierarchical_interval
 from retrain.analysis.statistics import t_interval
+from retrain.analysis.tasks import hierarchical_interval
 from retrain.analysis.verdict import Rules, Verdict, conclude
 
 PROMPTS, COMPLETIONS = 8, 16

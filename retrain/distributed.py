@@ -5,7 +5,10 @@ vector of adapter gradients an update. Each of them then holds the same groups, 
 step, so the state is replicated and only the leader writes it down.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +16,27 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """In a child: have the kernel kill this process when `parent`, which forked it, dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+_SPINS = "20000"
+
+
+def spin_briefly() -> None:
+    """Must run before torch is imported, which reads the variables. What the user has set stays."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
 
 T = TypeVar("T")
 

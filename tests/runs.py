@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.merging import deep_merge
+from retrain.config.overrides import deep_merge
 
 SMALL: dict[str, Any] = {
     "model": {"model": "lab", "lora_rank": 4},

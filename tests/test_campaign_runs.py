@@ -23,7 +23,7 @@ from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
 from retrain.campaign.devices import share_devices
 from retrain.campaign.subprocesses import start_worker
 from retrain.config import config_from_mapping, load_config, replaced
-from retrain.config.merging import deep_merge
+from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.writer import Liveness, Writer
 from retrain.tracking import RunFolder
@@ -291,7 +291,7 @@ def test_the_default_evaluation_is_left_out_where_nothing_is_held_out(tmp_path: 
 
 
 def test_folders_made_in_one_second_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retrain.campaign.folder import open_campaign
+    from retrain.campaign.manifest import open_campaign
 
     monkeypatch.chdir(tmp_path)
     values = sections(tmp_path)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.cli.migrate_config import migrate_text, unified_diff
 from retrain.config import (
     TrainConfig,
     config_from_mapping,
@@ -22,7 +23,6 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.config.keys import Key, all_keys, flags
-from retrain.config.migrate import migrate_text, unified_diff
 from retrain.config.names import BUILTIN_NAMES, register_name
 from retrain.config.outcomes import per_token_refusals
 from retrain.config.overrides import parse_overrides

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.advantages.algorithms import RECIPES, effective_aggregation
-from retrain.advantages.masking import kept_count
 from retrain.advantages.pipeline import Credit, CreditPipeline
 from retrain.advantages.ragged import Float64Array, Segments, flatten
 from retrain.advantages.step import StepTokens
@@ -19,11 +18,12 @@ from retrain.advantages.transforms import (
     gtpo_weights,
     hicra,
     inverted,
+    kept_count,
     sepa_amplify,
     sepa_amplify_clamped,
     sepa_pool,
 )
-from retrain.backends.local.rows import is_trained
+from retrain.backends.local.micro_batches import is_trained
 from retrain.config import TrainConfig
 from retrain.config.names import BUILTIN_NAMES
 from retrain.errors import ConfigurationError, RunFailed

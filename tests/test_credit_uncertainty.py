@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.advantages.masking import kept_count, top_rho
+from retrain.advantages.transforms import kept_count, top_rho
 from retrain.advantages.uncertainty import (
     canonical_kind,
     capped,

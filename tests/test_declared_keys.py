@@ -10,7 +10,7 @@ import pytest
 
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import plan_campaign
-from retrain.campaign.results import AutoSqueeze
+from retrain.campaign.runner import AutoSqueeze
 from retrain.cli.main import main
 from retrain.config import config_from_mapping, config_hash, not_built, resume_differences, unused_keys
 from retrain.errors import ConfigurationError

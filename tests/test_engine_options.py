@@ -8,10 +8,10 @@ from transformers import Qwen3Config
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.kv_cache import KVArena, PromptState
-from retrain.inference_engine.rows import Rows, Waiting
+from retrain.inference_engine.scheduler import Rows, Waiting
 from retrain.model.attention import FlashAttention, FusedAttention, RowLengths
 from retrain.model.budget import kv_bytes_per_token, plan_decode
-from retrain.model.options import resolve
+from retrain.model.devices import resolve
 from retrain.noise import uniform
 
 DEFAULTS = {

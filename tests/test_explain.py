@@ -12,12 +12,11 @@ from retrain import train
 from retrain.campaign import Plan, plan_campaign
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml, load_config
-from retrain.config.merging import deep_merge
+from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError
 from retrain.explain import explain
-from retrain.explain.schedule import schedule_campaign
 from retrain.explain.text import to_text
-from retrain.explain.timing import StepTime
+from retrain.explain.timing import StepTime, schedule_campaign
 from retrain.records.checkpoint import TrainerState
 from retrain.run.notes import notes
 

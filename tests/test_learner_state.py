@@ -13,14 +13,13 @@ from learner_models import VOCABULARY, config_for, distance, gradients, make_lea
 
 from retrain.backends.local.backend import LocalBackend, _deterministic
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.micro_batches import LearnerRow, minibatch_split, pack, split_rows
+from retrain.backends.local.micro_batches import LearnerRow, check_rows, minibatch_split, needed_tokens, pack, shift, split_rows
 from retrain.backends.local.optimizer import learning_rate
-from retrain.backends.local.rows import check_rows, needed_tokens, shift
 from retrain.model.adapter import Adapter
 from retrain.model.attention import FusedAttention
 from retrain.model.dropout import DropoutKey, KeyedDropout
+from retrain.model.dropout import philox as torch_philox
 from retrain.model.load import load_base_model
-from retrain.model.philox import philox as torch_philox
 from retrain.model.text import resolve_model
 from retrain.noise import philox
 from retrain.types import Row

@@ -18,8 +18,8 @@ from retrain.analysis.verdict import Rules
 from retrain.campaign import Status, run_campaign
 from retrain.config import replaced
 from retrain.config.overrides import Overrides
-from retrain.report.build import build_page
 from retrain.report.data import Request
+from retrain.report.page import build_page
 from retrain.run.evaluate import evaluate_run
 from tests.runs import lines
 

@@ -22,10 +22,10 @@ from retrain import train
 from retrain.analysis.runs import find_runs
 from retrain.cli.main import main
 from retrain.records.terminal import visible
-from retrain.report.build import build_page
 from retrain.report.curves import Arm, Curves, arms_of, smoothed
 from retrain.report.data import Request, gather
 from retrain.report.figures import draw_figures
+from retrain.report.page import build_page
 from retrain.report.serve import ReportServer, version_of
 
 Captured = pytest.CaptureFixture[str]

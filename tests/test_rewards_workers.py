@@ -100,7 +100,7 @@ def test_an_answer_that_swells_is_stopped_before_its_deadline(monkeypatch: pytes
 def test_an_answer_for_which_memory_runs_out_inside_math_verify_is_not_wrong() -> None:
     """The library's own `except Exception` would make it so. In a process of its own: the limit holds for ever."""
     script = (
-        "import resource; from retrain.rewards.verification import equal\n"
+        "import resource; from retrain.rewards.worker import equal\n"
         "mapped = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (mapped + (20 << 20), -1))\n"
         "try: print(equal('(x+y+z)^{60}', '(x+y+z+1)^{60}'))\n"

@@ -15,8 +15,7 @@ from retrain import train
 from retrain.config import TrainConfig
 from retrain.records.redact import Redactor
 from retrain.tracking import RunFolder, StepRecord
-from retrain.tracking.background import Background
-from retrain.tracking.external import ExternalSettings, ExternalTracker
+from retrain.tracking.external import Background, ExternalSettings, ExternalTracker
 
 RECORD = StepRecord(step=0, condition="grpo+none")
 

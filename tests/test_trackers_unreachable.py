@@ -22,7 +22,7 @@ from pathlib import Path
 import retrain.tracking.wandb
 from retrain.config import TrainConfig
 from retrain.tracking import RunFolder, build_tracker
-from retrain.tracking.background import Background
+from retrain.tracking.external import Background
 
 Background.patience_s = 0.5
 retrain.tracking.wandb._INIT_S = 60.0

@@ -7,9 +7,9 @@ from typing import Any
 
 from worker import serve
 
-import retrain.threads
+import retrain.distributed
 
-retrain.threads.spin_briefly()
+retrain.distributed.spin_briefly()
 
 import torch  # noqa: E402 - it reads its environment when it is imported
 from device import measured_on  # noqa: E402

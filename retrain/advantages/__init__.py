@@ -1,7 +1,6 @@
 """Credit assignment: from the rewards of a step's completions to an advantage for every token."""
 
-from retrain.advantages.algorithms import AlgorithmContext, AlgorithmOutput
-from retrain.advantages.contexts import AdvantageContext, UncertaintyContext
+from retrain.advantages.algorithms import AdvantageContext, AlgorithmContext, AlgorithmOutput, UncertaintyContext
 from retrain.advantages.transforms import TransformContext, TransformOutput, TransformSpec
 
 __all__ = [

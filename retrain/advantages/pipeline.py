@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from retrain.advantages.algorithms import AlgorithmContext, condition_parts, effective_aggregation
-from retrain.advantages.masking import top_rho
 from retrain.advantages.planning import RegexDetector
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, flatten
 from retrain.advantages.resolve import (
@@ -26,7 +25,7 @@ from retrain.advantages.resolve import (
 )
 from retrain.advantages.sepa import check_ramp
 from retrain.advantages.step import CreditStatistics, StepTokens, mean_and_variance
-from retrain.advantages.transforms import TransformContext, TransformSpec, gtpo_group_weights, gtpo_weights, hicra, inverted
+from retrain.advantages.transforms import TransformContext, TransformSpec, gtpo_group_weights, gtpo_weights, hicra, inverted, top_rho
 from retrain.advantages.uncertainty import SHANNON_ENTROPY, canonical_kind, capped, surprisal
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import refuse_unknown_params, user_code

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.advantages import uncertainty as kinds
-from retrain.advantages.algorithms import RECIPES, AlgorithmContext, AlgorithmOutput
-from retrain.advantages.contexts import AdvantageContext, UncertaintyContext
+from retrain.advantages.algorithms import RECIPES, AdvantageContext, AlgorithmContext, AlgorithmOutput, UncertaintyContext
 from retrain.advantages.episode import ADVANTAGES, BuiltinAdvantage, checked_groups
 from retrain.advantages.ragged import Float64Array, Segments, flatten
 from retrain.advantages.step import StepTokens

@@ -85,7 +85,7 @@ class Backend(ABC):
         """One step on the rows of one batch: `updates_per_batch` passes of `minibatches` optimizer updates.
 
         `rows` are all judged completions of the step, since aggregation = "constant" divides by their number; those that
-        `retrain.backends.local.rows.is_trained` leaves out need no forward pass.
+        `retrain.backends.local.micro_batches.is_trained` leaves out need no forward pass.
         A non-finite loss, gradient or log-prob never changes the weights: that update is skipped and counted.
         """
 

@@ -5,6 +5,8 @@ The truth about a run is its own folder: after a kill a run may be further than 
 
 import contextlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -15,10 +17,12 @@ import retrain
 from retrain.campaign.plan import RUNS, Plan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
-from retrain.errors import ConfigurationError, RunFailed
+from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.records.checkpoint import replace_file
 from retrain.records.redact import Redactor
+from retrain.records.run_folder import RunFolder, mark
 from retrain.records.terminal import clean
+from retrain.run.opening import writer_lock
 
 MANIFEST = "manifest.json"
 TIMESTAMP = "%Y%m%d_%H%M%S"
@@ -149,3 +153,58 @@ def _check_same(stored: TrainConfig, plan: Plan) -> None:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+LOGS = Path("logs")
+
+
+@contextmanager
+def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Plan, Manifest]]:
+    """The campaign's plan and its manifest, written; one writer a campaign for as long as the context lasts.
+
+    `[resume] from` names a campaign to go on with; `[logging] log_dir`, if it is given, a folder for a new one; else it is
+    `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that may not be used.
+    """
+    resumed = bool(config.resume.from_)
+    folder = Path(config.resume.from_) if resumed else _new_folder(config, now)
+    if resumed and not (folder / MANIFEST).is_file():
+        raise ConfigurationError(f"--resume {folder} holds no campaign (no {MANIFEST}); name a campaign's folder.")
+    plan = plan_campaign(config, folder)
+    mark(folder, "campaign")
+    with writer_lock(RunFolder(folder)):
+        if resumed:
+            manifest = Manifest.read(folder)
+            manifest.resumed_with(plan)
+        else:
+            manifest = Manifest.of_plan(plan, now)
+        manifest.write()
+        yield plan, manifest
+
+
+def _new_folder(config: TrainConfig, now: datetime) -> Path:
+    if not config.is_set("logging.log_dir"):
+        return _timestamped(now)
+    folder = Path(config.logging.log_dir)
+    if (folder / MANIFEST).is_file():
+        raise ConfigurationError(
+            f"{folder} already holds a campaign: go on with it by --resume {folder}, or choose another [logging] log_dir."
+        )
+    if RunFolder(folder).holds_run():
+        raise ConfigurationError(f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave it out.")
+    return folder
+
+
+def _timestamped(now: datetime) -> Path:
+    """logs/campaign_<local time>, with -2, -3, ... where that is taken; made here, so that of two starters each gets its own."""
+    name = f"campaign_{now.strftime(TIMESTAMP)}"
+    number = 1
+    while True:
+        folder = LOGS / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise EnvironmentFailure(f"{folder} cannot be made: {error.strerror}; choose another [logging] log_dir.") from error
+        else:
+            return folder

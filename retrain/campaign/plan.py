@@ -11,8 +11,8 @@ from typing import Any
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.conditions import arms
 from retrain.config.load import given_values
-from retrain.config.origin import Origin
 from retrain.config.schema import Campaign
+from retrain.config.violations import Origin
 from retrain.errors import ConfigurationError
 from retrain.tracking.base import tracker_names
 

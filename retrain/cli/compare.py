@@ -65,8 +65,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted by Holm, and a verdict."""
-    from retrain.analysis.comparison_terminal import to_text
-    from retrain.analysis.comparison_text import to_json, to_markdown
+    from retrain.analysis.comparison_text import to_json, to_markdown, to_text
     from retrain.analysis.verdict import Rules
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from retrain.cli.dotenv import load_dotenv
+from retrain.cli.usage import load_dotenv
 from retrain.errors import ConfigurationError
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}

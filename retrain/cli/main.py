@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from retrain.cli.usage import COMMANDS, usage
+from retrain.distributed import spin_briefly
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
 from retrain.records.disk import is_reader_gone, path_error
-from retrain.threads import spin_briefly
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import typer
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.analysis.planning import Pilot, Plan
+    from retrain.analysis.power import Pilot, Plan
 
 
 def command(
@@ -25,7 +25,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Plan a campaign: seeds needed for a difference, from a pilot's spread or a given one."""
-    from retrain.analysis.planning import Plan, read_pilot
+    from retrain.analysis.power import Plan, read_pilot
 
     if (pilot is None) == (sd is None):
         raise ConfigurationError("retrain power needs the spread of the differences: a pilot's folder, or --sd; give one of them.")

@@ -33,8 +33,8 @@ def command(
     _require_extra()
     from retrain.analysis.verdict import Rules
     from retrain.records.terminal import clean
-    from retrain.report.build import write_report
     from retrain.report.data import Request
+    from retrain.report.page import write_report
     from retrain.tracking import RunFolder
 
     rules = Rules(alpha=alpha, margin=margin, lower_is_better=lower_is_better)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.cli.dotenv import load_dotenv
+from retrain.cli.usage import load_dotenv
 from retrain.errors import ConfigurationError
 from retrain.records.disk import expanded
 
@@ -71,7 +71,7 @@ def _draw_squeeze(squeezed: "Squeezed", picture: Path) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         return 'No picture of the variance curve: matplotlib is not installed; pip install "retrain[report]".'
     from retrain.report.data import SqueezeCurve
-    from retrain.report.squeeze_curve import write_squeeze_picture
+    from retrain.report.figures import write_squeeze_picture
 
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)

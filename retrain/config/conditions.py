@@ -7,9 +7,9 @@ one section alone has it (`lr = 1e-4`).
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.aliases import ALIASES
-from retrain.config.origin import Origin
+from retrain.config.names import ALIASES
 from retrain.config.suggestions import nearest
+from retrain.config.violations import Origin
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:

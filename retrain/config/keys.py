@@ -9,8 +9,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from retrain.config.aliases import ALIASES
-from retrain.config.names import BUILTIN_NAMES
+from retrain.config.names import ALIASES, BUILTIN_NAMES
 from retrain.config.schema import Condition, Section, TrainConfig
 from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName

@@ -12,13 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from retrain.config.aliases import ALIASES, moved_aliases
 from retrain.config.conditions import arm_problems
-from retrain.config.merging import deep_merge
-from retrain.config.origin import Origin
-from retrain.config.overrides import Override, Overrides, parse_overrides, variable_overrides
+from retrain.config.names import ALIASES, moved_aliases
+from retrain.config.overrides import Override, Overrides, deep_merge, parse_overrides, variable_overrides
 from retrain.config.schema import TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
+from retrain.config.violations import Origin
 from retrain.errors import ConfigurationError
 from retrain.parsing import ParseError, parse_toml
 

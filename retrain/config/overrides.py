@@ -11,13 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.merging import deep_merge
 from retrain.config.suggestions import nearest
 from retrain.errors import MOST_SENTENCES, ConfigurationError
 from retrain.parsing import ParseError, parse_toml
 
 if TYPE_CHECKING:
     from retrain.config.keys import Key
+
+
+def deep_merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """A new table in which `above` wins, and tables that both hold are merged."""
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        merged[name] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
 
 VARIABLE_PREFIX = "RETRAIN_"
 
@@ -177,8 +186,8 @@ def _holds_dates(value: Any) -> bool:
 
 
 def _key_of(path: str) -> "Key":
-    from retrain.config.aliases import ALIASES
     from retrain.config.keys import keys_by_path
+    from retrain.config.names import ALIASES
 
     return keys_by_path()[ALIASES.get(path, path)]
 
@@ -263,8 +272,8 @@ class _Parser:
         return (*self._dotted(flag.removeprefix("--")), False)
 
     def _dotted(self, name: str) -> tuple[str | None, str]:
-        from retrain.config.aliases import ALIASES
         from retrain.config.keys import keys_by_path
+        from retrain.config.names import ALIASES
 
         section, _, rest = name.partition(".")
         leaf, _, inside = rest.partition(".")

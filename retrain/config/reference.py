@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from retrain.config.aliases import ALIASES, bracketed
 from retrain.config.keys import SHORT_TABLE_FLAGS, Key, all_keys, section_models
+from retrain.config.names import ALIASES, bracketed
 from retrain.config.schema import DEFAULT_CONDITIONS, PrimeRLOptions, TrainConfig
 from retrain.config.toml import PRESENCE_SECTIONS, toml_value
 

@@ -21,10 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from retrain.config.aliases import canonical_keys
 from retrain.config.conditions import gather_sets
-from retrain.config.names import condition_label
-from retrain.config.origin import Origin
+from retrain.config.names import canonical_keys, condition_label
 from retrain.config.rules import broken_rules
 from retrain.config.values import (
     MAX_SEED,
@@ -42,7 +40,7 @@ from retrain.config.values import (
     parse_grams,
     table_from_json,
 )
-from retrain.config.violations import RuleViolations
+from retrain.config.violations import Origin, RuleViolations
 
 
 def key(default: Any, doc: str, *, meaningful_unset: bool = False, example: Any = None, **constraints: Any) -> Any:

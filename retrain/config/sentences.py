@@ -8,13 +8,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from retrain.config.aliases import ALIASES
 from retrain.config.conditions import unknown_setting
 from retrain.config.keys import Key, all_keys, keys_by_path, section_models
-from retrain.config.origin import Origin
+from retrain.config.names import ALIASES
 from retrain.config.suggestions import nearest, synonym
 from retrain.config.toml import toml_value
-from retrain.config.violations import RuleViolations, Violation
+from retrain.config.violations import Origin, RuleViolations, Violation
 from retrain.errors import MOST_SENTENCES
 
 LEGACY_PREFIX = "prime_rl_"

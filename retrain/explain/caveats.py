@@ -11,7 +11,7 @@ from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.explain.schedule import Schedule
+    from retrain.explain.timing import Schedule
     from retrain.model.memory import Memory
 
 ALPHA, POWER = 0.05, 0.8
@@ -50,7 +50,7 @@ def _spread(pilot: Path | None) -> tuple[float, str | None]:
     """Of the pilot's differences, and in what; the unit where the pilot has too few runs to show it."""
     if pilot is None:
         return 1.0, None
-    from retrain.analysis.planning import read_pilot
+    from retrain.analysis.power import read_pilot
 
     try:
         found = read_pilot(pilot)

@@ -16,8 +16,7 @@ from retrain.config.keys import all_keys
 from retrain.config.outcomes import not_built, unused_keys
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
-from retrain.explain.schedule import Schedule, schedule_campaign, schedule_run
-from retrain.explain.timing import StepTime, from_pilot, from_probe, pilot_differences
+from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign, schedule_run
 from retrain.inference_engine.base import EngineCapabilities
 from retrain.records.disk import expanded
 from retrain.records.redact import Redactor

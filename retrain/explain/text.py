@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from retrain.config.schema import Squeeze
     from retrain.explain.caveats import Power
     from retrain.explain.explanation import Arm, Explanation
-    from retrain.explain.schedule import Schedule
+    from retrain.explain.timing import Schedule
     from retrain.model.memory import Memory
 
 _INDENT = "  "

@@ -1,16 +1,22 @@
 """How long a step takes: from runs that were made before, or from one step that is made now."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from retrain.campaign.devices import room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from retrain.campaign.plan import Plan
     from retrain.config import TrainConfig
+    from retrain.model.memory import Memory
+
 
 _SAME = (
     "model.model", "model.lora_rank", "model.dtype", "training.batch_size", "training.group_size", "training.max_tokens",
@@ -84,3 +90,121 @@ def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
         record = StepRecord.from_json(line)
     assert record.step_time_s is not None
     return StepTime(record.step_time_s, "one measured step, the first", record.peak_memory_gib)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How many runs at once a campaign could use, and what bounds it."""
+
+    count: int
+    because: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    total_runs: int
+    steps_per_run: int
+    steps_done: int
+    """Over all runs, where a run or a campaign goes on."""
+    effective_parallelism: int
+    recommended: Workers | None
+    """None for a single run."""
+    devices: int
+    """In use at a time."""
+    step_time: StepTime | None
+    """Of one step of one run; None where nothing was measured."""
+    price_per_hour: float
+    """Of one device; 0 where none is known."""
+
+    @property
+    def total_campaign_steps(self) -> int:
+        return self.total_runs * self.steps_per_run
+
+    @property
+    def steps_left(self) -> int:
+        return max(0, self.total_campaign_steps - self.steps_done)
+
+    @property
+    def estimated_wall_time_s(self) -> float | None:
+        """Of the steps that are left; evaluations, loading and waiting aside."""
+        return None if self.step_time is None else self.steps_left * self.step_time.seconds / self.effective_parallelism
+
+    @property
+    def device_hours(self) -> float | None:
+        seconds = self.estimated_wall_time_s
+        return None if seconds is None else seconds * self.devices / 3600
+
+    @property
+    def cost(self) -> float | None:
+        """In the currency of the price; None without a price or a step time."""
+        return self.device_hours * self.price_per_hour if self.device_hours is not None and self.price_per_hour else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "total_runs": self.total_runs,
+            "steps_per_run": self.steps_per_run,
+            "steps_done": self.steps_done,
+            "total_campaign_steps": self.total_campaign_steps,
+            "effective_parallelism": self.effective_parallelism,
+            "recommended_max_workers": self.recommended.count if self.recommended else None,
+            "median_step_time_s": self.step_time.seconds if self.step_time else None,
+            "step_time_source": self.step_time.source if self.step_time else None,
+            "estimated_wall_time_s": self.estimated_wall_time_s,
+            "device_hours": self.device_hours,
+            "price_per_hour": self.price_per_hour or None,
+            "cost": self.cost,
+        }
+
+
+def schedule_run(config: "TrainConfig", steps_done: int, step_time: StepTime | None, price_per_hour: float | None) -> Schedule:
+    devices = len(config.backend.device_list)
+    return Schedule(1, config.training.max_steps, steps_done, 1, None, devices, step_time, price_per_hour or 0.0)
+
+
+def schedule_campaign(
+    plan: "Plan", steps_done: int, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
+) -> Schedule:
+    """`price_per_hour` wins over `[campaign] price_per_hour`. Raises ConfigurationError for more workers than the GPUs have room for."""
+    settings = plan.settings
+    parallelism = min(_workers(plan), len(plan.runs))
+    processor = memory is not None and memory.machine.device_type == "cpu"
+    return Schedule(
+        total_runs=len(plan.runs),
+        steps_per_run=plan.max_steps,
+        steps_done=steps_done,
+        effective_parallelism=parallelism,
+        recommended=recommended_workers(plan, memory),
+        devices=1 if processor else ceil(parallelism / settings.workers_per_device) * settings.devices_per_run,
+        step_time=step_time,
+        price_per_hour=settings.price_per_hour if price_per_hour is None else price_per_hour,
+    )
+
+
+def _workers(plan: "Plan") -> int:
+    settings = plan.settings
+    if settings.launcher == "ray":
+        return settings.max_workers or len(plan.runs)
+    return len(share_devices(plan)) if settings.parallel else 1
+
+
+def recommended_workers(plan: "Plan", memory: "Memory | None") -> Workers:
+    """As many runs at once as have a device, a core or a call of their own, and the memory for it."""
+    bounds = [Workers(len(plan.runs), "all runs at once"), *_bounds(plan, memory)]
+    tightest = min(bounds, key=lambda bound: bound.count)
+    return Workers(max(1, tightest.count), tightest.because)
+
+
+def _bounds(plan: "Plan", memory: "Memory | None") -> Iterator[Workers]:
+    """None for a Ray cluster elsewhere, which starts as many runs as it holds."""
+    settings, backend = plan.settings, plan.config.backend
+    if settings.ray_address:
+        return
+    if backend.backend == "tinker":
+        yield Workers(backend.max_concurrent, "more would wait for [backend] max_concurrent")
+    room = room_on_gpus(plan)
+    if room is not None:
+        yield Workers(room, f"what the GPUs have room for, with workers_per_device = {settings.workers_per_device}")
+    elif memory is not None and memory.machine.device_type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        yield Workers(cores, "one core here" if cores == 1 else f"{cores} cores here, and a run keeps one busy")
+        yield Workers(memory.machine.usable // memory.peak, "what memory has room for")

@@ -16,7 +16,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import BASE_MODEL
 from retrain.inference_engine.kv_cache import DecodePass, KVArena, PromptPass, PromptState
-from retrain.inference_engine.transfer import upload
+from retrain.inference_engine.sampling import upload
 from retrain.model import attention
 from retrain.model.fused import FusedDecoder
 from retrain.model.projection import AdapterLayer

@@ -7,6 +7,7 @@ Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.inference_engine.transfer import upload
 from retrain.model.budget import SAMPLING_CHUNK_BYTES
 from retrain.model.truncation import Cuts, KeptSets
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """On CUDA without waiting for the kernels before it: pageable memory is staged before the call returns, so `array` may change then."""
+    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
+
 
 _BLOCK = 256
 """The CDF has two levels, blocks and the tokens of one block. Weights and the sum of a block are float32; running sums, over the blocks

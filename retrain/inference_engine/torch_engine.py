@@ -4,6 +4,7 @@ The base weights serve both, and are never changed. All completions of a call de
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,11 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
-from retrain.inference_engine.prefix_store import PrefixStore
-from retrain.inference_engine.rows import Waiting
-from retrain.inference_engine.scheduler import DecodeRun, pieces
-from retrain.inference_engine.weights import CastCopy, weights_version
+from retrain.inference_engine.kv_cache import PrefixStore
+from retrain.inference_engine.scheduler import DecodeRun, Waiting, pieces
 from retrain.model.budget import STORE_SHARE, DecodeLimits
+from retrain.model.devices import resolve
 from retrain.model.fused import FusedDecoder
-from retrain.model.options import resolve
 from retrain.model.pool import Pool
 from retrain.model.projection import AdapterLayer
 from retrain.types import Completion
@@ -28,7 +27,6 @@ from retrain.types import Completion
 _MOST_PIECES = {"cpu": 16}
 """More completions than that many times the decoding rows make the pieces longer, and a row that is free is taken again. A GPU has the
 rows of all completions in one."""
-
 
 
 class TorchEngine(InferenceEngine):
@@ -168,3 +166,32 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype of the frozen weights; an adapter may be kept in a wider one."""
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     return max(set(dtypes), key=lambda dtype: sum(p.numel() for p in model.parameters() if p.dtype == dtype))
+
+
+WeightsVersion = tuple[tuple[int, int], ...]
+
+
+def weights_version(model: nn.Module) -> WeightsVersion:
+    """Changes whenever a trained weight is written in place or replaced."""
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters() if parameter.requires_grad)
+
+
+class CastCopy:
+    """`inference.dtype` other than the model's: the whole model once more in that dtype.
+
+    A copy and not autocast, which would convert every frozen weight again for every token. The learner keeps the exact
+    weights; sampler and learner then differ by the dtype's rounding, which the parity gate bounds.
+    """
+
+    def __init__(self, source: nn.Module, dtype: torch.dtype) -> None:
+        self._source = source
+        self.model = deepcopy(source).requires_grad_(False)
+        for parameter in self.model.parameters():  # buffers stay: rotary frequencies are float32 in every dtype
+            parameter.data, parameter.grad = parameter.data.to(dtype), None
+
+    def follow(self) -> None:
+        """Copy the trained weights."""
+        with torch.no_grad():
+            for target, source in zip(self.model.parameters(), self._source.parameters(), strict=True):
+                if source.requires_grad:
+                    target.copy_(source)

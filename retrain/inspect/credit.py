@@ -6,6 +6,7 @@ Another transform is computed by the credit pipeline of training, from the token
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,33 @@ from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.config import TrainConfig, replaced
 from retrain.config.names import condition_label
 from retrain.errors import ConfigurationError
-from retrain.inspect.pieces import Pieces
+from retrain.model.text import load_tokenizer
+from retrain.model.vocabulary import TokenIds, VocabularyTable
 from retrain.records.token_table import read_tokens
 from retrain.tracking import RunFolder, TokenTable
 from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Outcome, Prompt, Score
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Model
+
+
+class Pieces:
+    """The vocabulary of a run's model. Raises EnvironmentFailure where its tokenizer cannot be had."""
+
+    def __init__(self, model: "Model") -> None:
+        self._tokenizer = load_tokenizer(model.model, model.revision)  # whoever looks at a run trusts no code that it names
+        self.vocabulary = VocabularyTable(self._tokenizer)
+
+    def of(self, token_ids: TokenIds) -> list[str]:
+        """[T] one string a token. A special token, which adds nothing to a text, is its name; an unfinished code point is ""."""
+        pieces = self.vocabulary.pieces(token_ids)
+        return [piece or self._name(int(token)) for piece, token in zip(pieces, token_ids, strict=True)]
+
+    def _name(self, token: int) -> str:
+        if self.vocabulary.token_bytes(token):
+            return ""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return str(name) if name else f"<{token}>"
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.model.dropout import DropoutKey, KeyedDropout
-from retrain.model.philox import uniform_words
+from retrain.model.dropout import DropoutKey, KeyedDropout, uniform_words
 from retrain.noise import Stream
 from retrain.parsing import read_object
 

@@ -119,7 +119,7 @@ def _take_adapter_off(model: "PreTrainedModel") -> None:
 
 def _check_inference(config: "TrainConfig", device: torch.device, dtype: torch.dtype) -> None:
     """Refuse what the sampler cannot serve before gigabytes are loaded."""
-    from retrain.model.options import resolve
+    from retrain.model.devices import resolve
 
     inference = config.inference
     if inference.engine == "pytorch":
@@ -194,7 +194,6 @@ def _four_bits(device: torch.device) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
-
 
 
 def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from retrain.children import die_with_parent
+from retrain.distributed import die_with_parent
 from retrain.errors import RetrainError, RunFailed
 
 Piece = TypeVar("Piece")

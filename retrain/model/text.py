@@ -114,7 +114,6 @@ def _is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None
 
 
-
 def _load_generation_config(path: str, revision: str) -> "GenerationConfig | None":
     """generation_config.json, which many models do without."""
     from transformers import GenerationConfig

@@ -1,6 +1,7 @@
 """The figures of a report: each a function from the data to a drawing, or None where there is nothing to draw."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from retrain.analysis.compare import Comparison
 from retrain.analysis.verdict import Verdict
 from retrain.report.curves import PHASES, Arm
-from retrain.report.data import ReportData
+from retrain.report.data import ReportData, SqueezeCurve
 from retrain.report.panels import (
     ROW_HEIGHT,
     Drawn,
@@ -22,8 +23,7 @@ from retrain.report.panels import (
     spread_words,
     without_scale,
 )
-from retrain.report.squeeze_curve import squeeze_figure
-from retrain.report.theme import GRID, INK, MUTED, drawing, series
+from retrain.report.theme import GRID, INK, MUTED, drawing, series, to_png
 
 
 def draw_figures(data: ReportData) -> list[Drawn]:
@@ -202,3 +202,37 @@ def _median(arm: Arm, field: str) -> float:
 
 def _squeeze(data: ReportData) -> Drawn | None:
     return squeeze_figure(data.squeeze) if data.squeeze else None
+
+
+_NAME = "squeeze"
+
+
+def squeeze_figure(curve: SqueezeCurve) -> Drawn:
+    figure, axes = empty_figure()
+    ranks = np.array(curve.ranks, float)
+    axes.fill_between(
+        ranks, np.array(curve.lowest), np.array(curve.highest), color=series(0), alpha=0.18, linewidth=0, label="lowest to highest layer"
+    )
+    axes.plot(ranks, np.array(curve.mean), "o-", color=series(0), markersize=4.5, label="mean over the layers")
+    axes.axhline(curve.threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {curve.threshold:.0%}")
+    axes.axvline(curve.recommended, color=series(1), linewidth=1.4, label=f"recommended rank {curve.recommended}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
+    axes.minorticks_off()
+    as_percentages(axes)
+    axes.set(xlabel="rank", ylabel="variance kept")
+    return Drawn(_NAME, "What the adapter needs of its rank", _caption(curve), figure)
+
+
+def _caption(curve: SqueezeCurve) -> str:
+    judged = "the mean over the layers" if curve.rule == "mean" else "the worst layer"
+    of = f" of {curve.adapter}" if curve.adapter else ""
+    return f"Squared singular values kept by each rank of the adapter{of}; the recommendation goes by {judged}."
+
+
+def write_squeeze_picture(curve: SqueezeCurve, path: Path) -> None:
+    """A PNG. Raises OSError."""
+    with drawing(_NAME):
+        drawn = squeeze_figure(curve)
+        add_legend(drawn.figure, 1)
+    path.write_bytes(to_png(drawn.figure, _NAME))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,15 @@ from retrain.analysis.compare import Comparison
 from retrain.analysis.comparison_text import arm_table, contrast_table, details, explanation, heading, sharing
 from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus, duration
+from retrain.errors import EnvironmentFailure
+from retrain.records.checkpoint import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.terminal import visible
 from retrain.report.curves import Arm
-from retrain.report.data import ReportData
+from retrain.report.data import ReportData, Request, gather
+from retrain.report.figures import draw_figures
 from retrain.report.panels import Drawn
-from retrain.report.theme import to_svg
+from retrain.report.theme import to_png, to_svg
 from retrain.report.token_view import token_view
 
 _TEMPLATES = "templates"
@@ -207,3 +211,41 @@ def _run_row(status: RunStatus) -> tuple[str, ...]:
         _number(status.median_step_time_s),
         status.note,
     )
+
+
+@dataclass(frozen=True)
+class Written:
+    page: Path
+    pictures: list[Path]
+
+
+def build_page(request: Request, live: Live | None = None) -> str:
+    """The HTML, as a file or for a server."""
+    data = gather(request)
+    return render(data, draw_figures(data), datetime.now(), live)
+
+
+def write_report(request: Request, output: Path) -> Written:
+    """`output` and, beside it, <its name>-<figure>.png for every figure. Each file is replaced as a whole.
+
+    Raises EnvironmentFailure where they cannot be written.
+    """
+    data = gather(request)
+    figures = draw_figures(data)
+    pictures = []
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for drawn in figures:
+            picture = output.with_name(f"{output.stem}-{drawn.name}.png")
+            _replace_bytes(picture, to_png(drawn.figure, drawn.name))
+            pictures.append(picture)
+        replace_file(output, render(data, figures, datetime.now()))
+    except OSError as error:
+        raise EnvironmentFailure(f"{output} cannot be written: {error.strerror or error}; name another file with --output.") from error
+    return Written(output, pictures)
+
+
+def _replace_bytes(path: Path, content: bytes) -> None:
+    aside = path.with_name(f".tmp-{path.name}")
+    aside.write_bytes(content)
+    aside.replace(path)

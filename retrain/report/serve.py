@@ -11,9 +11,8 @@ from time import monotonic
 
 from retrain.errors import EnvironmentFailure, RetrainError
 from retrain.records.redact import Redactor
-from retrain.report.build import build_page
 from retrain.report.data import Request
-from retrain.report.page import Live
+from retrain.report.page import Live, build_page
 from retrain.tracking import RunFolder
 
 HOST = "127.0.0.1"

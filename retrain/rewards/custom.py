@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from retrain.config import TrainConfig
-from retrain.config.origin import Origin
+from retrain.config.violations import Origin
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import inspect_call, load_plugin, user_code
-from retrain.rewards.channel import Message
+from retrain.rewards.worker import Message
 from retrain.types import Example
 
 _REASON_LENGTH = 300

@@ -82,9 +82,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, evaluator)
 
 
-def build_backend(
-    config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE
-) -> Backend:
+def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE) -> Backend:
     """`choices` are the stored ones of a resumed run, None at its first start."""
     if config.backend.backend == "local":
         return _local_backend(config, eos_ids, choices, say, world)
@@ -97,9 +95,7 @@ def build_backend(
         return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
 
 
-def _local_backend(
-    config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World
-) -> Backend:
+def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World) -> Backend:
     from retrain.backends.local.backend import LocalBackend
     from retrain.model.devices import choose_device, half_precision_note
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from retrain.advantages.pipeline import Credit
 from retrain.advantages.sepa import SEPAController
-from retrain.backends.local.rows import is_trained
+from retrain.backends.local.micro_batches import is_trained
 from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFailed
@@ -20,13 +20,12 @@ from retrain.parsing import read_object
 from retrain.records.checkpoint import replace_file
 from retrain.records.evaluation import Evaluation
 from retrain.records.terminal import clean
-from retrain.run.ahead import Ahead
 from retrain.run.gate import default_mismatch_limit
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_built
 from retrain.run.opening import Opening, open_run
 from retrain.run.parts import Parts, is_rounded, load_parts, run_parity_gate, training_plan
-from retrain.run.rollout import Rollout, Watcher
+from retrain.run.rollout import Ahead, Rollout, Watcher
 from retrain.run.step_record import (
     StepClock,
     credit_fields,

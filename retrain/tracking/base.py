@@ -198,8 +198,7 @@ def _external_trackers(
     names = tracker_names(config)
     if not names:
         return []
-    from retrain.tracking.background import Background
-    from retrain.tracking.external import ExternalSettings
+    from retrain.tracking.external import Background, ExternalSettings
 
     settings = ExternalSettings(config, folder, run_name, redactor, resumed, first_step)
     return [Background(name, _external(name, settings), say, folder.path) for name in names]

@@ -16,9 +16,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings, clip_counts, policy_loss, sequence_weights
-from retrain.backends.local.micro_batches import LearnerRow, MicroBatch, minibatch_split, pack, pad, share_rows, split_rows
+from retrain.backends.local.micro_batches import (
+    LearnerRow,
+    MicroBatch,
+    check_rows,
+    is_trained,
+    minibatch_split,
+    pack,
+    pad,
+    share_rows,
+    split_rows,
+)
 from retrain.backends.local.optimizer import AdapterOptimizer
-from retrain.backends.local.rows import check_rows, is_trained
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.adapter import Adapter

@@ -10,7 +10,7 @@ from torch import nn
 
 from retrain.backends.base import TrialAdapter
 from retrain.model.adapter import Adapter
-from retrain.model.philox import uniform_words
+from retrain.model.dropout import uniform_words
 from retrain.noise import Stream
 
 _DEPTHS = 4
