@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.advantages import masking, planning, transforms, uncertainty
+from retrain.advantages import planning, transforms, uncertainty
 from retrain.advantages.episode import ADVANTAGES, grpo, grpo_std, maxrl, reinforce_pp, rloo
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.ragged import Segments, flatten
 from retrain.advantages.sepa import SEPAController, check_ramp
 from retrain.advantages.step import StepTokens
-from retrain.analysis import resampling, statistics
+from retrain.analysis import statistics, tasks
 from retrain.backends.local import loss
 from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency, target_batch
 from retrain.config import TrainConfig
@@ -124,7 +124,7 @@ def surprisal_mask(uncertainty: Rows, rho: float, scope: str) -> dict[str, Any]:
     segments = Segments([len(row) for row in uncertainty])
     single = scope != "completion"
     pools = np.zeros(segments.total, dtype=np.int64) if single else np.repeat(np.arange(len(segments)), segments.lengths)
-    result = masking.top_rho(flatten(uncertainty), pools, 1 if single else len(segments), rho)
+    result = transforms.top_rho(flatten(uncertainty), pools, 1 if single else len(segments), rho)
     keep = [row.astype(int).tolist() for row in segments.split(result.keep.astype(np.float64))]
     return {"keep": keep, "threshold": result.thresholds[0] if single else result.thresholds}
 
@@ -227,7 +227,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "uncertainty.predictive_variance": lambda logprobs: uncertainty.predictive_variance(logprobs).tolist(),
     "uncertainty.shannon_entropy_from_logits": uncertainty.shannon_entropy_from_logits,
     "transform.surprisal_mask": surprisal_mask,
-    "transform.surprisal_mask_count": lambda n, rho: [masking.kept_count(*pair) for pair in zip(n, rho, strict=True)],
+    "transform.surprisal_mask_count": lambda n, rho: [transforms.kept_count(*pair) for pair in zip(n, rho, strict=True)],
     "loss.importance_sampling": importance_sampling,
     "loss.ppo_clip": ppo_clip,
     "loss.gspo_ratio": gspo_ratio,
@@ -248,7 +248,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "stats.paired_permutation": statistics.sign_flip_p,
     "stats.cohen_dz": statistics.corrected_dz,
     "stats.holm": statistics.holm,
-    "stats.iqm": resampling.iqm,
+    "stats.iqm": tasks.iqm,
 }
 
 
