@@ -112,7 +112,7 @@ def compare(family: str) -> Result:
         parameter.data = torch.from_numpy(rng.normal(0, 0.1, parameter.shape).astype(np.float32))
     fused = FusedDecoder.of(model, merge=True)
     choices = MachineChoices(threads=1, decode_rows=4, decode_tokens=1024, micro_batch_tokens=512, gradient_checkpointing=False)
-    learner = Learner(base, adapter, config, choices, config.loss.aggregation, fused)
+    learner = Learner(base, adapter, config, choices, fused)
     rows = sample_rows(TorchEngine(adapter.peft_model, [3], device, decode_rows=4, fused=fused), rng)
     scored = learner.logprobs(rows)
     expected = reference(model, rows)

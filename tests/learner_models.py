@@ -99,7 +99,7 @@ def make_learner(
     choices = MachineChoices(
         threads=1, decode_rows=8, decode_tokens=4096, micro_batch_tokens=micro_batch_tokens, gradient_checkpointing=checkpointing
     )
-    return Learner(base, adapter, config, choices, config.loss.aggregation, FusedDecoder.of(base.model, merge=merge) if fused else None)
+    return Learner(base, adapter, config, choices, FusedDecoder.of(base.model, merge=merge) if fused else None)
 
 
 def make_rows(count: int = 7, seed: int = 0, longest: int = 12) -> list[Row]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.advantages.algorithms import RECIPES, effective_aggregation
+from retrain.advantages.algorithms import RECIPES
 from retrain.advantages.pipeline import Credit, CreditPipeline
 from retrain.advantages.ragged import Float64Array, Segments, flatten
 from retrain.advantages.step import StepTokens
@@ -192,9 +192,9 @@ def test_hicra_comes_after_the_weights_and_acts_on_planning_tokens_only() -> Non
 
 
 def test_a_recipe_equals_its_parts() -> None:
-    for name, (advantage, transform) in RECIPES.items():
-        recipe, parts = config(algorithm={"algorithm_mode": name}), config(transform, advantage)
-        assert tokens_of(assign(recipe, [mixed()])) == tokens_of(assign(parts, [mixed()])), name
+    for name, recipe in RECIPES.items():
+        whole, parts = config(algorithm={"algorithm_mode": name}), config(recipe.transform, recipe.advantage)
+        assert tokens_of(assign(whole, [mixed()])) == tokens_of(assign(parts, [mixed()])), name
 
 
 def test_recipes_pass_recorded_entropies_and_rho_through() -> None:
@@ -389,8 +389,8 @@ def test_the_inputs_are_never_edited() -> None:
 
 
 def test_dr_grpo_means_the_constant_aggregation() -> None:
-    assert effective_aggregation(config(algorithm={"algorithm_mode": "dr_grpo"})) == "constant"
-    assert effective_aggregation(config(loss={"aggregation": "sum"})) == "sum"
+    assert config(algorithm={"algorithm_mode": "dr_grpo"}).loss.aggregation == "constant"
+    assert config(algorithm={"algorithm_mode": "grpo_none"}, loss={"aggregation": "sum"}).loss.aggregation == "sum"
 
 
 def test_unknown_parameters_of_built_ins_are_refused() -> None:

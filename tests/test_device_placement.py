@@ -80,7 +80,7 @@ def test_a_learning_pass_stays_on_its_device(own_forward: bool, checkpointing: b
         base, adapter = on_device(config, torch.float32 if own_forward else torch.bfloat16, stack)
         choices = MachineChoices(1, 8, 1024, 64, checkpointing)
         fused = None if own_forward else FusedDecoder(base.model, merge=False)
-        learner = Learner(base, adapter, config, choices, "token_mean", fused)
+        learner = Learner(base, adapter, config, choices, fused)
         rows = [LearnerRow(number, row, row.logprobs, row.logprobs, row.logprobs) for number, row in enumerate(make_rows())]
         for piece in learner._pieces(rows, share=not dropout):
             (learned,) = learner._learn(replace(piece, weights=[_Weights(1.0, 1.0)] * len(piece.rows)))

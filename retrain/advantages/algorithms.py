@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from retrain.errors import ConfigurationError
-
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
+    from retrain.config.schema import Algorithm, Condition
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,24 @@ class UncertaintyContext:
     """`[algorithm.uncertainty_params]`"""
 
 
-RECIPES: dict[str, tuple[str, str]] = {
-    "grpo_none": ("grpo", "none"),
-    "maxrl_none": ("maxrl", "none"),
-    "maxrl_gtpo": ("maxrl", "gtpo"),
-    "maxrl_gtpo_hicra": ("maxrl", "gtpo_hicra"),
-    "maxrl_gtpo_sepa": ("maxrl", "gtpo_sepa"),
-    "dr_grpo": ("grpo", "none"),
+@dataclass(frozen=True)
+class Recipe:
+    """What a built-in `algorithm_mode` stands for."""
+
+    advantage: str
+    transform: str
+    aggregation: str = ""
+    """The value of `[loss] aggregation` that belongs to it: unset means this, and any other is refused. "" leaves it to the user."""
+
+
+RECIPES: dict[str, Recipe] = {
+    "grpo_none": Recipe("grpo", "none"),
+    "maxrl_none": Recipe("maxrl", "none"),
+    "maxrl_gtpo": Recipe("maxrl", "gtpo"),
+    "maxrl_gtpo_hicra": Recipe("maxrl", "gtpo_hicra"),
+    "maxrl_gtpo_sepa": Recipe("maxrl", "gtpo_sepa"),
+    "dr_grpo": Recipe("grpo", "none", aggregation="constant"),
 }
-"""The advantage and the transform that a built-in `algorithm_mode` stands for; `dr_grpo` also fixes `[loss] aggregation`."""
 
 
 @dataclass(frozen=True)
@@ -80,25 +87,8 @@ class AlgorithmOutput:
     """[P][G][T]"""
 
 
-def condition_parts(config: "TrainConfig") -> tuple[str, str] | None:
-    """(advantage_mode, transform_mode) that the run uses; None for an algorithm plugin, which has neither."""
-    algorithm = config.algorithm
-    if not algorithm.algorithm_mode:
-        return algorithm.advantage_mode, algorithm.transform_mode
-    return RECIPES.get(algorithm.algorithm_mode)
-
-
-def effective_aggregation(config: "TrainConfig") -> str:
-    """The loss aggregation that the run uses: `dr_grpo` means "constant", everything else what `[loss] aggregation` says.
-
-    Raises ConfigurationError where the two contradict each other.
-    """
-    aggregation = config.loss.aggregation
-    if config.algorithm.algorithm_mode != "dr_grpo":
-        return aggregation
-    if aggregation not in ("token_mean", "constant"):  # token_mean is the default, so it may be unset
-        raise ConfigurationError(
-            f'[loss] aggregation = "{aggregation}" contradicts [algorithm] algorithm_mode = "dr_grpo", which is grpo with aggregation '
-            '"constant"; leave aggregation unset, or use algorithm_mode = "grpo_none".'
-        )
-    return "constant"
+def recipe_of(modes: "Algorithm | Condition") -> Recipe | None:
+    """The advantage and the transform in use; None for an algorithm plugin, which has neither."""
+    if modes.algorithm_mode:
+        return RECIPES.get(modes.algorithm_mode)
+    return Recipe(modes.advantage_mode, modes.transform_mode)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from retrain.advantages.algorithms import AlgorithmContext, condition_parts, effective_aggregation
+from retrain.advantages.algorithms import AlgorithmContext, recipe_of
 from retrain.advantages.planning import RegexDetector
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, flatten
 from retrain.advantages.resolve import (
@@ -114,19 +114,18 @@ class CreditPipeline:
         self.notes: list[str] = []
         """Sentences to print at the start of the run."""
         self._pieces = pieces
-        effective_aggregation(config)  # refuses what contradicts the algorithm
         algorithm = config.algorithm
-        parts = condition_parts(config)
-        self._algorithm = None if parts else resolve_algorithm(algorithm.algorithm_mode, config, self.notes)
-        if parts is None:
+        recipe = recipe_of(config.algorithm)
+        self._algorithm = None if recipe else resolve_algorithm(algorithm.algorithm_mode, config, self.notes)
+        if recipe is None:
             self._transform = ResolvedTransform(TransformSpec("algorithm", needs_planning=True, uses_sepa_controller=True), None, {})
             self._episode = None
         else:
             if algorithm.algorithm_mode:
                 refuse_unknown_params("algorithm", algorithm.algorithm_mode, frozenset(), config)
                 config = _without_component_params(config)
-            self._episode = resolve_advantage(parts[0], config, self.notes)
-            self._transform = resolve_transform(parts[1], config, self.notes)
+            self._episode = resolve_advantage(recipe.advantage, config, self.notes)
+            self._transform = resolve_transform(recipe.transform, config, self.notes)
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(str(config.algorithm.transform_params.get("uncertainty_kind", algorithm.uncertainty_kind)))
         self._uncertainty = resolve_uncertainty(self.uncertainty_kind, config, self.notes) if self.needs_uncertainty else None

@@ -146,11 +146,11 @@ def maximal_lambda(config: "TrainConfig") -> float:
 
 def follows_schedule(config: "TrainConfig") -> bool:
     """Whether a built-in transform of this run is scaled by lambda."""
-    from retrain.advantages.algorithms import condition_parts
+    from retrain.advantages.algorithms import recipe_of
     from retrain.advantages.transforms import TRANSFORMS
 
-    parts = condition_parts(config)
-    spec = TRANSFORMS.get(parts[1]) if parts else None
+    recipe = recipe_of(config.algorithm)
+    spec = TRANSFORMS.get(recipe.transform) if recipe else None
     return spec is not None and spec.uses_sepa_controller
 
 

@@ -20,14 +20,14 @@ ALIASES: dict[str, str] = {
 
 
 def canonical_keys(data: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `data` in which aliases have moved, and dr_grpo has brought its aggregation along.
+    """A copy of `data` in which aliases have moved, and an algorithm has brought its aggregation along.
 
     Raises RuleViolations where a key and its alias are both given.
     """
     data, both = moved_aliases(data)
     if both:
         raise RuleViolations([Violation((alias, ALIASES[alias]), _both_given(alias, ALIASES[alias])) for alias in both])
-    _complete_dr_grpo(data)
+    _complete_aggregation(data)
     return data
 
 
@@ -53,12 +53,19 @@ def _both_given(alias: str, canonical: str) -> str:
     return f"{bracketed(alias)} is another name of {bracketed(canonical)} and both are given; keep the second"
 
 
-def _complete_dr_grpo(data: dict[str, Any]) -> None:
-    """dr_grpo is GRPO's advantage with constant aggregation, so an aggregation that was not given follows from it."""
-    algorithm = data.get("algorithm")
-    loss = data.get("loss", {})
-    if isinstance(algorithm, dict) and algorithm.get("algorithm_mode") == "dr_grpo" and isinstance(loss, dict):
-        data["loss"] = {"aggregation": "constant", **loss}
+def _complete_aggregation(data: dict[str, Any]) -> None:
+    """An aggregation that was not given follows from an algorithm that fixes it."""
+    algorithm, loss = data.get("algorithm"), data.get("loss", {})
+    mode = algorithm.get("algorithm_mode") if isinstance(algorithm, dict) else None
+    fixed = fixed_aggregation(mode) if isinstance(mode, str) else ""
+    if fixed and isinstance(loss, dict):
+        data["loss"] = {"aggregation": fixed, **loss}
+
+
+def fixed_aggregation(algorithm_mode: str) -> str:
+    """The value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the user chooses it."""
+    recipe = table("algorithm").get(algorithm_mode)
+    return recipe.aggregation if recipe else ""
 
 
 def bracketed(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from retrain.config.conditions import arms
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
-from retrain.config.names import BUILTIN_NAMES, is_data_location, table, transforms_with
+from retrain.config.names import BUILTIN_NAMES, fixed_aggregation, is_data_location, table, transforms_with
 from retrain.config.rules import modes_of
 from retrain.config.schema import PrimeRLOptions, TrainConfig
 from retrain.config.toml import toml_value
@@ -229,7 +229,7 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         ("algorithm.surprisal_mask_denominator",),
-        lambda c: c.loss.aggregation in ("constant", "sum") or all(x.algorithm_mode == "dr_grpo" for x in c.conditions),
+        lambda c: c.loss.aggregation in ("constant", "sum") or all(fixed_aggregation(x.algorithm_mode) for x in c.conditions),
         'aggregation "constant" and "sum" take no mean over tokens',
     ),
     Unused(("gtpo.*",), _no_transform_with("use_gtpo"), "no transform here uses GTPO weights"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, table, transforms_with
+from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, fixed_aggregation, table, transforms_with
 from retrain.config.suggestions import nearest
 from retrain.config.toml import toml_value
 from retrain.config.values import MOST_COMPLETIONS
@@ -50,8 +50,8 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
 def modes_of(condition: "Condition") -> tuple[str, str]:
     """The advantage and the transform of a condition; a plugin algorithm has neither: ("", "")."""
     if condition.algorithm_mode:
-        advantage, transform = table("algorithm").get(condition.algorithm_mode, ("", ""))
-        return advantage, transform
+        recipe = table("algorithm").get(condition.algorithm_mode)
+        return (recipe.advantage, recipe.transform) if recipe else ("", "")
     return condition.advantage_mode, condition.transform_mode
 
 
@@ -404,14 +404,15 @@ def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
-def _dr_grpo_aggregates_by_a_constant(config: "TrainConfig") -> Iterator[Violation]:
-    wanted = any(condition.algorithm_mode == "dr_grpo" for condition in config.conditions)
-    if wanted and config.is_set("loss.aggregation") and config.loss.aggregation != "constant":
-        yield Violation(
-            ("loss.aggregation", "algorithm.algorithm_mode"),
-            f'[loss] aggregation = "{config.loss.aggregation}" contradicts algorithm_mode = "dr_grpo", which is GRPO\'s advantage with '
-            'aggregation = "constant"; leave it out',
-        )
+def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Violation]:
+    for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
+        fixed = fixed_aggregation(mode)
+        if fixed and config.is_set("loss.aggregation") and config.loss.aggregation != fixed:
+            yield Violation(
+                ("loss.aggregation", "algorithm.algorithm_mode"),
+                f'[loss] aggregation = "{config.loss.aggregation}" contradicts algorithm_mode = "{mode}", which fixes '
+                f'aggregation = "{fixed}"; leave it out',
+            )
 
 
 @_rule

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from retrain.advantages.algorithms import condition_parts
+from retrain.advantages.algorithms import recipe_of
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.sepa import linear_lambda
 from retrain.advantages.uncertainty import surprisal
@@ -201,15 +201,15 @@ _NO_PROMPT = Prompt(Example(prompt="", reference=""), "", np.zeros(0, np.int32))
 def _under(config: TrainConfig, name: str) -> TrainConfig:
     """The run's configuration with another transform, and another advantage where the name has one."""
     advantage, _, transform = name.rpartition("+")
-    parts = condition_parts(config)
-    if not advantage and parts is None:
+    recipe = recipe_of(config.algorithm)
+    if not advantage and recipe is None:
         raise ConfigurationError(
             f"--against {name}: the run's algorithm_mode = {config.algorithm.algorithm_mode!r} has no advantage_mode to keep; "
             f"name one, as in --against maxrl+{name}."
         )
     changes = {
         "algorithm.algorithm_mode": "",
-        "algorithm.advantage_mode": advantage or (parts[0] if parts else ""),
+        "algorithm.advantage_mode": advantage or (recipe.advantage if recipe else ""),
         "algorithm.transform_mode": transform,
         "algorithm.transform_params": {},  # they are those of the run's own transform
         "algorithm.uncertainty_kind": str(config.algorithm.transform_params.get("uncertainty_kind", config.algorithm.uncertainty_kind)),

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from retrain.advantages.algorithms import effective_aggregation
 from retrain.backends.base import LOCAL, Backend, TrialAdapter
 from retrain.backends.declared import engine_class
 from retrain.backends.local.learner import Learner, old_logprobs_note
@@ -28,7 +27,6 @@ from retrain.plugins import user_code
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
-    from retrain.backends.local.loss import Aggregation
     from retrain.config import TrainConfig
 
 
@@ -63,11 +61,10 @@ class LocalBackend(Backend):
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
         self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter, say=notes.append)
-        aggregation = cast("Aggregation", effective_aggregation(config))
         self.notes: tuple[str, ...] = tuple(filter(None, (*notes, old_logprobs_note(config, self._base.dtype))))
         """Sentences about the loaded model that the user should see at the start."""
         self._pool = Pool(self._choices.workers, list(self._adapter.parameters.values()))
-        self._learner = Learner(self._base, self._adapter, config, self._choices, aggregation, self._fused, world, self._pool)
+        self._learner = Learner(self._base, self._adapter, config, self._choices, self._fused, world, self._pool)
         self._sampler_adapter: Adapter | None = None
         if sampler_device is None:
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retrain.backends.local.loss import ActionTokens, Aggregation, LossSettings, clip_counts, policy_loss, sequence_weights
+from retrain.backends.local.loss import ActionTokens, LossSettings, clip_counts, policy_loss, sequence_weights
 from retrain.backends.local.micro_batches import (
     LearnerRow,
     MicroBatch,
@@ -136,7 +136,6 @@ class Learner:
         adapter: Adapter,
         config: "TrainConfig",
         choices: MachineChoices,
-        aggregation: Aggregation,
         fused: FusedDecoder | None = None,
         world: World = ALONE,
         pool: Pool | None = None,
@@ -149,7 +148,7 @@ class Learner:
         self._fused = fused
         self.world = world
         self.optimizer = AdapterOptimizer(adapter.parameters, config)
-        self.settings = LossSettings.from_config(config, aggregation)
+        self.settings = LossSettings.from_config(config)
         self.temperature = config.training.temperature
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches

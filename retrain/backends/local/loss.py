@@ -51,7 +51,7 @@ class LossSettings:
     log_ratio_clamp: float = LOG_RATIO_CLAMP
 
     @classmethod
-    def from_config(cls, config: "TrainConfig", aggregation: Aggregation) -> "LossSettings":
+    def from_config(cls, config: "TrainConfig") -> "LossSettings":
         loss = config.loss
         low, high = loss.clips
         return cls(
@@ -63,7 +63,7 @@ class LossSettings:
             correction_cap=loss.correction_cap,
             correction_low=loss.correction_low,
             correction_high=loss.correction_high,
-            aggregation=aggregation,
+            aggregation=loss.aggregation,
             max_tokens=config.training.max_tokens,
             kl_coef=loss.kl_coef,
             kl_estimator=loss.kl_estimator,
