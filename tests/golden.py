@@ -25,6 +25,7 @@ from retrain.analysis import statistics, tasks
 from retrain.backends.local import loss
 from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency, target_batch
 from retrain.config import TrainConfig
+from retrain.config.schema import Loss
 from retrain.config.values import parse_grams
 from retrain.records.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
@@ -138,37 +139,51 @@ def cut(values: torch.Tensor, lengths: Sequence[int]) -> Rows:
     return [piece.tolist() for piece in torch.split(values, list(lengths))]
 
 
-def importance_sampling(new: Rows, old: Rows, adv: Rows, aggregation: Any, max_tokens: int = 0) -> float:
-    values, lengths = batch(new)
-    return float(loss.importance_sampling_loss(values, batch(old)[0], batch(adv)[0], lengths, aggregation, max_tokens))
+def token_weights(lengths: Sequence[int], aggregation: Any, max_tokens: int = 0) -> torch.Tensor:
+    """[N] float64: the weight of each action token of a whole batch."""
+    weights = torch.tensor(loss.sequence_weights(lengths, aggregation, max_tokens), dtype=torch.float64)
+    return weights.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
 
 
-def ppo_clip(new: Rows, old: Rows, adv: Rows, clip_low: float, clip_high: float, aggregation: Any, max_tokens: int = 0) -> float:
-    values, lengths = batch(new)
-    return float(
-        loss.ppo_loss(values, batch(old)[0], batch(adv)[0], lengths, clip_low, clip_high, aggregation=aggregation, max_tokens=max_tokens)
-    )
+def whole_batch_loss(
+    new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, lengths: Sequence[int], max_tokens: int = 0, **settings: Any
+) -> torch.Tensor:
+    """The scalar loss of flat [N] tensors under `[loss]` with these settings."""
+    chosen = Loss(**settings)
+    weights = token_weights(lengths, chosen.aggregation, max_tokens).to(new)
+    return loss.policy_loss(loss.ActionTokens(new, old, old, advantages, weights, lengths), chosen)
+
+
+def policy(mode: str) -> Callable[..., float]:
+    def operation(new: Rows, old: Rows, adv: Rows, max_tokens: int = 0, **settings: Any) -> float:
+        values, lengths = batch(new)
+        return float(whole_batch_loss(values, batch(old)[0], batch(adv)[0], lengths, max_tokens, mode=mode, **settings))
+
+    return operation
+
+
+CLAMP = Loss().log_ratio_clamp
 
 
 def gspo_ratio(new: Rows, old: Rows) -> list[float]:
     values, lengths = batch(new)
-    ratios: list[float] = loss.gspo_ratio(values, batch(old)[0], lengths).tolist()
+    ratios: list[float] = loss.gspo_ratio(values, batch(old)[0], lengths, CLAMP).tolist()
     return ratios
 
 
 def cispo_weight(new: Rows, old: Rows, low: float, high: float) -> Rows:
     values, lengths = batch(new)
-    return cut(loss.cispo_weight(values, batch(old)[0], low, high), lengths)
+    return cut(loss.cispo_weight(values, batch(old)[0], low, high, CLAMP), lengths)
 
 
 def tis_weight(train: Rows, sampler: Rows, cap: float) -> Rows:
     values, lengths = batch(train)
-    return cut(loss.tis_weight(values, batch(sampler)[0], cap), lengths)
+    return cut(loss.tis_weight(values, batch(sampler)[0], cap, CLAMP), lengths)
 
 
 def icepop_weight(train: Rows, sampler: Rows, low: float, high: float) -> Rows:
     values, lengths = batch(train)
-    return cut(loss.icepop_weight(values, batch(sampler)[0], low, high), lengths)
+    return cut(loss.icepop_weight(values, batch(sampler)[0], low, high, CLAMP), lengths)
 
 
 def usl_throughput(p: float, sigma: float, kappa: float, **scale: float) -> float:
@@ -228,8 +243,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "uncertainty.shannon_entropy_from_logits": uncertainty.shannon_entropy_from_logits,
     "transform.surprisal_mask": surprisal_mask,
     "transform.surprisal_mask_count": lambda n, rho: [transforms.kept_count(*pair) for pair in zip(n, rho, strict=True)],
-    "loss.importance_sampling": importance_sampling,
-    "loss.ppo_clip": ppo_clip,
+    "loss.importance_sampling": policy("importance_sampling"),
+    "loss.ppo_clip": policy("ppo"),
     "loss.gspo_ratio": gspo_ratio,
     "loss.cispo_weight": cispo_weight,
     "loss.tis_weight": tis_weight,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retrain.backends.local.loss import ActionTokens, LossSettings, clip_counts, policy_loss, sequence_weights
+from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss, sequence_weights
 from retrain.backends.local.micro_batches import (
     LearnerRow,
     MicroBatch,
@@ -148,12 +148,11 @@ class Learner:
         self._fused = fused
         self.world = world
         self.optimizer = AdapterOptimizer(adapter.parameters, config)
-        self.settings = LossSettings.from_config(config)
+        self.loss, self.max_tokens = config.loss, config.training.max_tokens
         self.temperature = config.training.temperature
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
         self._recompute = recomputes_old_logprobs(config, base.dtype)
-        self._loss = config.loss
         self._kernel: Kernel = FlashAttention() if config.inference.attention_kernel == "flash" else FusedAttention()
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
@@ -163,12 +162,12 @@ class Learner:
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """One step. `sampler_is_raw`: the recorded log-probs are not of the sampled policy, so the learner's own replace them (D22)."""
         check_rows(rows)
-        batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if is_trained(row, self._loss)]
+        batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if is_trained(row, self.loss)]
         ratios = _Ratios()
         batch = self._with_old_logprobs(batch, step, sampler_is_raw)
         if self._recompute:
             ratios.differences = [row.old - row.sampler for row in batch]
-        if self.settings.kl_coef:
+        if self.loss.kl_coef:
             references = self.score(batch, reference=True)
             batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
         updates: list[_Update] = []
@@ -258,7 +257,7 @@ class Learner:
         The policy term is averaged over the rows that have one and the tokens that count in it; KL and entropy are averaged over all rows,
         so that switching them on changes nothing in the policy term.
         """
-        aggregation, most = self.settings.aggregation, self.settings.max_tokens
+        aggregation, most = self.loss.aggregation, self.max_tokens
         policy = sequence_weights([row.row.num_counted for row in rows], aggregation, most, completions)
         regulariser = sequence_weights([row.row.num_actions for row in rows], aggregation, most, completions)
         return {row.number: _Weights(own, other) for row, own, other in zip(rows, policy, regulariser, strict=True)}
@@ -286,15 +285,15 @@ class Learner:
         if self._pool.in_worker:
             self.optimizer.zero_gradients()
         with self._training(micro, piece.step):
-            scores = self._forward(micro, entropy=self.settings.entropy_coef != 0)
+            scores = self._forward(micro, entropy=self.loss.entropy_coef != 0)
             tokens = _action_tokens(micro, scores, [_Weights(0.0, 0.0)] * len(piece.rows) if piece.filler else piece.weights)
-            loss = policy_loss(tokens, self.settings)
+            loss = policy_loss(tokens, self.loss)
             loss.backward()  # type: ignore[no-untyped-call]
         new = scores.logprobs.detach()
         yield _Learned(
             loss.detach(),
             torch.isfinite(new).logical_not().sum(),
-            clip_counts(tokens, self.settings),
+            clip_counts(tokens, self.loss),
             _by_row(micro, new) if piece.measured and not piece.filler else {},
             [gradient.numpy() for gradient in self.optimizer.gradients()] if self._pool.in_worker else [],
         )

@@ -10,66 +10,17 @@ clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr. GRPO's constant de
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
+    from retrain.config.schema import Loss
 
-Mode = Literal["importance_sampling", "ppo", "gspo", "cispo"]
-Correction = Literal["none", "tis", "icepop"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
-
-LOG_RATIO_CLAMP = 20.0
-"""exp(20) is 5e8: far outside any useful ratio and far inside float32, so a mismatch cannot overflow."""
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """[loss] with its defaults resolved, as the functions here read it."""
-
-    mode: Mode = "importance_sampling"
-    clip_low: float = 0.0
-    """1 - clip_low is the lower bound of the ratio in ppo and gspo; in cispo it is the bound itself."""
-    clip_high: float = 0.0
-    dual_clip: float = 0.0
-    """0 is off; above 1, a negative advantage loses at most dual_clip * |A| (ppo)."""
-    correction: Correction = "none"
-    correction_cap: float = 2.0
-    correction_low: float = 0.5
-    correction_high: float = 5.0
-    aggregation: Aggregation = "token_mean"
-    max_tokens: int = 0
-    """The constant aggregation divides by completions * max_tokens."""
-    kl_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
-    entropy_coef: float = 0.0
-    log_ratio_clamp: float = LOG_RATIO_CLAMP
-
-    @classmethod
-    def from_config(cls, config: "TrainConfig") -> "LossSettings":
-        loss = config.loss
-        low, high = loss.clips
-        return cls(
-            mode=loss.mode,
-            clip_low=low,
-            clip_high=high,
-            dual_clip=loss.dual_clip,
-            correction=loss.correction,
-            correction_cap=loss.correction_cap,
-            correction_low=loss.correction_low,
-            correction_high=loss.correction_high,
-            aggregation=loss.aggregation,
-            max_tokens=config.training.max_tokens,
-            kl_coef=loss.kl_coef,
-            kl_estimator=loss.kl_estimator,
-            entropy_coef=loss.entropy_coef,
-            log_ratio_clamp=loss.log_ratio_clamp,
-        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +35,7 @@ class ActionTokens:
     """Log-probs that the sampler recorded; differs from `old` only where old log-probs are recomputed."""
     advantages: Tensor
     weights: Tensor
-    """Of the policy terms: `token_weights` of the whole optimizer batch, restricted to these tokens."""
+    """Weights of the policy terms: `sequence_weights` of the whole optimizer batch, one per token."""
     lengths: Sequence[int]
     """Action tokens of each sequence; a sequence is never split."""
     reference: Tensor | None = None
@@ -92,7 +43,7 @@ class ActionTokens:
     entropy: Tensor | None = None
     """Needed where entropy_coef is not 0."""
     regulariser_weights: Tensor | None = None
-    """Of the KL and entropy terms, which more rows may have; None: those of the policy terms."""
+    """Weights of the KL and entropy terms, which more rows may have; None means `weights`."""
 
 
 # --- normalisation -------------------------------------------------------------------------------------------------
@@ -119,16 +70,10 @@ def sequence_weights(
     return [1.0] * len(lengths)
 
 
-def token_weights(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0) -> Tensor:
-    """[N] float64: `sequence_weights`, one a token."""
-    weights = torch.tensor(sequence_weights(lengths, aggregation, max_tokens), dtype=torch.float64)
-    return weights.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)) if lengths else weights
-
-
 # --- ratios and weights --------------------------------------------------------------------------------------------
 
 
-def ratio(new: Tensor, old: Tensor, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+def ratio(new: Tensor, old: Tensor, log_ratio_clamp: float) -> Tensor:
     """[N] exp(new - old), the log-ratio clamped to +-log_ratio_clamp; outside the clamp there is no gradient."""
     return (new - old).clamp(-log_ratio_clamp, log_ratio_clamp).exp()
 
@@ -139,28 +84,28 @@ def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=counts, initial=0.0) / counts.clamp(min=1)
 
 
-def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float) -> Tensor:
     """[sequences] s_i = exp(mean_t log ratio): the geometric mean of the token ratios (GSPO)."""
     return sequence_means((new - old).clamp(-log_ratio_clamp, log_ratio_clamp), lengths).exp()
 
 
-def cispo_weight(new: Tensor, old: Tensor, low: float = 0.0, high: float = 4.0, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+def cispo_weight(new: Tensor, old: Tensor, low: float, high: float, log_ratio_clamp: float) -> Tensor:
     """[N] the ratio clipped to [low, high], detached: it weighs the log-prob's gradient and never cuts it off (CISPO)."""
     return ratio(new, old, log_ratio_clamp).clamp(low, high).detach()
 
 
-def tis_weight(train: Tensor, sampler: Tensor, cap: float = 2.0, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+def tis_weight(train: Tensor, sampler: Tensor, cap: float, log_ratio_clamp: float) -> Tensor:
     """[N] truncated importance sampling: min(exp(train - sampler), cap), detached."""
     return ratio(train, sampler, log_ratio_clamp).clamp(max=cap).detach()
 
 
-def icepop_weight(train: Tensor, sampler: Tensor, low: float = 0.5, high: float = 5.0, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+def icepop_weight(train: Tensor, sampler: Tensor, low: float, high: float, log_ratio_clamp: float) -> Tensor:
     """[N] exp(train - sampler) where it lies in [low, high], else 0: a token that the two disagree on is left out. Detached."""
     weight = ratio(train, sampler, log_ratio_clamp)
     return torch.where((weight >= low) & (weight <= high), weight, 0.0).detach()
 
 
-def kl_term(new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float = LOG_RATIO_CLAMP) -> Tensor:
+def kl_term(new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float) -> Tensor:
     """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1, k2, k3).
 
     As values all three estimate it. As loss terms, the tokens held fixed, their expected gradients differ: that of k1 is 0, that of
@@ -185,7 +130,7 @@ def clipped_terms(ratios: Tensor, advantages: Tensor, clip_low: float, clip_high
     return -gain
 
 
-def detached_ratios(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """[N] the ratios that the clip reads, without gradient: a token's own, or in gspo the one of its sequence."""
     new = tokens.new.detach()
     if settings.mode != "gspo":
@@ -195,39 +140,40 @@ def detached_ratios(tokens: ActionTokens, settings: LossSettings) -> Tensor:
     return whole.repeat_interleave(counts, output_size=len(new))  # else the host waits for the sum of the counts
 
 
-def gspo_terms(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """[N] the clip acts on the sequence's ratio, and every token of a sequence has the same gradient weight.
 
     The forward value of each token's ratio is s_i, its gradient s_i * d log pi_t (GSPO-token), so that advantages may differ
     by token; with equal advantages and the sequence mean this is GSPO's own gradient.
     """
     ratios = detached_ratios(tokens, settings) * (tokens.new - tokens.new.detach()).exp()
-    return clipped_terms(ratios, tokens.advantages, settings.clip_low, settings.clip_high)
+    return clipped_terms(ratios, tokens.advantages, *settings.clips)
 
 
-def policy_terms(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """[N] per-token policy loss of the configured mode, before correction and normalisation."""
     if settings.mode == "gspo":
         return gspo_terms(tokens, settings)
     if settings.mode == "cispo":
-        weight = cispo_weight(tokens.new, tokens.old, settings.clip_low, settings.clip_high, settings.log_ratio_clamp)
+        weight = cispo_weight(tokens.new, tokens.old, *settings.clips, settings.log_ratio_clamp)
         return -weight * tokens.advantages * tokens.new
     ratios = ratio(tokens.new, tokens.old, settings.log_ratio_clamp)
     if settings.mode == "ppo":
-        return clipped_terms(ratios, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
+        return clipped_terms(ratios, tokens.advantages, *settings.clips, settings.dual_clip)
     return -ratios * tokens.advantages
 
 
-def correction_weight(tokens: ActionTokens, settings: LossSettings) -> Tensor | None:
+def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
     """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's; None where it is off."""
+    clamp = settings.log_ratio_clamp
     if settings.correction == "tis":
-        return tis_weight(tokens.old, tokens.sampler, settings.correction_cap, settings.log_ratio_clamp)
+        return tis_weight(tokens.old, tokens.sampler, settings.correction_cap, clamp)
     if settings.correction == "icepop":
-        return icepop_weight(tokens.old, tokens.sampler, settings.correction_low, settings.correction_high, settings.log_ratio_clamp)
+        return icepop_weight(tokens.old, tokens.sampler, settings.correction_low, settings.correction_high, clamp)
     return None
 
 
-def policy_loss(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+def policy_loss(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """The scalar to minimise: sum of weights * policy * correction + regulariser_weights * (kl_coef * KL - entropy_coef * entropy)."""
     terms = policy_terms(tokens, settings)
     correction = correction_weight(tokens, settings)
@@ -250,11 +196,11 @@ def policy_loss(tokens: ActionTokens, settings: LossSettings) -> Tensor:
 # --- what the clip did ---------------------------------------------------------------------------------------------
 
 
-def clipped_tokens(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """[N] of bool: the clip took the token's policy gradient away, or in cispo bounded its weight; in importance_sampling and ppo the
     clamp of the log-ratio counts as one.
     """
-    ratios, low, high = detached_ratios(tokens, settings), settings.clip_low, settings.clip_high
+    ratios, (low, high) = detached_ratios(tokens, settings), settings.clips
     if settings.mode == "cispo":
         return (ratios < low) | (ratios > high)
     up, down = tokens.advantages > 0, tokens.advantages < 0
@@ -268,7 +214,7 @@ def clipped_tokens(tokens: ActionTokens, settings: LossSettings) -> Tensor:
     return outside | doubly | beyond
 
 
-def clip_counts(tokens: ActionTokens, settings: LossSettings) -> Tensor:
+def clip_counts(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo sequences, each with the share of its tokens: it is
     clipped as a whole unless its tokens' advantages differ in sign.
     """
@@ -278,34 +224,3 @@ def clip_counts(tokens: ActionTokens, settings: LossSettings) -> Tensor:
         clipped, present = (sequence_means(row, tokens.lengths) for row in counts)
         counts = torch.stack([clipped / present.clamp(min=1e-9), (present > 0).float()])
     return counts.sum(dim=1)
-
-
-# --- whole-batch forms ---------------------------------------------------------------------------------------------
-
-
-def _whole_batch(new: Tensor, old: Tensor, advantages: Tensor, lengths: Sequence[int], settings: LossSettings) -> Tensor:
-    weights = token_weights(lengths, settings.aggregation, settings.max_tokens).to(new)
-    return policy_loss(ActionTokens(new, old, old, advantages, weights, lengths), settings)
-
-
-def importance_sampling_loss(
-    new: Tensor, old: Tensor, advantages: Tensor, lengths: Sequence[int], aggregation: Aggregation = "token_mean", max_tokens: int = 0
-) -> Tensor:
-    """Scalar -rho A, aggregated over a whole batch given as flat [N] tensors."""
-    return _whole_batch(new, old, advantages, lengths, LossSettings(aggregation=aggregation, max_tokens=max_tokens))
-
-
-def ppo_loss(
-    new: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    lengths: Sequence[int],
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float = 0.0,
-    aggregation: Aggregation = "token_mean",
-    max_tokens: int = 0,
-) -> Tensor:
-    """Scalar clipped surrogate, aggregated over a whole batch given as flat [N] tensors."""
-    settings = LossSettings(mode="ppo", clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, aggregation=aggregation)
-    return _whole_batch(new, old, advantages, lengths, replace(settings, max_tokens=max_tokens))
