@@ -5,7 +5,7 @@ Token ids are the record and text is a view: nothing here is ever re-encoded.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypedDict
 
@@ -89,31 +89,41 @@ class Score:
     """One sentence saying why a completion could not be judged; empty otherwise."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Scored:
+    """A completion, its text, and the verdict on it."""
+
+    completion: Completion
+    text: str
+    score: Score
+
+
+@dataclass(frozen=True)
 class Group:
-    """The completions of one prompt with their texts and scores, all of one length G."""
+    """The scored completions of one prompt."""
 
     prompt: Prompt
     slot: int
     """The prompt's place in the step: the noise coordinate that all conditions share."""
-    completions: list[Completion]
-    texts: list[str]
-    scores: list[Score] = field(default_factory=list)
+    members: list[Scored]
+    """[G] in the order of their sample index."""
 
     def judged(self) -> "Group":
         """The same group without the completions that could not be judged."""
-        keep = [i for i, score in enumerate(self.scores) if score.outcome is not Outcome.COULD_NOT_JUDGE]
-        return Group(
-            self.prompt, self.slot, [self.completions[i] for i in keep], [self.texts[i] for i in keep], [self.scores[i] for i in keep]
-        )
+        return replace(self, members=[member for member in self.members if member.score.outcome is not Outcome.COULD_NOT_JUDGE])
+
+    @property
+    def completions(self) -> list[Completion]:
+        """[G]"""
+        return [member.completion for member in self.members]
 
     @property
     def rewards(self) -> list[float]:
-        """[G] rewards of a judged group."""
-        return [score.reward for score in self.scores if score.reward is not None]
+        """Rewards of the completions that were judged; [G] in a judged group."""
+        return [member.score.reward for member in self.members if member.score.reward is not None]
 
     def __len__(self) -> int:
-        return len(self.completions)
+        return len(self.members)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from retrain.backends.local.micro_batches import is_trained
 from retrain.config import TrainConfig
 from retrain.config.names import BUILTIN_NAMES
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Outcome, Prompt, Score
+from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Outcome, Prompt, Score, Scored
 
 # Token ids stand for these pieces.
 VOCABULARY = ["so ", "let ", "me ", "check ", "x", ""]
@@ -50,7 +50,12 @@ def completion(tokens: list[int], logprobs: list[float], finish: FinishReason = 
 def group(rewards: list[float], completions: list[Completion]) -> Group:
     scores = [Score(Outcome.RIGHT if reward > 0.5 else Outcome.WRONG, reward) for reward in rewards]
     prompt = Prompt(Example("q", "a", example_id="q"), "q", np.array([7, 8], np.int32))
-    return Group(prompt, 0, [replace(c, sample=i) for i, c in enumerate(completions)], [""] * len(completions), scores)
+    pairs = zip(completions, scores, strict=True)
+    return Group(prompt, 0, [Scored(replace(c, sample=i), "", score) for i, (c, score) in enumerate(pairs)])
+
+
+def without_entropies(of: Group) -> Group:
+    return replace(of, members=[replace(m, completion=replace(m.completion, entropies=None)) for m in of.members])
 
 
 def mixed() -> Group:
@@ -328,8 +333,7 @@ def test_statistics_weigh_tokens_and_are_null_without_any() -> None:
     assert s.plan_entropy_mean == pytest.approx(2.2, rel=1e-6)
     unplanned = assign(config(), [other]).statistics
     assert unplanned.plan_surprisal_mean is None and unplanned.plan_entropy_var is None
-    bare = replace(other, completions=[replace(c, entropies=None) for c in other.completions])
-    assert assign(config(), [bare]).statistics.exec_entropy_mean is None
+    assert assign(config(), [without_entropies(other)]).statistics.exec_entropy_mean is None
 
 
 def test_the_controller_sees_the_configured_uncertainty_of_execution_tokens() -> None:
@@ -360,9 +364,8 @@ def test_negative_rewards_stop_maxrl_by_name() -> None:
 
 
 def test_shannon_entropy_without_recorded_entropies_is_refused() -> None:
-    bare = replace(mixed(), completions=[replace(c, entropies=None) for c in mixed().completions])
     with pytest.raises(RunFailed, match="engine records none"):
-        assign(config(algorithm={"uncertainty_kind": "shannon_entropy"}), [bare])
+        assign(config(algorithm={"uncertainty_kind": "shannon_entropy"}), [without_entropies(mixed())])
 
 
 @given(st.permutations(range(3)))

@@ -15,7 +15,7 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.config import TrainConfig, load_config
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import inspect_call, load_plugin
-from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score
+from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored
 
 _numbers = itertools.count()
 
@@ -45,13 +45,13 @@ def config(strict: bool = True, **algorithm: object) -> TrainConfig:
 
 
 def step() -> list[Group]:
-    def completion(sample: int, logprobs: list[float]) -> Completion:
+    def scored(sample: int, logprobs: list[float], score: Score) -> Scored:
         ids = np.arange(len(logprobs), dtype=np.int32)
-        return Completion(0, sample, ids, np.array(logprobs, np.float32), None, FinishReason.STOP)
+        return Scored(Completion(0, sample, ids, np.array(logprobs, np.float32), None, FinishReason.STOP), "", score)
 
     prompt = Prompt(Example("q", "a"), "q", np.array([1], np.int32))
-    scores = [Score(Outcome.RIGHT, 1.0), Score(Outcome.WRONG, 0.0)]
-    return [Group(prompt, 0, [completion(0, [-0.5, -2.0, -0.25]), completion(1, [-1.0])], ["", ""], scores)]
+    right, wrong = Score(Outcome.RIGHT, 1.0), Score(Outcome.WRONG, 0.0)
+    return [Group(prompt, 0, [scored(0, [-0.5, -2.0, -0.25], right), scored(1, [-1.0], wrong)])]
 
 
 def run(configuration: TrainConfig, lam: float = 0.5) -> list[list[float]]:

@@ -23,7 +23,7 @@ from retrain.model.text import load_tokenizer
 from retrain.model.vocabulary import TokenIds, VocabularyTable
 from retrain.records.token_table import read_tokens
 from retrain.tracking import RunFolder, TokenTable
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Outcome, Prompt, Score
+from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Outcome, Prompt, Score, Scored
 
 if TYPE_CHECKING:
     from retrain.config.schema import Model
@@ -242,18 +242,16 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
     for number, (slot, sample) in enumerate(zip(table.slot.tolist(), table.sample.tolist(), strict=True)):
         part = slice(int(table.offsets[number]), int(table.offsets[number + 1]))
         reward = float(table.rewards[number])
-        group = groups.setdefault(slot, Group(_NO_PROMPT, slot, [], [], []))
-        group.completions.append(
-            Completion(
-                request=slot,
-                sample=sample,
-                token_ids=table.token_ids[part],
-                logprobs=table.logprobs[part],
-                entropies=table.entropies[part] if table.entropies is not None else None,
-                finish_reason=FinishReason.LENGTH if table.truncated[number] else FinishReason.STOP,
-                kept=table.kept[part] if table.kept is not None else None,
-            )
+        group = groups.setdefault(slot, Group(_NO_PROMPT, slot, []))
+        completion = Completion(
+            request=slot,
+            sample=sample,
+            token_ids=table.token_ids[part],
+            logprobs=table.logprobs[part],
+            entropies=table.entropies[part] if table.entropies is not None else None,
+            finish_reason=FinishReason.LENGTH if table.truncated[number] else FinishReason.STOP,
+            kept=table.kept[part] if table.kept is not None else None,
         )
-        group.texts.append("")
-        group.scores.append(Score(Outcome.RIGHT if reward > threshold else Outcome.WRONG, reward))
+        score = Score(Outcome.RIGHT if reward > threshold else Outcome.WRONG, reward)
+        group.members.append(Scored(completion, "", score))
     return list(groups.values())

@@ -41,7 +41,7 @@ def _problem(group: Group, step: int) -> EvaluationRecord:
         example_id=group.prompt.prompt_id,
         task=group.prompt.example.task,
         samples=len(rewards),
-        correct=sum(score.outcome is Outcome.RIGHT for score in group.scores),
-        could_not_judge=len(group.scores) - len(rewards),
+        correct=sum(member.score.outcome is Outcome.RIGHT for member in group.members),
+        could_not_judge=len(group) - len(rewards),
         reward_mean=float(np.mean(rewards)) if rewards else None,
     )

@@ -13,7 +13,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted
 from retrain.inference_engine.base import WHOLE_VOCABULARY, InferenceEngine, NoiseKey, SampleRequest, Truncation
 from retrain.rewards import Scorer, ScoreRequest
-from retrain.types import Completion, Group, Int32Array, Score
+from retrain.types import Completion, Group, Int32Array, Score, Scored
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,11 @@ class Sampler:
 
 def _group(prompt: Prompt, slot: int, members: dict[int, tuple[Completion, str, Future[Score]]], check: Callable[[], None]) -> Group:
     """Order by sample index, so that a group does not depend on which completion finished first."""
-    ordered = [members[sample] for sample in sorted(members)]
-    scores = []
-    for _, _, future in ordered:
+    scored = []
+    for _, (completion, text, score) in sorted(members.items()):
         check()
-        scores.append(future.result())
-    return Group(prompt, slot, [item[0] for item in ordered], [item[1] for item in ordered], scores)
+        scored.append(Scored(completion, text, score.result()))
+    return Group(prompt, slot, scored)
 
 
 def _is_uniform(group: Group) -> bool:

@@ -229,7 +229,7 @@ class Session:
             sepa_lambda=sepa_lambda if uses_sepa else None,
             sepa_gate_open=self.sepa.gate_open if uses_sepa else None,
             sepa_gate_step=self.sepa.gate_step if uses_sepa else None,
-            reward_could_not_judge=sum(score.reward is None for group in rollout.drawn for score in group.scores),
+            reward_could_not_judge=sum(member.score.reward is None for group in rollout.drawn for member in group.members),
             num_datums=sum(is_trained(row, self.config.loss) for row in rows),
             groups_redrawn=rollout.redrawn,
             batch_size=len(rollout.groups),
@@ -269,7 +269,7 @@ class Session:
                 '[model] dtype = "fp32".'
             )
         self._check_mismatch(result)
-        self.parts.guard.observe([score for group in rollout.drawn for score in group.scores])
+        self.parts.guard.observe([member.score for group in rollout.drawn for member in group.members])
 
     def _check_mismatch(self, result: StepResult) -> None:
         """Stop a run whose sampler has left the policy that is trained."""

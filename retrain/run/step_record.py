@@ -62,17 +62,17 @@ class RewardStatistics:
 
 
 def reward_statistics(rollout: Rollout) -> RewardStatistics:
-    pairs = [pair for group in rollout.first_draws for pair in zip(group.completions, group.scores, strict=True)]
-    rewards = [score.reward for _, score in pairs if score.reward is not None]
-    truncated = [score.reward for completion, score in pairs if completion.finish_reason is FinishReason.LENGTH]
+    members = [member for group in rollout.first_draws for member in group.members]
+    rewards = [member.score.reward for member in members if member.score.reward is not None]
+    truncated = [member.score.reward for member in members if member.completion.finish_reason is FinishReason.LENGTH]
     return RewardStatistics(
-        completions=len(pairs),
+        completions=len(members),
         judged=len(rewards),
-        correct=sum(score.outcome is Outcome.RIGHT for _, score in pairs),
+        correct=sum(member.score.outcome is Outcome.RIGHT for member in members),
         mean_reward=mean_or_none(rewards),
         truncated=len(truncated),
         truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
-        completion_tokens_mean=mean_or_none([len(completion.token_ids) for completion, _ in pairs]),
+        completion_tokens_mean=mean_or_none([len(member.completion.token_ids) for member in members]),
     )
 
 
@@ -131,17 +131,17 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> li
         GenerationRecord(
             step=step,
             prompt_id=group.prompt.prompt_id,
-            sample=completion.sample,
+            sample=member.completion.sample,
             prompt=group.prompt.text,
-            completion=text,
-            reward=score.reward,
-            outcome=score.outcome.value,
-            advantage=advantages.get((group.slot, completion.sample)),
-            finish_reason=completion.finish_reason.value,
-            num_tokens=len(completion.token_ids),
+            completion=member.text,
+            reward=member.score.reward,
+            outcome=member.score.outcome.value,
+            advantage=advantages.get((group.slot, member.completion.sample)),
+            finish_reason=member.completion.finish_reason.value,
+            num_tokens=len(member.completion.token_ids),
         )
         for group in groups
-        for completion, text, score in zip(group.completions, group.texts, group.scores, strict=True)
+        for member in group.members
     ]
 
 
