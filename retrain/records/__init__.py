@@ -6,6 +6,6 @@
 - `environment`: environment.json
 - `checkpoint`: checkpoints and the state in them
 - `writer`: which process is writing a run
-- `jsonl`, `disk`: how lines and files reach the disk, and what a disk that refuses them says
+- `jsonl`, `atomic`: how lines and whole files reach the disk; `disk`: what a disk that refuses them says
 - `redact`, `terminal`: secrets masked, and text of a model made harmless, before either is written or printed
 """

@@ -17,7 +17,7 @@ from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFailed
 from retrain.parsing import read_object
-from retrain.records.checkpoint import replace_file
+from retrain.records.atomic import replace_file
 from retrain.records.entries import EvaluationRecord, RunSummary, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from retrain.config.outcomes import unused_keys
 from retrain.errors import ConfigurationError
-from retrain.records.checkpoint import replace_file
+from retrain.records.atomic import replace_file
 from retrain.records.disk import expanded, safetensors_io, writing_to
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import clean
