@@ -24,7 +24,7 @@ from retrain.backpressure import (
 from retrain.backpressure.controller import sweep_sizes
 from retrain.backpressure.roofline import step_flops
 from retrain.config.schema import Backpressure
-from retrain.tracking import StepRecord
+from retrain.records.entries import StepRecord
 
 SIZES = [16.0 * 2**power for power in range(7)]
 LAW = ScalingLaw(50.0, 0.02, 1e-5)  # p* = 313

@@ -11,8 +11,9 @@ from retrain.campaign.board import Board, read_progress
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import Plan, plan_campaign
 from retrain.config import config_from_mapping
+from retrain.records.entries import StepRecord
 from retrain.records.jsonl import JsonlWriter
-from retrain.tracking import RunFolder, StepRecord
+from retrain.records.run_folder import RunFolder
 
 
 class Terminal(io.StringIO):

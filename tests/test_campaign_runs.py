@@ -25,8 +25,8 @@ from retrain.campaign.subprocesses import start_worker
 from retrain.config import config_from_mapping, load_config, replaced
 from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.records.run_folder import RunFolder
 from retrain.records.writer import Liveness, Writer
-from retrain.tracking import RunFolder
 from tests.runs import SMALL, lines, timeless
 
 BASE: dict[str, Any] = deep_merge(

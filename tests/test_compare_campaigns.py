@@ -12,7 +12,7 @@ from campaigns import problems, write_campaign, write_manifest, write_run
 from retrain.analysis.measures import learning_curve_mean
 from retrain.cli.compare import repeated
 from retrain.cli.main import main
-from retrain.tracking import EvaluationRecord
+from retrain.records.entries import EvaluationRecord
 
 BASE, BETTER, WORSE = "grpo+none", "maxrl+none", "maxrl+gtpo"
 EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]

@@ -14,8 +14,8 @@ from retrain import train
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.judging import judge_words, training_rewards, with_judging_reward
 from retrain.errors import ConfigurationError
+from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation, clustered_interval, pass_at_k
-from retrain.tracking import EvaluationRecord
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))

@@ -19,9 +19,9 @@ from retrain.cli.main import main
 from retrain.inspect.credit import StepCredit, read_step
 from retrain.inspect.shading import LEVELS, Quantity, levels
 from retrain.inspect.terminal import show, token_lines
+from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import visible, without_escapes
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
-from retrain.tracking import RunFolder
 
 Captured = pytest.CaptureFixture[str]
 

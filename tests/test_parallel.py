@@ -13,8 +13,8 @@ import pytest
 
 from retrain import train
 from retrain.config import dump_toml
+from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
-from retrain.tracking import RunFolder
 from tests.runs import lines, small
 
 SHARED: dict[str, Any] = {

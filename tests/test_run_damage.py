@@ -14,9 +14,9 @@ from retrain.config import TrainConfig
 from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
 from retrain.records.checkpoint import CheckpointStore
+from retrain.records.run_folder import RunFolder
 from retrain.run.evaluate import evaluate_run
 from retrain.run.opening import Opening, open_run
-from retrain.tracking import RunFolder
 from tests.runs import lines, small
 
 SECTIONS = {"evaluation": {"every": 2, "max_examples": 2}, "logging": {"tokens_every": 2}}

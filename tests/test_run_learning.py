@@ -13,11 +13,11 @@ from retrain import train
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import InferenceEngine, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
 from retrain.rewards import Scorer, ScoreRequest
 from retrain.run.rollout import Sampler, SamplingPlan, Watcher
 from retrain.run.step_record import reward_statistics
-from retrain.tracking import RunFolder
 from retrain.types import Completion, Example, FinishReason, Outcome, Prompt, Score
 from tests.runs import lines, small, timeless
 

@@ -20,8 +20,9 @@ from retrain.cli.main import main
 from retrain.cli.status import lines as printed_lines
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.records.entries import StepRecord
+from retrain.records.run_folder import RunFolder
 from retrain.run.session import Session
-from retrain.tracking import RunFolder, StepRecord
 
 
 @pytest.fixture(scope="module")

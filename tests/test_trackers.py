@@ -9,7 +9,8 @@ import pytest
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
 from retrain.records.entries import StepRecord
-from retrain.tracking import RunFolder, build_tracker
+from retrain.records.run_folder import RunFolder
+from retrain.tracking import build_tracker
 from retrain.tracking.base import Tracker, Trackers, tracker_names
 from retrain.tracking.external import import_extra, metric_name, metrics
 

@@ -13,8 +13,9 @@ from trackers import keep_here
 
 from retrain import train
 from retrain.config import TrainConfig
+from retrain.records.entries import StepRecord
 from retrain.records.redact import Redactor
-from retrain.tracking import RunFolder, StepRecord
+from retrain.records.run_folder import RunFolder
 from retrain.tracking.external import Background, ExternalSettings, ExternalTracker
 
 RECORD = StepRecord(step=0, condition="grpo+none")

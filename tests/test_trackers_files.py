@@ -16,9 +16,12 @@ from trackers import SECRET, keep_here
 from retrain import train
 from retrain.cli.main import main
 from retrain.config import TrainConfig
+from retrain.records.entries import EvaluationRecord, GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
+from retrain.records.jsonl import read_jsonl
+from retrain.records.run_folder import RunFolder
 from retrain.squeeze.analysis import Analysis, TableRow, analyze_adapter
-from retrain.tracking import EvaluationRecord, GenerationRecord, RunFolder, StepRecord, build_tracker, read_jsonl
+from retrain.tracking import build_tracker
 from retrain.tracking.base import track_squeeze
 from retrain.tracking.external import metrics
 

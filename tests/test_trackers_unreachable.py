@@ -13,7 +13,9 @@ from test_trackers_files import config, wandb_history, wandb_logs
 from trackers import SECRET, keep_here
 
 import retrain.tracking.wandb
-from retrain.tracking import RunFolder, StepRecord, build_tracker
+from retrain.records.entries import StepRecord
+from retrain.records.run_folder import RunFolder
+from retrain.tracking import build_tracker
 
 LEAVING = """
 import sys
@@ -21,7 +23,8 @@ from pathlib import Path
 
 import retrain.tracking.wandb
 from retrain.config import TrainConfig
-from retrain.tracking import RunFolder, build_tracker
+from retrain.records.run_folder import RunFolder
+from retrain.tracking import build_tracker
 from retrain.tracking.external import Background
 
 Background.patience_s = 0.5

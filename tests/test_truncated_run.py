@@ -17,9 +17,9 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.memory import predict_memory
+from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
 from retrain.run.notes import notes
-from retrain.tracking import RunFolder
 from retrain.types import Completion
 
 TRUNCATED: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}

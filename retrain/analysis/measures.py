@@ -13,7 +13,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats
 from retrain.config.judging import judge_words, judging_rewards, training_rewards
 from retrain.errors import ConfigurationError
-from retrain.tracking import StepRecord
+from retrain.records.entries import StepRecord
 
 WINDOW = 50
 """Steps at the end of training whose mean stands for a run."""

@@ -20,9 +20,10 @@ from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES
 from retrain.parsing import is_path_text, read_object
+from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
-from retrain.records.jsonl import read_jsonl_backwards
-from retrain.tracking import EvaluationRecord, RunFolder, StepRecord, read_jsonl
+from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
+from retrain.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,9 +11,9 @@ from typing import Any
 
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
-from retrain.records.run_folder import MARKER
+from retrain.records.entries import StepRecord
+from retrain.records.run_folder import MARKER, RunFolder
 from retrain.records.writer import Liveness, Writer
-from retrain.tracking import RunFolder, StepRecord
 
 _WINDOW = 50
 """Last steps over which step time and throughput are taken."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats, mean
-from retrain.tracking import EvaluationRecord
+from retrain.records.entries import EvaluationRecord
 
 _REPLICATES = 1000
 Statistic = Callable[[Floats], float]

@@ -13,8 +13,8 @@ from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import TrainConfig, replaced
 from retrain.errors import Interrupted, RetrainError
+from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import clean
-from retrain.tracking import RunFolder
 
 OUTPUT = "output.log"
 """What a run prints, in its folder."""

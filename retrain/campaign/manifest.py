@@ -18,7 +18,7 @@ from retrain.campaign.plan import RUNS, Plan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
-from retrain.records.checkpoint import replace_file
+from retrain.records.atomic import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder, mark
 from retrain.records.terminal import clean

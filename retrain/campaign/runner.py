@@ -20,9 +20,9 @@ from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
+from retrain.records.run_folder import RunFolder
 from retrain.run.interrupts import Interrupts
 from retrain.run.opening import stored_checkpoints
-from retrain.tracking import RunFolder
 from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
 
 Say = Callable[[str], None]

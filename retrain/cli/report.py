@@ -32,10 +32,10 @@ def command(
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs no network and no server."""
     _require_extra()
     from retrain.analysis.verdict import Rules
+    from retrain.records.run_folder import RunFolder
     from retrain.records.terminal import clean
     from retrain.report.data import Request
     from retrain.report.page import write_report
-    from retrain.tracking import RunFolder
 
     rules = Rules(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
     request = Request(folder, baseline, metric, rules, against or (), steps)

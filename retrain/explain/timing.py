@@ -77,9 +77,10 @@ def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
     Raises what a run raises before its first step.
     """
     from retrain.config.load import replaced
+    from retrain.records.entries import StepRecord
+    from retrain.records.jsonl import read_jsonl
     from retrain.run.loop import take_step
     from retrain.run.session import Session
-    from retrain.tracking import StepRecord, read_jsonl
 
     with tempfile.TemporaryDirectory(prefix="retrain-probe-") as folder:
         say(f"Measuring one step of {config.condition_label} ...")

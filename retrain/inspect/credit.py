@@ -21,8 +21,8 @@ from retrain.config.names import condition_label
 from retrain.errors import ConfigurationError
 from retrain.model.text import load_tokenizer
 from retrain.model.vocabulary import TokenIds, VocabularyTable
-from retrain.records.token_table import read_tokens
-from retrain.tracking import RunFolder, TokenTable
+from retrain.records.run_folder import RunFolder
+from retrain.records.token_table import TokenTable, read_tokens
 from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Outcome, Prompt, Score, Scored
 
 if TYPE_CHECKING:

@@ -1,1 +1,11 @@
-"""Everything that a run leaves on disk, and its formats: folders, rows, checkpoints, token files, and what is masked in them."""
+"""Everything that a run leaves on disk, and its formats. Who reads a run reads it by these modules, and nothing here imports a trainer.
+
+- `run_folder`: the places of a run's files, and the marker without which nothing is deleted
+- `entries`, `evaluation`: the lines of metrics.jsonl, evaluation.jsonl and generations.jsonl, and what is computed from them
+- `token_table`: tokens/step_N.safetensors
+- `environment`: environment.json
+- `checkpoint`: checkpoints and the state in them
+- `writer`: which process is writing a run
+- `jsonl`, `atomic`: how lines and whole files reach the disk; `disk`: what a disk that refuses them says
+- `redact`, `terminal`: secrets masked, and text of a model made harmless, before either is written or printed
+"""

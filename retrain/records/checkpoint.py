@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count
@@ -17,7 +16,8 @@ from typing import Any
 
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.parsing import parse_json
-from retrain.records.disk import delete, safetensors_io
+from retrain.records.atomic import TEMPORARY, replacing_folder, write_synced
+from retrain.records.disk import delete
 from retrain.types import MachineChoices
 
 SCHEMA_VERSION = 1
@@ -25,8 +25,6 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 FINAL = "final"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
-_TEMPORARY = ".tmp-"
-_REPLACED = f"{_TEMPORARY}replaced-"
 _DAMAGED = "damaged-"
 
 
@@ -155,13 +153,13 @@ class CheckpointStore:
             aside = next(path for path in map(self.folder.joinpath, names) if not os.path.lexists(path))
             folder.rename(aside)
             say(f"{folder.name} is kept as {aside.name}.")
-        for left in self.folder.glob(f"{_TEMPORARY}*"):
+        for left in self.folder.glob(f"{TEMPORARY}*"):
             delete(left)
 
     def empty(self) -> None:
         """Delete every checkpoint, and nothing else that lies there."""
         for path in [*self.folder.iterdir()]:
-            if _STEP_FOLDER.fullmatch(path.name) or path.name == FINAL or path.name.startswith((_DAMAGED, _TEMPORARY)):
+            if _STEP_FOLDER.fullmatch(path.name) or path.name == FINAL or path.name.startswith((_DAMAGED, TEMPORARY)):
                 delete(path)
 
     def _drop_old(self) -> None:
@@ -171,7 +169,7 @@ class CheckpointStore:
 
     def rehearse(self, num_bytes: int) -> None:
         """Write and delete a file of a checkpoint's size, so that a full disk is found before step 1 and not after step 20."""
-        path = self.folder / f"{_TEMPORARY}rehearsal"
+        path = self.folder / f"{TEMPORARY}rehearsal"
         block = bytes(1 << 20)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -191,36 +189,12 @@ class CheckpointStore:
 
 
 def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, config_hash: str) -> None:
-    """Write a folder aside, seal it with a manifest and rename it to `target`, replacing what was there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.parent / f"{_TEMPORARY}{target.name}"
-    delete(aside)
-    aside.mkdir()
-    try:
-        with safetensors_io():
-            fill(aside)
+    """Write a folder aside, seal it with a manifest and rename it to `target`, replacing what was there. Raises OSError."""
+    with replacing_folder(target) as aside:
+        fill(aside)
         entries = [_seal(path, aside) for path in sorted(aside.rglob("*")) if path.is_file()]
         manifest = {"schema_version": SCHEMA_VERSION, "step": step, "config_hash": config_hash, "files": entries}
         write_synced(aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n")
-        sync_folder(aside)
-        replaced = target.parent / f"{_REPLACED}{target.name}"
-        if target.exists():  # rename(2) cannot replace a folder that holds files
-            target.rename(replaced)
-        aside.rename(target)
-        sync_folder(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except OSError:
-        shutil.rmtree(aside, ignore_errors=True)
-        put_back(target.parent)
-        raise
-
-
-def put_back(folder: Path) -> None:
-    """Undo what `commit_folder` began and did not end: a folder that was moved out of the way, with nothing in its place, returns."""
-    for moved in folder.glob(f"{_REPLACED}*"):
-        place = folder / moved.name.removeprefix(_REPLACED)
-        if not place.exists():
-            moved.rename(place)
 
 
 def _seal(path: Path, root: Path) -> dict[str, str | int]:
@@ -257,26 +231,3 @@ def verify(folder: Path) -> str:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 return f"{name} differs from its sha256"
     return ""
-
-
-def write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace a small file atomically."""
-    aside = path.with_name(f"{_TEMPORARY}{path.name}")
-    write_synced(aside, text)
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 
 from retrain.errors import RunFailed
 from retrain.parsing import ParseError, json_kind, parse_json
-from retrain.records.checkpoint import replace_file
+from retrain.records.atomic import replace_file
 
 Json = dict[str, Any]
 
@@ -174,7 +174,7 @@ def truncate_to_step(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for number, line in enumerate(_whole_lines(path), start=1) if _parse(line, path, number)["step"] < step]
-    replace_file(path, b"".join(kept).decode("utf-8"))
+    replace_file(path, b"".join(kept))
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

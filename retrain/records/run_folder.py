@@ -9,7 +9,8 @@ from typing import Any
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import parse_json
-from retrain.records.checkpoint import TrainerState, replace_file
+from retrain.records.atomic import replace_file
+from retrain.records.checkpoint import TrainerState
 from retrain.records.disk import delete
 from retrain.records.jsonl import Extent, read_jsonl, truncate_to_step
 

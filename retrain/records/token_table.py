@@ -4,7 +4,6 @@ Flat arrays over the step's completions; completion i owns the half-open range o
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from retrain.records.checkpoint import sync_folder
+from retrain.records.atomic import replacing_file
 from retrain.records.disk import safetensors_io
 
 _STAGE = "advantages."
@@ -69,18 +68,13 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
     arrays |= {name: values for name in _OPTIONAL if (values := getattr(table, name)) is not None}
     arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".tmp-{path.name}")
     # safetensors keeps no order of its arrays, so the stages are listed beside them; one entry, since it orders entries at random.
-    with safetensors_io():
+    with safetensors_io(), replacing_file(path) as aside:
         save_file(
             {name: np.ascontiguousarray(values) for name, values in arrays.items()},
             aside,
             metadata={"retrain": json.dumps({"step": step, "stages": list(table.advantages)})},
         )
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    aside.replace(path)
-    sync_folder(path.parent)
 
 
 def read_tokens(path: Path) -> TokenTable:

@@ -9,8 +9,9 @@ import numpy as np
 
 from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.analysis.statistics import Floats
+from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
-from retrain.tracking import EvaluationRecord, read_jsonl
+from retrain.records.jsonl import read_jsonl
 
 PHASES = ("time_sample_s", "time_reward_s", "time_credit_s", "time_learn_s")
 FIELDS = (

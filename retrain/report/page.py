@@ -18,7 +18,7 @@ from retrain.analysis.comparison_text import arm_table, contrast_table, details,
 from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus, duration
 from retrain.errors import EnvironmentFailure
-from retrain.records.checkpoint import replace_file
+from retrain.records.atomic import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.terminal import visible
 from retrain.report.curves import Arm
@@ -237,15 +237,9 @@ def write_report(request: Request, output: Path) -> Written:
         output.parent.mkdir(parents=True, exist_ok=True)
         for drawn in figures:
             picture = output.with_name(f"{output.stem}-{drawn.name}.png")
-            _replace_bytes(picture, to_png(drawn.figure, drawn.name))
+            replace_file(picture, to_png(drawn.figure, drawn.name))
             pictures.append(picture)
         replace_file(output, render(data, figures, datetime.now()))
     except OSError as error:
         raise EnvironmentFailure(f"{output} cannot be written: {error.strerror or error}; name another file with --output.") from error
     return Written(output, pictures)
-
-
-def _replace_bytes(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".tmp-{path.name}")
-    aside.write_bytes(content)
-    aside.replace(path)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from retrain.analysis.runs import StoredRun
+from retrain.records.entries import GenerationRecord
+from retrain.records.jsonl import read_jsonl
 from retrain.report.curves import Arm
-from retrain.tracking import GenerationRecord, read_jsonl
 
 _LONGEST = 4000
 """Characters of a text that are shown."""

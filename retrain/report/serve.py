@@ -11,9 +11,9 @@ from time import monotonic
 
 from retrain.errors import EnvironmentFailure, RetrainError
 from retrain.records.redact import Redactor
+from retrain.records.run_folder import RunFolder
 from retrain.report.data import Request
 from retrain.report.page import Live, build_page
-from retrain.tracking import RunFolder
 
 HOST = "127.0.0.1"
 _SKIPPED = frozenset({"checkpoints", "wandb", "tensorboard"})

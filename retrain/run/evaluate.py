@@ -9,12 +9,12 @@ from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.evaluation import Evaluation
+from retrain.records.run_folder import RunFolder
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import refuse_not_built, trust_note
 from retrain.run.opening import stored_checkpoints
 from retrain.run.parts import load_parts
 from retrain.run.rollout import Watcher
-from retrain.tracking import RunFolder
 from retrain.types import Completion
 
 

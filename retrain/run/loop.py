@@ -10,8 +10,10 @@ from pathlib import Path
 from retrain.config import TrainConfig
 from retrain.errors import Interrupted, RunFailed
 from retrain.records.disk import writing_to
+from retrain.records.entries import RunSummary, StepRecord
+from retrain.records.jsonl import read_jsonl
+from retrain.records.run_folder import RunFolder
 from retrain.run.session import Session, usable_groups
-from retrain.tracking import RunFolder, RunSummary, StepRecord, read_jsonl
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from filelock import FileLock, Timeout
 from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.parsing import is_path_text, read_object
-from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState, put_back, replace_file
+from retrain.records.atomic import put_back, replace_file
+from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState
 from retrain.records.disk import expanded
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker

@@ -17,8 +17,10 @@ from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFailed
 from retrain.parsing import read_object
-from retrain.records.checkpoint import replace_file
+from retrain.records.atomic import replace_file
+from retrain.records.entries import EvaluationRecord, RunSummary, StepRecord
 from retrain.records.evaluation import Evaluation
+from retrain.records.jsonl import read_jsonl
 from retrain.records.terminal import clean
 from retrain.run.gate import default_mismatch_limit
 from retrain.run.interrupts import Interrupts
@@ -36,7 +38,7 @@ from retrain.run.step_record import (
     reward_statistics,
     token_table,
 )
-from retrain.tracking import EvaluationRecord, RunSummary, StepRecord, Tracker, build_tracker, read_jsonl
+from retrain.tracking import Tracker, build_tracker
 from retrain.types import Float32Array, Group, Prompt, Row, StepResult
 
 _NONFINITE_LIMIT = 3

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from retrain.advantages.pipeline import Credit
+from retrain.records.entries import GenerationRecord
+from retrain.records.token_table import TokenTable
 from retrain.run.rollout import Rollout
-from retrain.tracking import GenerationRecord, TokenTable
 from retrain.types import FinishReason, Float32Array, Group, Outcome, StepResult
 
 

@@ -12,16 +12,13 @@ import torch
 from retrain.analysis.statistics import mean, standard_error
 from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError
-from retrain.records.evaluation import Evaluation
+from retrain.records.evaluation import Z_95, Evaluation
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Say, load_parts
 from retrain.run.rollout import Watcher
 from retrain.squeeze.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter, weight_names
 from retrain.tracking.console import pass_at_1
 from retrain.types import Completion
-
-_Z = 1.959963984540054
-"""The 97.5% quantile of the normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Accuracy:
         """
         d = self.differences
         error = standard_error(d) if len(d) > 1 else 0.0
-        return (mean(d) - _Z * error, mean(d) + _Z * error) if error else None
+        return (mean(d) - Z_95 * error, mean(d) + Z_95 * error) if error else None
 
     def to_json(self) -> dict[str, Any]:
         difference = mean(self.differences) if self.differences else None

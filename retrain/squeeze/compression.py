@@ -7,7 +7,6 @@ LoRA, whose s is alpha / sqrt(r). alpha' may be a fraction; peft only ever divid
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import fsum, hypot, sqrt
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.parsing import read_object
-from retrain.records.checkpoint import sync_folder, write_synced
+from retrain.records.atomic import replacing_folder, write_synced
 from retrain.records.run_folder import MARKER, mark
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, LoraLayer, read_adapter, weight_names
 from retrain.squeeze.analysis import svd_device
@@ -156,22 +155,15 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], card: str) -> None:
-    """Aside first, then renamed, so that a crash leaves no half of an adapter."""
     from safetensors.torch import save_file
 
-    aside = output.with_name(f".tmp-{output.name}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    mark(aside, "squeeze")
-    save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
-    with (aside / WEIGHTS_FILE).open("rb") as file:
-        os.fsync(file.fileno())
-    write_synced(aside / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    write_synced(aside / CARD_FILE, card)
-    if output.exists():
-        shutil.rmtree(output)  # ours or empty: check_output looked
-    aside.rename(output)
-    sync_folder(output.parent)
+    with replacing_folder(output) as aside:  # what it replaces is ours or empty: check_output looked
+        mark(aside, "squeeze")
+        save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
+        with (aside / WEIGHTS_FILE).open("rb") as file:
+            os.fsync(file.fileno())
+        write_synced(aside / CONFIG_FILE, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+        write_synced(aside / CARD_FILE, card)
 
 
 def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from retrain.config.outcomes import unused_keys
 from retrain.errors import ConfigurationError
-from retrain.records.checkpoint import replace_file
+from retrain.records.atomic import replace_file
 from retrain.records.disk import expanded, safetensors_io, writing_to
+from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import clean
 from retrain.run.notes import refuse_not_built, trust_note
 from retrain.run.parts import Say
@@ -18,7 +19,6 @@ from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
-from retrain.tracking import RunFolder
 from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.parsing import read_object
-from retrain.records.checkpoint import replace_file, sync_folder
+from retrain.records.atomic import replace_file, sync_folder
 from retrain.records.entries import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
 from retrain.records.environment import describe_environment
 from retrain.records.jsonl import Json, JsonlWriter, finite
