@@ -1,14 +1,11 @@
 """Data parallelism: the processes that torchrun started act as one run.
 
-Prompts are sampled and scored, and rows are learned, by shares. What the processes exchange is small: scored groups as objects, one
-vector of adapter gradients an update. Each of them then holds the same groups, computes the same credit and takes the same optimizer
-step, so the state is replicated and only the leader writes it down.
+Each rank samples and scores its share of the prompts and learns its share of the rows. Little is exchanged: scored groups as objects,
+and one vector of adapter gradients per update. Every rank then holds the same groups, computes the same credit and takes the same
+optimizer step, so the state is replicated and rank 0 alone writes it down.
 """
 
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,50 +14,29 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """In a child: have the kernel kill this process when `parent`, which forked it, dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os._exit(1)
-
-
-_SPINS = "20000"
-
-
-def spin_briefly() -> None:
-    """Must run before torch is imported, which reads the variables. What the user has set stays."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
-
-
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, all of which call the same methods in the same order."""
+    """The ranks of a run. The methods are collective: every rank calls the same ones in the same order."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Of the processes on this computer: the number of the GPU that is this one's."""
+    """Rank on this node; also its GPU index."""
 
     @property
-    def leader(self) -> bool:
-        """The one that writes the run's folder and speaks."""
+    def is_rank_zero(self) -> bool:
+        """Rank 0 writes files and prints."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This process's part of what all of them hold; every item is in one part."""
+        """This rank's part of `items`, which every rank holds. Each item belongs to one rank. Not collective."""
         return items[self.rank :: self.size]
 
     def gather(self, item: T) -> list[T]:
-        """Everyone's item, in the order of ranks."""
+        """The items of all ranks, in the order of ranks, on every rank."""
         if self.size == 1:
             return [item]
         import torch
@@ -69,36 +45,36 @@ class World:
         torch.distributed.all_gather_object(items, item)
         return items  # type: ignore[return-value]  # filled by the call
 
-    def from_leader(self, item: T) -> T:
-        """The leader's item, which need not exist elsewhere."""
+    def broadcast(self, item: T) -> T:
+        """Rank 0's item, on every rank; what the others pass is ignored."""
         if self.size == 1:
             return item
         import torch
 
-        items = [item if self.leader else None]
+        items = [item if self.is_rank_zero else None]
         torch.distributed.broadcast_object_list(items, src=0)
-        return items[0]  # type: ignore[return-value]  # the leader's is a T
+        return items[0]  # type: ignore[return-value]  # rank 0 passed a T
 
-    def anyone(self, flag: bool) -> bool:
-        """Whether it is so in any process."""
+    def any_rank(self, flag: bool) -> bool:
+        """True on every rank if `flag` is true on any."""
         if self.size == 1:
             return flag
         import torch
 
-        seen = torch.tensor([int(flag)])  # on the processor, where nothing waits for a GPU's queue
+        seen = torch.tensor([int(flag)])  # on the CPU, where nothing waits for a GPU's queue
         torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
         return bool(seen.item())
 
-    def in_step(self, items: Iterable[T]) -> Iterator[T | None]:
-        """This process's items one by one, then None for as long as another has some: everyone takes equally many turns."""
+    def in_lockstep(self, items: Iterable[T]) -> Iterator[T | None]:
+        """This rank's items, then None until every rank has used up its own: all ranks iterate equally often."""
         for item in items:
-            self.anyone(True)
+            self.any_rank(True)
             yield item
-        while self.anyone(False):
+        while self.any_rank(False):
             yield None
 
     def sum(self, tensors: "Sequence[Tensor]") -> None:
-        """Replace each tensor by its sum over the processes, all in one message; the results are the same bytes everywhere."""
+        """Replace each tensor by its sum over the ranks, in one message; the sums are the same bytes on every rank."""
         if self.size == 1:
             return
         import torch
@@ -114,7 +90,7 @@ ALONE = World()
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world of this process: that of torchrun's variables RANK, WORLD_SIZE and LOCAL_RANK, else this process alone."""
+    """The world that torchrun describes in RANK, WORLD_SIZE and LOCAL_RANK, joined until the block ends; `ALONE` without torchrun."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE

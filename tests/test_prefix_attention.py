@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.backends.local import packing, prefix_attention
+from retrain.model import packing, prefix_attention
 from retrain.model.attention import FusedAttention
 from retrain.model.packing import PackedAttention, Segment
 

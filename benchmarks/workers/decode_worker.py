@@ -6,9 +6,9 @@ from typing import Any
 from job import Job, make_job
 from worker import serve
 
-import retrain.distributed
+import retrain.processes
 
-retrain.distributed.spin_briefly()
+retrain.processes.spin_briefly()
 
 import numpy as np  # noqa: E402 - torch reads its environment when it is imported
 import torch  # noqa: E402

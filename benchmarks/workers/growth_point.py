@@ -13,9 +13,9 @@ from typing import Any
 from job import FIRST_TOKEN
 from worker import Measure, serve
 
-import retrain.distributed
+import retrain.processes
 
-retrain.distributed.spin_briefly()
+retrain.processes.spin_briefly()
 
 import numpy as np  # noqa: E402 - torch reads its environment when it is imported
 import torch  # noqa: E402

@@ -7,9 +7,9 @@ from typing import Any
 
 from worker import serve
 
-import retrain.distributed
+import retrain.processes
 
-retrain.distributed.spin_briefly()
+retrain.processes.spin_briefly()
 
 import torch  # noqa: E402 - it reads its environment when it is imported
 from device import measured_on  # noqa: E402

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from retrain.distributed import spin_briefly
+from retrain.processes import spin_briefly
 
 
 def main() -> None:

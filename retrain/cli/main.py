@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 from retrain.cli.usage import COMMANDS, usage
-from retrain.distributed import spin_briefly
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
+from retrain.processes import spin_briefly
 from retrain.records.disk import is_reader_gone, path_error
 
 

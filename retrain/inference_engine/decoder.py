@@ -110,7 +110,7 @@ class Decoder:
 
     def prefill(self, prompts: Sequence[Int32Array], slots: Slots | None = None) -> list[PromptState]:
         """Run the prompts packed into one row; the head sees only their last tokens. `slots` [prompts] of a mixed batch."""
-        self._shards.anyone(True)
+        self._shards.any_rank(True)
         lengths = [len(prompt) for prompt in prompts]
         batch = PromptPass(lengths, self._kernel)
         positions = np.concatenate([np.arange(length) for length in lengths])
@@ -121,16 +121,16 @@ class Decoder:
 
     def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], slots: Slots | None = None) -> Tensor:
         """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones. `slots` [R] of a mixed batch."""
-        self._shards.anyone(True)
+        self._shards.any_rank(True)
         batch = DecodePass(arena, lengths, self._kernel)
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
 
-    def keep_pace(self) -> None:
-        """Where the model is sharded, passes for nothing until no other has any of its own. Ends what `prefill` and `decode` begin."""
+    def run_dummy_passes(self) -> None:
+        """Dummy forwards until every rank is done, since FSDP gathers are collective. Ends what `prefill` and `decode` begin."""
         if self._shards.size == 1:
             return
         with self.sampling({0}):
-            while self._shards.anyone(False):
+            while self._shards.any_rank(False):
                 token = PromptPass([1], self._kernel)
                 self._forward(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None)
 

@@ -92,7 +92,7 @@ class TorchEngine(InferenceEngine):
         waiting = [one for index, request in enumerate(requests) for one in self._waiting(index, request)]
         for _, completion in self._decode(pieces(waiting, self._limits.rows, _MOST_PIECES.get(self._decoder.device.type, 1))):
             yield completion
-        self._decoder.keep_pace()
+        self._decoder.run_dummy_passes()
 
     def _decode_piece(self, waiting: Sequence[Waiting]) -> Iterator[Completion]:
         if self._may_be_shared:

@@ -26,8 +26,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from retrain.distributed import die_with_parent
 from retrain.errors import RetrainError, RunFailed
+from retrain.processes import die_with_parent
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")

@@ -2,7 +2,7 @@
 
 Embeddings, head and last norm stay whole everywhere: the learner reads the head's weight outside of any layer, tied ones are both at
 once, and of a model that needs several GPUs they are a few per cent. Nothing is reduced in the backward pass, since the base is frozen.
-Every pass is one of all processes, which therefore make equally many (`World.anyone`).
+Every pass is collective, so all ranks make equally many (`World.any_rank`).
 """
 
 from typing import TYPE_CHECKING

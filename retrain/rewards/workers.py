@@ -22,11 +22,10 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
-from retrain.distributed import die_with_parent
 from retrain.errors import ConfigurationError
+from retrain.processes import die_with_parent, resident_bytes
 from retrain.rewards.worker import VERIFICATION_MODULE, BadMessage, Channel, ChannelClosed, Message, encode
 
 STARTUP_LIMIT_S = 120.0
@@ -450,12 +449,3 @@ def _judgement(reply: Message, number: int) -> Judgement:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadMessage("its value is not a finite number")
     return Judgement(float(value))
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 where /proc does not tell."""
-    try:
-        fields: Sequence[str] = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:
-        return 0
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -77,7 +77,7 @@ class Session:
         """Everything loaded, restored and checked, so that the next thing to do is a step. Closes what it opened."""
         refuse_not_built(config)
         with joined() as world, _opened(config, overwrite, world) as opening, Interrupts() as interrupts:
-            tracker = _tracker(opening, quiet) if world.leader else Tracker()
+            tracker = _tracker(opening, quiet) if world.is_rank_zero else Tracker()
             try:
                 for line in (*preflight_lines(opening.config), *opening.notes):
                     tracker.message(line)
@@ -105,7 +105,7 @@ class Session:
                 self.tracker.message(note)
             self.parts.guard.load_state_dict(self.state.rewards)
             self._saved_at = opening.checkpoint.step
-            if self.world.leader:
+            if self.world.is_rank_zero:
                 self._evaluations = list(_stored_evaluations(self.folder.evaluation, self.config.evaluation.k))
                 self._record = _last_record(self.folder.metrics)
         if self.state.choices not in (None, backend.choices):
@@ -117,7 +117,7 @@ class Session:
         result = run_parity_gate(self.config, self.parts, self.state.step)
         if self.state.gate_mismatch is None:
             self.state.gate_mismatch = result.mean_difference
-        if not self.world.leader:
+        if not self.world.is_rank_zero:
             return
         self.tracker.message(result.line())
         environment = read_object(self.folder.environment)
@@ -193,7 +193,7 @@ class Session:
         """[T] of each row, learner - sampler log-prob before the step, NaN for a row that is not trained; None in a step whose tokens
         nobody stores.
         """
-        if not self.world.from_leader(self.tracker.wants_tokens(self.state.step)):  # in a parallel run all processes score, or none
+        if not self.world.broadcast(self.tracker.wants_tokens(self.state.step)):  # in a parallel run all processes score, or none
             return None
         trained = [is_trained(row, self.config.loss) for row in rows]
         own = iter(self.parts.backend.logprobs([row for row, scored in zip(rows, trained, strict=True) if scored]))
@@ -217,7 +217,7 @@ class Session:
         state.correct += rewards.correct
         state.judged += rewards.judged
         state.tokens += rollout.tokens
-        state.seconds += self.world.from_leader(self.clock.total)
+        state.seconds += self.world.broadcast(self.clock.total)
         uses_sepa = self.parts.credit.uses_sepa_controller
         self.sepa.observe(rewards.correct_rate, step)
         self.sepa.update_auto(credit.exec_uncertainty)
@@ -320,7 +320,7 @@ class Session:
         self.tracker.evaluation(result)
         self._evaluations.append(result)
         self.state.last_evaluation = step
-        self.state.seconds += self.world.from_leader(result.seconds)
+        self.state.seconds += self.world.broadcast(result.seconds)
 
     def _evaluation_due(self, step: int) -> bool:
         evaluation = self.config.evaluation
@@ -342,7 +342,7 @@ class Session:
 
         A failure keeps the checkpoint before and is tried again after the next step.
         """
-        if self._saved_at == self.state.step or self.state.learning or not self.world.leader:
+        if self._saved_at == self.state.step or self.state.learning or not self.world.is_rank_zero:
             return
         if self.ahead:
             self.ahead.drop()
@@ -370,7 +370,7 @@ class Session:
 
     def finish(self) -> RunSummary:
         """The last adapter, the summary, and the last lines on the screen."""
-        if self.world.leader:
+        if self.world.is_rank_zero:
             self.store.save_final(self.state, self.parts.backend.save_adapter)
         if self._out_of_time and self.state.step < self.config.training.max_steps:
             self.tracker.message(
@@ -409,12 +409,12 @@ class Session:
 
 @contextmanager
 def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[Opening]:
-    """The leader opens the folder and holds its lock; the others are told what it found."""
+    """Rank 0 opens the folder and holds its lock; the other ranks are told what it found."""
     refuse_lone_sharding(config, world)
-    if not world.leader:
-        found: Opening | RetrainError | None = world.from_leader(None)
+    if not world.is_rank_zero:
+        found: Opening | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):
-            raise SystemExit(found.exit_code)  # the leader has the sentence
+            raise SystemExit(found.exit_code)  # rank 0 prints the sentence
         assert found is not None
         yield found
         return
@@ -422,9 +422,9 @@ def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[Open
         try:
             opening = stack.enter_context(open_run(config, overwrite=overwrite))
         except RetrainError as error:
-            world.from_leader(error)
+            world.broadcast(error)
             raise
-        yield world.from_leader(opening)
+        yield world.broadcast(opening)
 
 
 def _tracker(opening: Opening, quiet: bool) -> Tracker:

@@ -1,7 +1,5 @@
 """One step written down: the numbers of rollout, credit, learning and machine in the names of the records."""
 
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from time import monotonic
@@ -10,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from retrain.advantages.pipeline import Credit
+from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable
 from retrain.run.rollout import Rollout
@@ -181,5 +180,4 @@ def peak_memory_gib(device: str) -> float:
         import torch
 
         return float(torch.cuda.max_memory_allocated(device)) / 2**30
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes * (1 if sys.platform == "darwin" else 1024) / 2**30
+    return peak_resident_bytes() / 2**30

@@ -56,7 +56,7 @@ class LocalBackend(Backend):
         torch.backends.cuda.enable_cudnn_sdp(False)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
         self._adapter = Adapter(self._base, config)
-        self._choices = world.from_leader(choose(config, self._base, world, choices))
+        self._choices = world.broadcast(choose(config, self._base, world, choices))
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []

@@ -101,8 +101,8 @@ class _Piece:
     rows: Sequence[LearnerRow]
     share: bool
     """A prompt is computed once for its rows."""
-    filler: bool
-    """A pass for nothing, which other processes need in order to make theirs: its scores, loss and gradient count as zero."""
+    dummy: bool
+    """A dummy micro-batch, whose passes the other ranks need to make theirs: its scores, loss and gradient are 0."""
     step: int = 0
     weights: Sequence[_Weights] = ()
     """One for each row."""
@@ -273,11 +273,11 @@ class Learner:
 
     def _pieces(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[_Piece]:
         """Of this process's share of `rows`, which are everyone's. `share` computes a prompt once for its rows; not under dropout, whose
-        masks differ from row to row. Of a sharded base everyone makes as many, the last of them for nothing.
+        masks differ from row to row. With a sharded base every rank makes equally many, the last of them dummies.
         """
         parts = split_rows(share_rows(rows, self.world), self.choices.micro_batch_tokens, share=share and self._packs)
-        for part in self.base.shards.in_step(parts):
-            yield _Piece(part or [min(rows, key=lambda row: row.tokens)], share, filler=not part)
+        for part in self.base.shards.in_lockstep(parts):
+            yield _Piece(part or [min(rows, key=lambda row: row.tokens)], share, dummy=not part)
 
     def _learn(self, piece: _Piece) -> Iterator[_Learned]:
         """Adds the piece's gradient to the parameters' own, or as a worker hands it over."""
@@ -286,7 +286,7 @@ class Learner:
             self.optimizer.zero_gradients()
         with self._training(micro, piece.step):
             scores = self._forward(micro, entropy=self.loss.entropy_coef != 0)
-            tokens = _action_tokens(micro, scores, [_Weights(0.0, 0.0)] * len(piece.rows) if piece.filler else piece.weights)
+            tokens = _action_tokens(micro, scores, [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights)
             loss = policy_loss(tokens, self.loss)
             loss.backward()  # type: ignore[no-untyped-call]
         new = scores.logprobs.detach()
@@ -294,7 +294,7 @@ class Learner:
             loss.detach(),
             torch.isfinite(new).logical_not().sum(),
             clip_counts(tokens, self.loss),
-            _by_row(micro, new) if piece.measured and not piece.filler else {},
+            _by_row(micro, new) if piece.measured and not piece.dummy else {},
             [gradient.numpy() for gradient in self.optimizer.gradients()] if self._pool.in_worker else [],
         )
 
@@ -304,7 +304,7 @@ class Learner:
             micro = self._micro_batch(piece)
             with nullcontext() if piece.masks_of is None else self._dropout(micro, piece.masks_of):
                 logprobs = self._forward(micro, truncated=not piece.reference).logprobs
-        yield {} if piece.filler else _by_row(micro, logprobs)
+        yield {} if piece.dummy else _by_row(micro, logprobs)
 
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
         if not self._packs:

@@ -1,0 +1,46 @@
+"""This process and its children, as the operating system sees them: threads that wait, death with the parent, resident memory.
+
+Imported by every process at its start, so nothing heavy is imported here.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_SPIN_COUNT = "20000"
+
+
+def spin_briefly() -> None:
+    """Let idle OpenMP threads spin for a moment only, so that processes which share the cores do not starve each other.
+
+    Call it before torch is imported, which reads the variable. An OMP_WAIT_POLICY or GOMP_SPINCOUNT that the user has set stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+
+
+def die_with_parent(parent: int) -> None:
+    """In a child: have the kernel kill this process when `parent`, which forked it, dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 if it has ended or belongs to another user."""
+    import psutil  # here, since most processes never ask
+
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had resident so far, without its children."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # psutil has no peak on Linux
+    return peak if sys.platform == "darwin" else peak * 1024
