@@ -91,7 +91,7 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
         with user_code(f"{where}: loading {found[0][0]}", ConfigurationError):
             plugin = found[0][1].load()
     elif "." in name:
-        if config._origin.foreign:
+        if config._provenance.foreign:
             raise ConfigurationError(f"{where} is code that a run's folder names, and looking at a run does not execute it.")
         plugin = _load_dotted(name, where, config)
     else:

@@ -18,7 +18,7 @@ from pathlib import Path
 from retrain.cli.main import is_path
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS
-from retrain.config import load_text
+from retrain.config import config_from_toml
 from retrain.config.reference import artefacts
 from retrain.errors import ConfigurationError
 
@@ -94,7 +94,7 @@ def _check_block(language: str, body: str) -> Iterator[tuple[int, str]]:
 def _check_toml(body: str) -> Iterator[tuple[int, str]]:
     try:
         if "[" in body and not {"project", "build-system"} & set(tomllib.loads(body)):
-            load_text(body)
+            config_from_toml(body)
     except tomllib.TOMLDecodeError as error:
         yield 0, f"is not TOML: {error}"
     except ConfigurationError as error:

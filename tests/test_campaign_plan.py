@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from retrain.campaign import Plan, plan_campaign
-from retrain.config import dump_toml, load_text, not_built, replaced, unused_keys
+from retrain.config import config_from_toml, dump_toml, not_built, replaced, unused_keys
 from retrain.errors import ConfigurationError
 
 FOLDER = Path("logs/campaign_20261121_120000")
@@ -31,7 +31,7 @@ lr = 1e-3
 
 
 def plan(text: str) -> Plan:
-    return plan_campaign(load_text(text, Path("my/campaign.toml")), FOLDER)
+    return plan_campaign(config_from_toml(text, Path("my/campaign.toml")), FOLDER)
 
 
 def test_an_empty_campaign_is_five_conditions_by_eight_seeds_of_500_steps() -> None:
@@ -71,8 +71,8 @@ def test_a_condition_sets_any_key_dotted_as_a_table_or_bare() -> None:
 
 
 def test_conditions_survive_being_stored_and_changed() -> None:
-    config = load_text(TWO_PPO)
-    assert load_text(dump_toml(config)) == config
+    config = config_from_toml(TWO_PPO)
+    assert config_from_toml(dump_toml(config)) == config
     assert replaced(config, {"training.lr": 0.5}).conditions == config.conditions
 
 
@@ -131,7 +131,7 @@ def test_a_condition_that_sets_something_wrong_is_refused_with_its_number(line: 
     label = "" if "label" in line else 'label = "other"\n'
     condition = f'advantage_mode = "grpo"\ntransform_mode = "none"\n{label}{line}'
     with pytest.raises(ConfigurationError) as caught:
-        load_text(
+        config_from_toml(
             f'[campaign]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n[[campaign.conditions]]\n{condition}'
         )
     assert len(caught.value.problems) == 1
@@ -140,20 +140,20 @@ def test_a_condition_that_sets_something_wrong_is_refused_with_its_number(line: 
 
 def test_what_is_wrong_for_every_condition_is_said_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        load_text(f"{TWO_PPO}\n[training]\ntop_k = 1")
+        config_from_toml(f"{TWO_PPO}\n[training]\ntop_k = 1")
     assert len(caught.value.problems) == 1 and "number" not in caught.value.problems[0]
 
 
 def test_a_key_is_unused_only_where_no_condition_uses_it() -> None:
-    assert unused_keys(load_text(f"{TWO_PPO}\n[loss]\nclip_low = 0.1")) == [
+    assert unused_keys(config_from_toml(f"{TWO_PPO}\n[loss]\nclip_low = 0.1")) == [
         'Condition "ppo": [sepa] steps = 100 is unused here: no transform here uses SEPA.'
     ]
-    assert "[loss] dual_clip = 2.0 is unused here" in unused_keys(load_text("[campaign]\n[loss]\ndual_clip = 2.0"))[0]
+    assert "[loss] dual_clip = 2.0 is unused here" in unused_keys(config_from_toml("[campaign]\n[loss]\ndual_clip = 2.0"))[0]
 
 
 def test_what_one_condition_needs_and_is_not_built_is_refused() -> None:
-    assert len(not_built(load_text(TWO_PPO.replace("lr = 1e-3", 'planning.detector = "semantic"')))) == len(
-        not_built(load_text('[planning]\ndetector = "semantic"'))
+    assert len(not_built(config_from_toml(TWO_PPO.replace("lr = 1e-3", 'planning.detector = "semantic"')))) == len(
+        not_built(config_from_toml('[planning]\ndetector = "semantic"'))
     )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.config import config_from_mapping, load_config, load_text
+from retrain.config import config_from_mapping, config_from_toml, load_config
 from retrain.config.names import BUILTIN_NAMES
 from retrain.errors import ConfigurationError
 
@@ -106,7 +106,7 @@ WRONG: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize(("text", "part"), [pytest.param(text, part, id=name) for name, text, part in WRONG])
 def test_a_wrong_value_gets_one_sentence_that_names_it(text: str, part: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        load_text(text, Path("run.toml"))
+        config_from_toml(text, Path("run.toml"))
     assert caught.value.exit_code == 2
     matching = [problem for problem in caught.value.problems if part in problem]
     assert len(matching) == 1, caught.value.problems
@@ -118,7 +118,7 @@ def test_a_wrong_value_gets_one_sentence_that_names_it(text: str, part: str) -> 
 
 def test_all_problems_of_a_file_come_at_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        load_text('[training]\nlr = "a"\ngrup_size = 3\nkeep_checkpoints = 1\n[los]\n[loss]\ncorrection = "tis"', Path("run.toml"))
+        config_from_toml('[training]\nlr = "a"\ngrup_size = 3\nkeep_checkpoints = 1\n[los]\n[loss]\ncorrection = "tis"', Path("run.toml"))
     found = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 5
     assert all(part in found for part in ("lr = ", "grup_size", "keep_checkpoints", "[los]", "correction"))
@@ -127,7 +127,7 @@ def test_all_problems_of_a_file_come_at_once() -> None:
 def test_a_wrong_value_is_not_reported_again_by_a_rule_about_its_default() -> None:
     """judge_model has the wrong type; that the judge then lacks a model would be a second, false complaint."""
     with pytest.raises(ConfigurationError) as caught:
-        load_text('[reward]\ntype = "judge"\njudge_model = 5')
+        config_from_toml('[reward]\ntype = "judge"\njudge_model = 5')
     assert len(caught.value.problems) == 1
 
 

@@ -11,11 +11,11 @@ from retrain.cli.migrate_config import migrate_text, unified_diff
 from retrain.config import (
     TrainConfig,
     config_from_mapping,
+    config_from_toml,
     config_hash,
     dump_toml,
     load_config,
     load_stored,
-    load_text,
     not_built,
     replaced,
     resume_differences,
@@ -49,13 +49,13 @@ def test_flags_win_over_variables_over_the_file_over_defaults(file: Path) -> Non
 
 def test_each_value_says_where_it_came_from(file: Path) -> None:
     config = load_config(file, ["--sepa.steps=10", "--transform-param", "cap=2"], {"RETRAIN_MODEL_LORA_RANK": "4"})
-    provenance = config.provenance
-    assert provenance["training.lr"] == "file"
-    assert provenance["model.lora_rank"] == "environment RETRAIN_MODEL_LORA_RANK"
-    assert provenance["sepa.steps"] == "flag --sepa.steps"
-    assert provenance["algorithm.transform_params"] == "flag --transform-param"
-    assert provenance["gtpo.beta"] == "default"
-    assert set(provenance) == {key.path for key in all_keys()}
+    origins = config.origins
+    assert origins["training.lr"] == "file"
+    assert origins["model.lora_rank"] == "environment RETRAIN_MODEL_LORA_RANK"
+    assert origins["sepa.steps"] == "flag --sepa.steps"
+    assert origins["algorithm.transform_params"] == "flag --transform-param"
+    assert origins["gtpo.beta"] == "default"
+    assert set(origins) == {key.path for key in all_keys()}
     assert config.source_path == file
 
 
@@ -63,7 +63,7 @@ def test_an_alias_says_where_it_came_from_under_the_canonical_key() -> None:
     config = config_from_mapping({}, ["--entropy-mask-rho", "0.2", "--strategic-grams", "wait, hold on"])
     assert config.algorithm.surprisal_mask_rho == 0.2
     assert config.planning.grams == ["wait", "hold on"]
-    assert config.provenance["algorithm.surprisal_mask_rho"] == "flag --entropy-mask-rho"
+    assert config.origins["algorithm.surprisal_mask_rho"] == "flag --entropy-mask-rho"
 
 
 def test_a_flag_over_the_alias_in_a_file_wins() -> None:
@@ -209,9 +209,9 @@ def test_every_flag_reaches_its_key() -> None:
 
 def test_the_kind_of_a_file_follows_from_its_sections() -> None:
     assert TrainConfig().kind == "run"
-    assert load_text("[squeeze]\nmin_variance_retention = 0.9").kind == "run"
-    assert load_text('[squeeze]\nadapter_path = "a"').kind == "squeeze"
-    assert load_text('[campaign]\n[squeeze]\nadapter_path = "a"').kind == "campaign"
+    assert config_from_toml("[squeeze]\nmin_variance_retention = 0.9").kind == "run"
+    assert config_from_toml('[squeeze]\nadapter_path = "a"').kind == "squeeze"
+    assert config_from_toml('[campaign]\n[squeeze]\nadapter_path = "a"').kind == "campaign"
 
 
 def test_on_a_campaign_steps_and_seed_mean_the_campaigns(tmp_path: Path) -> None:
@@ -231,18 +231,18 @@ def test_a_campaigns_flag_needs_a_campaign(file: Path) -> None:
 
 
 def test_a_campaign_without_conditions_has_the_five_of_the_ablation() -> None:
-    labels = [condition.label for condition in load_text("[campaign]").conditions]
+    labels = [condition.label for condition in config_from_toml("[campaign]").conditions]
     assert labels == ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
 
 
 def test_labels_take_the_last_part_of_a_path() -> None:
-    config = load_text('[algorithm]\nadvantage_mode = "a.b.mine"\ntransform_mode = "none"')
+    config = config_from_toml('[algorithm]\nadvantage_mode = "a.b.mine"\ntransform_mode = "none"')
     assert config.condition_label == "mine+none"
-    assert load_text('[algorithm]\nalgorithm_mode = "maxrl_gtpo"').condition_label == "maxrl_gtpo"
+    assert config_from_toml('[algorithm]\nalgorithm_mode = "maxrl_gtpo"').condition_label == "maxrl_gtpo"
 
 
 def test_dr_grpo_brings_its_aggregation_along() -> None:
-    assert load_text('[algorithm]\nalgorithm_mode = "dr_grpo"').loss.aggregation == "constant"
+    assert config_from_toml('[algorithm]\nalgorithm_mode = "dr_grpo"').loss.aggregation == "constant"
     assert config_from_mapping({}, ["--algorithm-mode", "dr_grpo"]).loss.aggregation == "constant"
     assert TrainConfig().loss.aggregation == "token_mean"
 
@@ -269,8 +269,8 @@ def test_a_seed_is_drawn_once_and_is_then_ordinary() -> None:
     drawn = with_drawn_seed(TrainConfig())
     assert 0 <= drawn.training.seed < 2**32
     assert with_drawn_seed(drawn) == drawn
-    assert load_text(dump_toml(drawn)).training.seed == drawn.training.seed
-    assert drawn.provenance["training.seed"] == "drawn"
+    assert config_from_toml(dump_toml(drawn)).training.seed == drawn.training.seed
+    assert drawn.origins["training.seed"] == "drawn"
     assert with_drawn_seed(TrainConfig()).training.seed != drawn.training.seed
 
 
@@ -432,7 +432,7 @@ lr = 1e-4   # tuned
 
 def test_legacy_keys_move_and_everything_else_stays() -> None:
     new = migrate_text(LEGACY)
-    config = load_text(new)
+    config = config_from_toml(new)
     assert config.backend.options == {"transport": "zmq", "zmq_port": 6000}
     assert "prime_rl_" not in new
     for kept in ("# my run\n", 'backend = "prime_rl"     # external\n', "lr = 1e-4   # tuned\n", "# fast\n"):
@@ -449,7 +449,7 @@ def test_a_file_without_legacy_keys_is_returned_byte_for_byte() -> None:
 def test_legacy_keys_join_options_that_are_there() -> None:
     for options in ("options = { zmq_hwm = 3 }", "\n[backend.options]\nzmq_hwm = 3"):
         new = migrate_text(f'[backend]\nprime_rl_transport = "zmq"\n{options}\n')
-        assert load_text(new).backend.options == {"zmq_hwm": 3, "transport": "zmq"}
+        assert config_from_toml(new).backend.options == {"zmq_hwm": 3, "transport": "zmq"}
 
 
 def test_migration_keeps_comments_and_works_in_every_form_of_table() -> None:
@@ -460,7 +460,7 @@ def test_migration_keeps_comments_and_works_in_every_form_of_table() -> None:
         'backend = { prime_rl_transport = "zmq", prime_rl_zmq_hwm = 3 } # few and fast\n',
     ):
         new = migrate_text(text)
-        assert load_text(new).backend.options == {"transport": "zmq", "zmq_hwm": 3}
+        assert config_from_toml(new).backend.options == {"transport": "zmq", "zmq_hwm": 3}
         assert "few" in new and "fast" in new
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from retrain.config import TrainConfig, config_from_mapping, dump_toml, load_config, load_text
+from retrain.config import TrainConfig, config_from_mapping, config_from_toml, dump_toml, load_config
 from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_models
 from retrain.config.reference import annotated_toml, artefacts, help_text, json_schema
 from retrain.config.toml import toml_value
@@ -26,7 +26,7 @@ TEMPLATES = sorted((ROOT / "retrain" / "assets" / "templates").glob("*.toml"))
 @pytest.mark.parametrize("path", [*BLOCKS, *TEMPLATES, *sorted((ROOT / "examples").glob("*.toml"))], ids=lambda path: path.stem)
 def test_every_documented_block_loads_and_survives_storing(path: Path) -> None:
     config = load_config(path, environ={})
-    assert load_text(dump_toml(config)) == config
+    assert config_from_toml(dump_toml(config)) == config
 
 
 def test_the_annotated_block_holds_the_documented_defaults() -> None:
@@ -74,10 +74,10 @@ def test_no_number_is_infinite_or_undefined(value: str) -> None:
     for key in all_keys():
         if float in key.kinds:
             with pytest.raises(ConfigurationError, match="finite number"):
-                load_text(f"[{key.section}]\n{key.name} = {value}")
+                config_from_toml(f"[{key.section}]\n{key.name} = {value}")
         elif dict in key.kinds:
             with pytest.raises(ConfigurationError, match="finite number"):
-                load_text(f"[{key.section}]\n{key.name} = {{ a = [{value}] }}")
+                config_from_toml(f"[{key.section}]\n{key.name} = {{ a = [{value}] }}")
 
 
 def test_a_configuration_cannot_be_changed_in_place() -> None:
@@ -141,7 +141,7 @@ def test_a_stored_configuration_loads_as_the_same(chosen: list[tuple[Key, Any]])
         config = config_from_mapping(data)
     except ConfigurationError:
         assume(False)
-    stored = load_text(dump_toml(config))
+    stored = config_from_toml(dump_toml(config))
     assert stored == config
     assert stored.kind == config.kind
     assert all(stored.is_set(key.path) == config.is_set(key.path) for key in KEYS if key.meaningful_unset)

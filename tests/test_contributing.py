@@ -13,7 +13,7 @@ from runs import lines, small
 from retrain import train
 from retrain.advantages import episode
 from retrain.advantages.pipeline import CreditPipeline
-from retrain.config import load_text
+from retrain.config import config_from_toml
 from retrain.errors import ConfigurationError
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def test_a_built_in_advantage_is_a_function_and_its_line_in_the_table(monkeypatc
     exec(block("An advantage", "python"), namespace)
     for name, builtin in eval(f"{{{line}}}", namespace).items():
         monkeypatch.setitem(episode.ADVANTAGES, name, builtin)
-    config = load_text('[algorithm]\nadvantage_mode = "best_of"\ntransform_mode = "none"')
+    config = config_from_toml('[algorithm]\nadvantage_mode = "best_of"\ntransform_mode = "none"')
     assert CreditPipeline(config, lambda ids: [""] * len(ids)).notes == []
     with pytest.raises(ConfigurationError, match='did you mean "best_of"'):
-        load_text('[algorithm]\nadvantage_mode = "best_off"')
+        config_from_toml('[algorithm]\nadvantage_mode = "best_off"')

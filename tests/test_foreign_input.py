@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from retrain.cli.main import main
 from retrain.cli.usage import COMMANDS
-from retrain.config import config_from_mapping, dump_toml, load_config, load_text
+from retrain.config import config_from_mapping, config_from_toml, dump_toml, load_config
 from retrain.config.keys import flags, keys_by_path
 from retrain.config.overrides import parse_overrides
 from retrain.config.suggestions import SYNONYMS
@@ -117,7 +117,7 @@ def test_no_name_of_a_file_is_a_traceback(value: str, tmp_path: Path) -> None:
 def test_a_hundred_thousand_unknown_keys_get_twenty_sentences_at_once(text: str) -> None:
     began = time.process_time()
     with pytest.raises(ConfigurationError) as caught:
-        load_text(text)
+        config_from_toml(text)
     assert time.process_time() - began < 5  # a second where nothing else runs, half of it Python's own parser
     assert len(caught.value.problems) == 21
     assert caught.value.problems[-1] == "There are 99,980 more problems; mend these first."
@@ -158,11 +158,11 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(name: str, flag: str) -
 
 def test_a_key_of_another_trainer_is_answered_with_ours_wherever_it_stands() -> None:
     with pytest.raises(ConfigurationError, match=r"\[training\] learning_rate is not a key; did you mean lr\?"):
-        load_text("[training]\nlearning_rate = 1e-4")
+        config_from_toml("[training]\nlearning_rate = 1e-4")
     with pytest.raises(ConfigurationError, match=r"\[algorithm\] num_generations is not a key; did you mean \[training\] group_size\?"):
-        load_text("[algorithm]\nnum_generations = 4")
+        config_from_toml("[algorithm]\nnum_generations = 4")
     with pytest.raises(ConfigurationError, match=r"learning_rate is not a key of a condition; did you mean training\.lr\?"):
-        load_text('[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\nlearning_rate = 1e-4')
+        config_from_toml('[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\nlearning_rate = 1e-4')
     with pytest.raises(ConfigurationError, match="did you mean RETRAIN_TRAINING_LR"):
         load_config(Path(__file__).parents[1] / "retrain.toml", environ={"RETRAIN_TRAINING_LEARNING_RATE": "1"})
 

@@ -11,7 +11,7 @@ import torch
 from learner_models import config_for
 from sharded import CASES, observe
 
-from retrain.config import TrainConfig, load_text
+from retrain.config import TrainConfig, config_from_toml
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.sharding import shards_of
@@ -99,18 +99,18 @@ def test_one_process_has_nobody_to_share_with(tmp_path: Path) -> None:
 )
 def test_what_a_sharded_base_excludes_is_refused_in_one_sentence(toml: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as refusal:
-        load_text(f"{toml}\n[backend]\nshard_base = true")
+        config_from_toml(f"{toml}\n[backend]\nshard_base = true")
     assert len(refusal.value.problems) == 1
 
 
 def test_a_backend_that_is_not_local_is_refused() -> None:
     with pytest.raises(ConfigurationError, match='needs backend = "local"'):
-        load_text('[backend]\nbackend = "tinker"\nshard_base = true')
+        config_from_toml('[backend]\nbackend = "tinker"\nshard_base = true')
 
 
 def test_a_run_may_go_on_with_its_base_whole_or_in_parts() -> None:
     from retrain.config.identity import config_hash, resume_differences
 
-    whole, parts = TrainConfig(), load_text("[backend]\nshard_base = true")
+    whole, parts = TrainConfig(), config_from_toml("[backend]\nshard_base = true")
     assert config_hash(whole) == config_hash(parts)
     assert not resume_differences(whole, parts)

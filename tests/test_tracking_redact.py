@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.config import config_from_mapping, dump_toml, load_text
+from retrain.config import config_from_mapping, config_from_toml, dump_toml
 from retrain.config.toml import toml_value
 from retrain.records.redact import MASK, Redactor
 
@@ -134,7 +134,7 @@ def test_a_masked_configuration_loads_and_hides_every_secret() -> None:
         }
     )
     text = dump_toml(Redactor({"A_KEY": secret}).config(config))
-    stored = load_text(text)
+    stored = config_from_toml(text)
     assert stored.reward.params == {"api_key": MASK, "note": MASK, "max_tokens": 3}
     assert stored.data.system_prompt == f"say {MASK}"
     assert "tiny" not in text and "quoted" not in text
@@ -143,4 +143,4 @@ def test_a_masked_configuration_loads_and_hides_every_secret() -> None:
 @pytest.mark.parametrize("word", ["random", "sampler", "token_mean", "constant", "training"])
 def test_a_secret_that_is_a_word_of_the_configuration_leaves_it_loadable(word: str) -> None:
     config = config_from_mapping({"reward": {"type": "random"}, "loss": {"old_logprobs": "sampler", "aggregation": "token_mean"}})
-    assert load_text(dump_toml(Redactor({"A_TOKEN": word}).config(config))).reward.type == "random"
+    assert config_from_toml(dump_toml(Redactor({"A_TOKEN": word}).config(config))).reward.type == "random"

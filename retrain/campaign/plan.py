@@ -12,7 +12,7 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.conditions import arms
 from retrain.config.load import given_values
 from retrain.config.schema import Campaign
-from retrain.config.violations import Origin
+from retrain.config.violations import Provenance
 from retrain.errors import ConfigurationError
 from retrain.tracking.base import tracker_names
 
@@ -127,7 +127,7 @@ def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, 
         _put(data, "backend", adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name))
     if view.backend.backend == "tinker" and not view.backend.throttle_dir:
         _put(data, "backend", throttle_dir=str(folder / THROTTLE))
-    return CampaignRun(name, label, seed, config_from_mapping(data, origin=Origin(view.source_path)))
+    return CampaignRun(name, label, seed, config_from_mapping(data, provenance=Provenance(view.source_path)))
 
 
 def _put(data: dict[str, Any], section: str, **values: Any) -> None:

@@ -20,7 +20,7 @@ from retrain.campaign.subprocesses import start_worker
 from retrain.config import config_from_mapping, replaced
 from retrain.config.load import given_values
 from retrain.config.schema import Campaign
-from retrain.config.violations import Origin
+from retrain.config.violations import Provenance
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 _POLL_S = 0.2
@@ -147,7 +147,7 @@ class RayJob:
 def _perform(values: dict[str, Any], path: str, name: str, folder: str) -> tuple[str, str, bool]:
     """Ray's task: start the run's process and wait for it. It ends with this one, since its standard input does."""
     os.chdir(folder)  # paths in a configuration are relative to where the campaign was started
-    config = config_from_mapping(values, origin=Origin(Path(path) if path else None))
+    config = config_from_mapping(values, provenance=Provenance(Path(path) if path else None))
     worker = start_worker(CampaignRun(name, config.condition_label, config.training.seed, config), threads=None)
     try:
         while True:

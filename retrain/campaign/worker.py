@@ -23,9 +23,9 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_die_with_the_campaign, args=(sys.stdin.buffer,), daemon=True).start()
     from retrain.campaign.launch import perform
-    from retrain.config import load_text
+    from retrain.config import config_from_toml
 
-    outcome = perform(load_text(request["config"], Path(request["path"]) if request["path"] else None))
+    outcome = perform(config_from_toml(request["config"], Path(request["path"]) if request["path"] else None))
     json.dump(asdict(outcome), answer)
     answer.close()
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrain.config.identity import config_hash, resume_differences
-    from retrain.config.load import config_from_mapping, load_config, load_stored, load_text, replaced, with_drawn_seed
+    from retrain.config.load import config_from_mapping, config_from_toml, load_config, load_stored, replaced, with_drawn_seed
     from retrain.config.outcomes import not_built, unused_keys
     from retrain.config.schema import Condition, TrainConfig
     from retrain.config.toml import dump_toml
@@ -13,11 +13,11 @@ __all__ = [
     "Condition",
     "TrainConfig",
     "config_from_mapping",
+    "config_from_toml",
     "config_hash",
     "dump_toml",
     "load_config",
     "load_stored",
-    "load_text",
     "not_built",
     "replaced",
     "resume_differences",
@@ -33,7 +33,7 @@ _HOMES = {
     "dump_toml": "toml",
     "load_config": "load",
     "load_stored": "load",
-    "load_text": "load",
+    "config_from_toml": "load",
     "not_built": "outcomes",
     "replaced": "load",
     "resume_differences": "identity",

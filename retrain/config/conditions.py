@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.config.names import ALIASES
 from retrain.config.suggestions import nearest
-from retrain.config.violations import Origin
+from retrain.config.violations import Provenance
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def arm(config: "TrainConfig", condition: "Condition") -> "TrainConfig":
         data[section] = {**data.get(section, {}), name: value}
     modes = condition.model_dump(include={"advantage_mode", "transform_mode", "algorithm_mode"}, exclude_unset=True)
     data["campaign"] = {**data["campaign"], "conditions": [modes | {"label": condition.label}]}
-    return config_from_mapping(data, origin=Origin(config.source_path, config._origin.given))
+    return config_from_mapping(data, provenance=Provenance(config.source_path, config._provenance.origins))
 
 
 def arm_problems(config: "TrainConfig") -> list[str]:

@@ -17,7 +17,7 @@ from retrain.config.names import ALIASES, moved_aliases
 from retrain.config.overrides import Override, Overrides, deep_merge, parse_overrides, variable_overrides
 from retrain.config.schema import TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
-from retrain.config.violations import Origin
+from retrain.config.violations import Provenance
 from retrain.errors import ConfigurationError
 from retrain.parsing import ParseError, parse_toml
 
@@ -40,16 +40,18 @@ def load_config(
     return _build(data, given, file)
 
 
-def config_from_mapping(data: Mapping[str, Any], overrides: Overrides | Sequence[str] = (), *, origin: Origin | None = None) -> TrainConfig:
+def config_from_mapping(
+    data: Mapping[str, Any], overrides: Overrides | Sequence[str] = (), *, provenance: Provenance | None = None
+) -> TrainConfig:
     """The same for sections that are already in memory; no file and no variable is read.
 
-    `origin` says where they came from, for errors and plugins.
+    `provenance` says where they came from, for errors and plugins.
     """
     flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
-    return _validate(dict(data), origin) if origin else _build(dict(data), list(flags.given), None)
+    return _validate(dict(data), provenance) if provenance else _build(dict(data), list(flags.given), None)
 
 
-def load_text(text: str, path: Path | None = None) -> TrainConfig:
+def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
     """The configuration that a TOML text describes; `path` is named in errors. No variable is read."""
     return _build(_parse_toml(text, str(path or "the configuration")), [], path)
 
@@ -61,7 +63,7 @@ def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
     """
     file = Path(path)
     config = _build(read_toml(file), [], file, rules=not to_read)
-    config._origin = replace(config._origin, foreign=True)
+    config._provenance = replace(config._provenance, foreign=True)
     return config
 
 
@@ -70,8 +72,8 @@ def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set 
     data = given_values(config)
     given = [Override(path, value, origin) for path, value in values.items()]
     merged = _merge(data, given)
-    places = {**config._origin.given, **{override.path: origin for override in given}}
-    return _validate(merged, replace(config._origin, given=places))
+    origins = {**config._provenance.origins, **dict.fromkeys(values, origin)}
+    return _validate(merged, replace(config._provenance, origins=origins))
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:
@@ -121,9 +123,9 @@ def _build(data: Sections, given: list[Override], file: Path | None, *, rules: b
         given = [_for_campaign(override) for override in given]
     else:
         given = _without_campaign(given)
-    places = {f"{section}.{name}": "file" for section, keys in data.items() if isinstance(keys, dict) for name in keys}
-    places |= {override.path: override.origin for override in given}
-    return _validate(_merge(data, given), Origin(file, places), rules=rules)
+    origins = {f"{section}.{name}": "file" for section, keys in data.items() if isinstance(keys, dict) for name in keys}
+    origins |= {override.path: override.origin for override in given}
+    return _validate(_merge(data, given), Provenance(file, origins), rules=rules)
 
 
 def _for_campaign(override: Override) -> Override:
@@ -160,13 +162,13 @@ def _merge(data: Sections, given: Sequence[Override]) -> Sections:
     return merged
 
 
-def _validate(data: Sections, origin: Origin, *, rules: bool = True) -> TrainConfig:
-    place = Place(origin)
+def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> TrainConfig:
+    place = Place(provenance)
     try:
         config = TrainConfig.model_validate(data, context={"rules": rules})
     except ValidationError as error:
         raise ConfigurationError(*_all_problems(error, data, place)) from error
-    config._origin = origin
+    config._provenance = provenance
     if problems := arm_problems(config):
         raise ConfigurationError(problems)
     return config

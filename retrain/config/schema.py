@@ -40,7 +40,7 @@ from retrain.config.values import (
     parse_grams,
     table_from_json,
 )
-from retrain.config.violations import Origin, RuleViolations
+from retrain.config.violations import Provenance, RuleViolations
 
 
 def key(default: Any, doc: str, *, meaningful_unset: bool = False, example: Any = None, **constraints: Any) -> Any:
@@ -606,7 +606,7 @@ class TrainConfig(Section):
     logging: Logging = Field(default_factory=Logging)
     campaign: Campaign | None = Field(default=None)
 
-    _origin: Origin = PrivateAttr(default_factory=Origin)
+    _provenance: Provenance = PrivateAttr(default_factory=Provenance)
 
     @model_validator(mode="before")
     @classmethod
@@ -630,14 +630,14 @@ class TrainConfig(Section):
     @property
     def source_path(self) -> Path | None:
         """The file it was loaded from; None when built in Python."""
-        return self._origin.path
+        return self._provenance.path
 
     @property
-    def provenance(self) -> dict[str, str]:
+    def origins(self) -> dict[str, str]:
         """Where each value comes from: "section.key" to "default", "file", "environment NAME" or "flag --name"."""
         from retrain.config.keys import all_keys
 
-        given = self._origin.given
+        given = self._provenance.origins
         return {path: given.get(path, "file" if self.is_set(path) else "default") for path in (k.path for k in all_keys())}
 
     def is_set(self, path: str) -> bool:

@@ -13,7 +13,7 @@ from retrain.config.keys import Key, all_keys, keys_by_path, section_models
 from retrain.config.names import ALIASES
 from retrain.config.suggestions import nearest, synonym
 from retrain.config.toml import toml_value
-from retrain.config.violations import Origin, RuleViolations, Violation
+from retrain.config.violations import Provenance, RuleViolations, Violation
 from retrain.errors import MOST_SENTENCES
 
 LEGACY_PREFIX = "prime_rl_"
@@ -34,16 +34,16 @@ _WHAT_IT_IS = {
 class Place:
     """Says where a key was given."""
 
-    origin: Origin
+    provenance: Provenance
 
     def of(self, *paths: str) -> str:
         """The place of the first key that a flag or a variable gave, else the file."""
-        above = [self.origin.given[path] for path in paths if self.origin.given.get(path, "file") != "file"]
+        above = [self.provenance.origins[path] for path in paths if self.provenance.origins.get(path, "file") != "file"]
         return above[0] if above else self.file
 
     @property
     def file(self) -> str:
-        return str(self.origin.path) if self.origin.path is not None else "configuration"
+        return str(self.provenance.path) if self.provenance.path is not None else "configuration"
 
     def sentence(self, violation: Violation) -> str:
         return f"{self.of(*violation.keys)}: {_finish(violation.message)}"

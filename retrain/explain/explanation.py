@@ -162,7 +162,7 @@ def _capabilities(configs: Sequence[TrainConfig]) -> tuple[EngineCapabilities | 
 
 
 def _settings(config: TrainConfig) -> list[Setting]:
-    origins = config.provenance
+    origins = config.origins
     config = Redactor().config(config)
     return [
         Setting(key.path, value, origins[key.path])

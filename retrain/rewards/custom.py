@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from retrain.config import TrainConfig
-from retrain.config.violations import Origin
+from retrain.config.violations import Provenance
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import inspect_call, load_plugin, user_code
 from retrain.rewards.worker import Message
@@ -74,7 +74,7 @@ def load_rewards(names: Sequence[str], params: dict[str, Any], plugins: dict[str
     Raises ConfigurationError, one sentence, for a function that cannot be found, imported, or called as a reward.
     """
     config = TrainConfig.model_validate({"plugins": plugins, "reward": {"params": params}})
-    config._origin = Origin(path=Path(source) if source else None)  # plugins are also looked for beside the file
+    config._provenance = Provenance(path=Path(source) if source else None)  # plugins are also looked for beside the file
     runner = asyncio.Runner()
     rewards = {}
     for name in names:

@@ -45,7 +45,7 @@ def notes(config: TrainConfig) -> list[str]:
 def _origin_lines(config: TrainConfig) -> list[str]:
     """Values that a variable or a flag put over the file's, since the file alone would mislead."""
     return [
-        f"{path} = {config.value(path)!r} from {origin}" for path, origin in config.provenance.items() if origin not in ("default", "file")
+        f"{path} = {config.value(path)!r} from {origin}" for path, origin in config.origins.items() if origin not in ("default", "file")
     ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from retrain.config import TrainConfig, config_hash, dump_toml, load_stored, load_text, replaced, resume_differences, with_drawn_seed
+from retrain.config import TrainConfig, config_from_toml, config_hash, dump_toml, load_stored, replaced, resume_differences, with_drawn_seed
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.parsing import is_path_text, read_object
 from retrain.records.atomic import put_back, replace_file
@@ -161,7 +161,7 @@ def _not_resumable(folder: RunFolder, problem: str, remedy: str = "put back what
 
 def _as_stored(config: TrainConfig) -> TrainConfig:
     """The configuration as config.toml holds it: credentials in it are masked there, so they must not count as a difference."""
-    return load_text(dump_toml(Redactor().config(config)))
+    return config_from_toml(dump_toml(Redactor().config(config)))
 
 
 # -- checkpoints outside the run's folder --------------------------------------------------------------------------------
