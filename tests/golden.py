@@ -21,7 +21,7 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.ragged import Segments, flatten
 from retrain.advantages.sepa import SEPAController, check_ramp
 from retrain.advantages.step import StepTokens
-from retrain.analysis import resampling, statistics
+from retrain.analysis import statistics, tasks
 from retrain.backends.local import loss
 from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency, target_batch
 from retrain.config import TrainConfig
@@ -248,7 +248,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "stats.paired_permutation": statistics.sign_flip_p,
     "stats.cohen_dz": statistics.corrected_dz,
     "stats.holm": statistics.holm,
-    "stats.iqm": resampling.iqm,
+    "stats.iqm": tasks.iqm,
 }
 
 

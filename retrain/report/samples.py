@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from retrain.analysis.runs import StoredRun
-from retrain.report.curves import Arm
+from retrain.report.curves import ConditionCurves
 from retrain.tracking import GenerationRecord, read_jsonl
 
 _LONGEST = 4000
@@ -48,7 +48,7 @@ class SampledRun:
     steps: Sequence[SampledStep]
 
 
-def sampled_runs(arms: Sequence[Arm], steps_per_run: int) -> list[SampledRun]:
+def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[SampledRun]:
     """The first run of each arm that has completions: in a campaign these share a seed, and with it their prompts."""
     found = []
     for arm in arms[:_MOST_RUNS]:
