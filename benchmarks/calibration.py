@@ -19,12 +19,12 @@ from scipy import stats
 from retrain.analysis import power
 from retrain.analysis.statistics import t_interval
 from retrain.analysis.tasks import hierarchical_interval
-from retrain.analysis.verdict import Rules, Verdict, conclude
+from retrain.analysis.verdict import TestSettings, Verdict, conclude
 
 PROMPTS, COMPLETIONS = 8, 16
 PROMPT_SD = 1.1
 """Of the prompts' difficulty, in logits."""
-RULES = Rules()
+RULES = TestSettings()
 
 Counts = npt.NDArray[np.int64]
 Random = np.random.Generator

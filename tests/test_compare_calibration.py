@@ -8,8 +8,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.calibration import COMPLETIONS, PROMPTS, RULES, fisher_rejects, right_answers, verdicts
-from retrain.analysis import power
-from retrain.analysis.verdict import Rules, Verdict, conclude
+from retrain.analysis import power, verdict
+from retrain.analysis.verdict import Verdict, conclude
 
 SEEDS = 8
 
@@ -45,12 +45,12 @@ def test_fisher_on_pooled_completions_is_wrong_far_more_often() -> None:
 def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None:
     """True differences at the margin, of campaigns that are too small to tell them from 0; then true differences of 0."""
     rng = np.random.default_rng(2)
-    rules = Rules(margin=1.0)
-    at_margin = [conclude([list(rng.normal(1.0, 0.4, 3))], rules)[0].verdict for _ in range(2000)]
+    test = verdict.TestSettings(margin=1.0)
+    at_margin = [conclude([list(rng.normal(1.0, 0.4, 3))], test)[0].verdict for _ in range(2000)]
     wrong = at_margin.count(Verdict.EQUIVALENT)
     assert set(at_margin) == {Verdict.EQUIVALENT, Verdict.INCONCLUSIVE}
     assert at_most(wrong, 2000, RULES.alpha) and not at_most(wrong, 2000, 0.5 * RULES.alpha)
-    at_zero = [conclude([list(rng.normal(0.0, 0.4, SEEDS))], rules)[0].verdict for _ in range(400)]
+    at_zero = [conclude([list(rng.normal(0.0, 0.4, SEEDS))], test)[0].verdict for _ in range(400)]
     assert at_zero.count(Verdict.EQUIVALENT) > 0.9 * len(at_zero)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from retrain.analysis import power, resampling, statistics
+from retrain.analysis import power, statistics, tasks
 
 TENTHS = st.lists(st.integers(-9, 9).map(lambda k: k / 10), min_size=1, max_size=9)
 
@@ -81,15 +81,15 @@ def test_numbers_of_any_size_have_a_mean_a_spread_and_an_effect(scale: float) ->
     d = [1.0, 2.0, 4.0, 8.0]
     huge = [scale * value for value in d]
     assert statistics.mean(huge) == pytest.approx(3.75 * scale, rel=1e-6)
-    assert statistics.spread(huge) == pytest.approx(np.std(d, ddof=1) * scale, rel=1e-6)
+    assert statistics.sample_sd(huge) == pytest.approx(np.std(d, ddof=1) * scale, rel=1e-6)
     assert statistics.corrected_dz(huge) == pytest.approx(statistics.corrected_dz(d), rel=1e-6)
-    assert resampling.iqm(huge) == pytest.approx(3.0 * scale, rel=1e-6)
+    assert tasks.iqm(huge) == pytest.approx(3.0 * scale, rel=1e-6)
     assert statistics.tost(huge, 10 * scale) == pytest.approx(statistics.tost(d, 10), rel=1e-6)
 
 
 def test_differences_that_are_equal_but_for_rounding_have_no_spread() -> None:
     d = [0.3 - 0.2, 0.2 - 0.1, 0.6 - 0.5]
-    assert len(set(d)) > 1 and statistics.spread(d) == 0.0 and statistics.corrected_dz(d) == np.inf
+    assert len(set(d)) > 1 and statistics.sample_sd(d) == 0.0 and statistics.corrected_dz(d) == np.inf
 
 
 def test_hedges_correction_removes_the_bias_of_small_campaigns() -> None:
@@ -114,7 +114,7 @@ def test_holm_lies_between_the_raw_p_and_bonferroni_and_keeps_the_order(p: list[
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), 1.0]])
 def test_what_is_no_number_is_refused(values: list[float]) -> None:
-    for function in (statistics.sign_flip_p, statistics.corrected_dz, statistics.t_interval, resampling.iqm):
+    for function in (statistics.sign_flip_p, statistics.corrected_dz, statistics.t_interval, tasks.iqm):
         with pytest.raises(ValueError, match="finite"):
             function(values)  # type: ignore[operator]
 
@@ -133,7 +133,7 @@ def test_one_difference_has_a_p_and_no_spread() -> None:
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30))
 def test_the_iqm_is_the_mean_without_a_quarter_at_either_end(scores: list[float]) -> None:
-    assert resampling.iqm(scores) == pytest.approx(float(stats.trim_mean(scores, 0.25)), abs=1e-12)
+    assert tasks.iqm(scores) == pytest.approx(float(stats.trim_mean(scores, 0.25)), abs=1e-12)
 
 
 def test_a_shared_problem_counts_once_in_the_standard_error() -> None:
@@ -144,27 +144,27 @@ def test_a_shared_problem_counts_once_in_the_standard_error() -> None:
     assert statistics.standard_error(repeated) < 0.6 * statistics.standard_error(means)
 
 
-# -- resampling ----------------------------------------------------------------------------------------------------------
+# -- tasks ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_probability_of_improvement_is_the_fraction_of_pairs_won() -> None:
     better, worse = np.array([[0.6], [0.5]]), np.array([[0.5], [0.4]])
-    assert resampling.probability_of_improvement(better, worse) == pytest.approx((2 + 1 + 0.5) / 4)
-    assert resampling.probability_of_improvement(worse, worse) == 0.5
+    assert tasks.probability_of_improvement(better, worse) == pytest.approx((2 + 1 + 0.5) / 4)
+    assert tasks.probability_of_improvement(worse, worse) == 0.5
 
 
 def test_the_performance_profile_falls_from_one_to_zero() -> None:
     scores = np.array([[0.2, 0.4], [0.6, 0.8]])
-    assert resampling.performance_profile(scores, [0.0, 0.4, 0.9]).tolist() == [1.0, 0.5, 0.0]
+    assert tasks.performance_profile(scores, [0.0, 0.4, 0.9]).tolist() == [1.0, 0.5, 0.0]
 
 
 def test_the_stratified_interval_of_a_difference_is_narrower_for_paired_arms() -> None:
     rng = np.random.default_rng(0)
     shared = rng.normal(0.5, 0.1, (10, 4))
     candidate, baseline = shared + 0.02 + rng.normal(0, 0.005, (10, 4)), shared
-    low, high = resampling.stratified_difference(candidate, baseline)
+    low, high = tasks.stratified_difference(candidate, baseline)
     assert 0 < low < 0.02 < high
-    wide = resampling.stratified_interval(candidate)
+    wide = tasks.stratified_interval(candidate)
     assert high - low < 0.5 * (wide[1] - wide[0])
 
 
@@ -177,7 +177,7 @@ def test_the_hierarchical_interval_covers_new_problems_where_seeds_alone_do_not(
         samples = np.full((10, 40), 4)
         baseline = rng.binomial(4, 0.5, (10, 40))
         candidate = rng.binomial(4, 0.5 + effects, (10, 40))
-        low, high = resampling.hierarchical_interval(candidate, baseline, samples, samples, replicates=300)
+        low, high = tasks.hierarchical_interval(candidate, baseline, samples, samples, replicates=300)
         covered += low <= 0 <= high
         low, high = statistics.t_interval((candidate - baseline).mean(axis=1) / 4)
         by_seeds += low <= 0 <= high
@@ -193,7 +193,7 @@ def test_the_hierarchical_interval_is_no_narrower_than_students_where_only_seeds
     ratios = []
     for _ in range(20):
         candidate = np.broadcast_to(2500 + rng.integers(-400, 400, (3, 1)), (3, 20))
-        low, high = resampling.hierarchical_interval(candidate, baseline, samples, samples, replicates=400)
+        low, high = tasks.hierarchical_interval(candidate, baseline, samples, samples, replicates=400)
         student = statistics.t_interval((candidate - baseline).mean(axis=1) / 5000)
         ratios.append((high - low) / (student[1] - student[0]))
     assert 0.8 < np.median(ratios) < 1.4
@@ -243,7 +243,7 @@ def test_too_few_seeds_have_no_power_whatever_the_effect() -> None:
 
 def test_the_interval_of_a_pilots_sd_covers_it() -> None:
     rng = np.random.default_rng(0)
-    low, high = zip(*(power.sd_interval(statistics.spread(rng.normal(0, 1, 4)), 3) for _ in range(2000)), strict=True)
+    low, high = zip(*(power.sd_interval(statistics.sample_sd(rng.normal(0, 1, 4)), 3) for _ in range(2000)), strict=True)
     assert np.mean((np.array(low) <= 1) & (np.array(high) >= 1)) == pytest.approx(0.95, abs=0.02)
 
 

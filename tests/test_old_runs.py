@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from retrain import load_config, load_runs, train
+from retrain.analysis import verdict
 from retrain.analysis.compare import compare_campaign
 from retrain.analysis.status import overview
-from retrain.analysis.verdict import Rules
 from retrain.campaign import Status, run_campaign
 from retrain.config import replaced
 from retrain.config.overrides import Overrides
-from retrain.report.data import Request
+from retrain.report.data import ReportRequest
 from retrain.report.page import build_page
 from retrain.run.evaluate import evaluate_run
 from tests.runs import lines
@@ -45,7 +45,7 @@ def test_an_old_run_is_evaluated_listed_and_reported(run: Path) -> None:
     assert evaluate_run(run, overrides=Overrides(), say=lambda line: None).step == 2
     assert len(load_runs(run)) == 3
     assert overview(run).runs[0].steps == 3
-    assert "<html" in build_page(Request(run))
+    assert "<html" in build_page(ReportRequest(run))
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,6 @@ def test_an_old_campaign_goes_on_with_the_run_that_was_killed(campaign: Path) ->
 
 
 def test_an_old_campaign_is_compared_and_reported(campaign: Path) -> None:
-    comparison = compare_campaign(campaign, Rules())
+    comparison = compare_campaign(campaign, verdict.TestSettings())
     assert [arm.label for arm in comparison.arms] == ["grpo+none", "weighted"]
-    assert "<html" in build_page(Request(campaign))
+    assert "<html" in build_page(ReportRequest(campaign))

@@ -22,8 +22,8 @@ from retrain import train
 from retrain.analysis.runs import find_runs
 from retrain.cli.main import main
 from retrain.records.terminal import visible
-from retrain.report.curves import Arm, Curves, arms_of, smoothed
-from retrain.report.data import Request, gather
+from retrain.report.curves import ConditionCurves, Curves, curves_by_condition, smoothed
+from retrain.report.data import ReportRequest, read_report_data
 from retrain.report.figures import draw_figures
 from retrain.report.page import build_page
 from retrain.report.serve import ReportServer, version_of
@@ -51,12 +51,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def campaign_page(campaign: Path) -> str:
-    return build_page(Request(campaign))
+    return build_page(ReportRequest(campaign))
 
 
 @pytest.fixture(scope="module")
 def run_page(run: Path) -> str:
-    return build_page(Request(run, against=["gtpo_hicra"]))
+    return build_page(ReportRequest(run, against=["gtpo_hicra"]))
 
 
 class Page(HTMLParser):
@@ -160,21 +160,21 @@ def test_figures_take_their_colours_from_the_page(campaign_page: str) -> None:
 # -- the numbers behind the lines ----------------------------------------------------------------------------------------
 
 
-def arm(*rates: list[float | None]) -> Arm:
+def arm(*rates: list[float | None]) -> ConditionCurves:
     curves = [
         Curves(np.arange(len(values), dtype=float), {"correct_rate": np.array([np.nan if v is None else v for v in values])})
         for values in rates
     ]
-    return Arm("a", [], curves, [])
+    return ConditionCurves("a", [], curves, [])
 
 
 def test_a_band_is_mean_and_deviation_over_the_runs_step_by_step() -> None:
     band = arm([0.1, 0.2, None, 0.4], [0.3, 0.2, 0.5, 0.8]).band("correct_rate")
-    assert band and band.spread is not None and band.steps.tolist() == [0, 1, 2, 3]
+    assert band and band.sd is not None and band.steps.tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(band.mean, [0.2, 0.2, 0.5, 0.6])
-    np.testing.assert_allclose(band.spread, [np.std([0.1, 0.3], ddof=1), 0, 0, np.std([0.4, 0.8], ddof=1)], atol=1e-12)
+    np.testing.assert_allclose(band.sd, [np.std([0.1, 0.3], ddof=1), 0, 0, np.std([0.4, 0.8], ddof=1)], atol=1e-12)
     alone = arm([0.5, 0.6]).band("correct_rate")
-    assert alone and alone.spread is None
+    assert alone and alone.sd is None
 
 
 def test_a_mean_ends_where_most_runs_have_not_come_to_yet() -> None:
@@ -191,7 +191,7 @@ def test_smoothing_skips_what_is_missing_and_changes_no_constant() -> None:
 
 def test_curves_are_the_files_numbers(campaign: Path) -> None:
     run = find_runs(campaign)[0]
-    (found,) = arms_of([("x", run)])
+    (found,) = curves_by_condition([("x", run)])
     lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
     band = found.band("completion_tokens_mean")
     assert band and band.mean.tolist() == [line["completion_tokens_mean"] for line in lines]
@@ -203,7 +203,7 @@ def test_curves_are_the_files_numbers(campaign: Path) -> None:
 def test_runs_of_several_campaigns_are_told_apart_and_not_compared(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_campaign(tmp_path / name, {"grpo+none": [5, 6], "maxrl+none": [7, 8]}, asked=10)
-    data = gather(Request(tmp_path))
+    data = read_report_data(ReportRequest(tmp_path))
     assert [arm.label for arm in data.arms] == ["one: grpo+none", "one: maxrl+none", "two: grpo+none", "two: maxrl+none"]
     assert data.comparison is None and "several campaigns" in data.notes[0]
 
@@ -212,39 +212,39 @@ def test_loose_runs_are_compared_with_the_condition_that_is_named(tmp_path: Path
     for mode in ("grpo", "maxrl"):
         for seed in (1, 2):
             write_run(tmp_path / f"{mode}_{seed}", seed, [0.1 * seed, 0.2], algorithm={"advantage_mode": mode})
-    data = gather(Request(tmp_path, baseline="maxrl+none"))
+    data = read_report_data(ReportRequest(tmp_path, baseline="maxrl+none"))
     assert data.comparison and data.comparison.baseline == "maxrl+none" and data.kind == "runs"
 
 
 def test_runs_of_one_condition_and_several_configurations_are_said_to_be_mixed(tmp_path: Path) -> None:
     for seed, rate in ((1, 1e-3), (2, 1e-3), (3, 1e-4)):
         write_run(tmp_path / f"run_{seed}", seed, training={"lr": rate})
-    (note,) = gather(Request(tmp_path)).notes
+    (note,) = read_report_data(ReportRequest(tmp_path)).notes
     assert "The runs of maxrl+none differ in training.lr" in note
     shutil.rmtree(tmp_path / "run_3")
-    assert gather(Request(tmp_path)).notes == []
+    assert read_report_data(ReportRequest(tmp_path)).notes == []
 
 
 def test_what_is_missing_makes_no_figure(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 1, [None, None], finished=False, max_steps=9)
-    data = gather(Request(tmp_path / "run"))
-    assert draw_figures(data) == [] and "stopped" in build_page(Request(tmp_path / "run"))
+    data = read_report_data(ReportRequest(tmp_path / "run"))
+    assert draw_figures(data) == [] and "stopped" in build_page(ReportRequest(tmp_path / "run"))
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    assert "0 of 9" in build_page(Request(tmp_path / "run"))
+    assert "0 of 9" in build_page(ReportRequest(tmp_path / "run"))
 
 
 def test_a_campaign_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     entries = [{"condition": condition, "seed": 1, "status": "pending"} for condition in ("grpo+none", "maxrl+none")]
     write_manifest(tmp_path, entries)
-    assert "0 of 2" in build_page(Request(tmp_path))
+    assert "0 of 2" in build_page(ReportRequest(tmp_path))
     write_run(tmp_path / "runs" / "grpo+none_s1", 1, [0.5], finished=False, max_steps=3, algorithm={"advantage_mode": "grpo"})
-    page = Page(build_page(Request(tmp_path)))
+    page = Page(build_page(ReportRequest(tmp_path)))
     assert "1/3" in page.text and "pending" in page.text and "No comparison" in page.text
 
 
 def test_one_evaluation_a_run_is_a_row_for_each_condition_and_comes_first(tmp_path: Path) -> None:
     campaign = write_campaign(tmp_path, {"grpo+none": [5, 6, 8], "maxrl+none": [7, 8, 9]}, asked=10)
-    first, *_ = draw_figures(gather(Request(campaign)))
+    first, *_ = draw_figures(read_report_data(ReportRequest(campaign)))
     (axes,) = first.figure.axes
     assert first.name == "held-out" and "After 2 steps" in first.caption and "one standard deviation" in first.caption
     assert {text.get_text() for text in axes.texts} == {"grpo+none: 63.3%", "maxrl+none: 80.0%"}
@@ -265,7 +265,7 @@ def test_a_campaign_that_goes_on_says_so_and_counts_what_is_planned(tmp_path: Pa
         max_steps=2,
         algorithm={"advantage_mode": "grpo", "transform_mode": "none"},
     )
-    page = build_page(Request(campaign))
+    page = build_page(ReportRequest(campaign))
     assert "2 runs are still to come" in page and "<dt>seeds</dt><dd>3</dd>" in page and "<dt>steps</dt><dd>9 of 12</dd>" in page
     row = re.search("<tr>" + "".join(f"<td[^>]*>{cell}</td>" for cell in (r"grpo\+none", "3", "2", "55.0%", "50.0%")), page)
     assert row  # the run on its way is not in the training accuracy
@@ -319,7 +319,7 @@ def test_without_the_extra_one_sentence_names_it(campaign: Path, monkeypatch: py
 @pytest.fixture
 def server(campaign: Path, tmp_path: Path) -> Iterator[ReportServer]:
     copied = Path(shutil.copytree(campaign, tmp_path / "campaign"))
-    with ReportServer(Request(copied), 0, 0.5) as server:
+    with ReportServer(ReportRequest(copied), 0, 0.5) as server:
         server.rest = 0.0
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -25,7 +25,7 @@ class Arm:
 
 
 @dataclass
-class Gathered:
+class RunsByCondition:
     """Runs by condition, in the order in which the conditions came, and one sentence for each run that was left out."""
 
     conditions: dict[str, dict[int, StoredRun]] = field(default_factory=dict)
@@ -38,21 +38,21 @@ class Gathered:
         return [run for by_seed in self.conditions.values() for run in by_seed.values()]
 
 
-def gather(runs: Iterable[StoredRun]) -> Gathered:
+def group_by_condition(runs: Iterable[StoredRun]) -> RunsByCondition:
     """Raises ConfigurationError for two finished runs of one condition and seed, since a pair needs one of each."""
-    gathered = Gathered()
+    found = RunsByCondition()
     for run in runs:
-        by_seed = gathered.conditions.setdefault(run.condition, {})
+        by_seed = found.conditions.setdefault(run.condition, {})
         if run.unfinished:
-            gathered.to_come += run.planned is not None and not run.failed
-            gathered.left_out.append(f"{run.name} {run.unfinished}.")
+            found.to_come += run.planned is not None and not run.failed
+            found.left_out.append(f"{run.name} {run.unfinished}.")
         elif run.seed in by_seed:
             raise ConfigurationError(
                 f"{by_seed[run.seed].path} and {run.path} are two runs of {run.condition} with seed {run.seed}; name one of them."
             )
         else:
             by_seed[run.seed] = run
-    return gathered
+    return found
 
 
 def measured(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out: list[str]) -> Arm:

@@ -8,11 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.analysis import statistics
-from retrain.analysis.arms import Arm, Gathered, Shared, check_same_problems, control_label, differing_keys, gather, judged_by, measured
+from retrain.analysis.arms import (
+    Arm,
+    RunsByCondition,
+    Shared,
+    check_same_problems,
+    control_label,
+    differing_keys,
+    group_by_condition,
+    judged_by,
+    measured,
+)
 from retrain.analysis.measures import Metric, choose_metric, trained_on_chance
 from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks, problem_interval
-from retrain.analysis.verdict import Conclusion, Rules, conclude
+from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
 
 
@@ -48,7 +58,7 @@ class Comparison:
     metric: Metric
     judge: str
     """The reward that decides the metric, the same in all arms; "" for a metric that no reward decides."""
-    rules: Rules
+    test: TestSettings
     baseline: str
     arms: Sequence[ArmSummary]
     """The baseline first."""
@@ -59,75 +69,79 @@ class Comparison:
     @property
     def seeds_to_conclude(self) -> int:
         """Pairs that the whole family needs before any verdict but inconclusive is possible."""
-        return statistics.seeds_to_reach(self.rules.alpha, len(self.contrasts))
+        return statistics.seeds_to_reach(self.test.alpha, len(self.contrasts))
 
 
 def compare_campaign(
-    folder: Path, rules: Rules, baseline: str | None = None, metric: str | None = None, *, control: bool = False
+    folder: Path, test: TestSettings, baseline: str | None = None, metric: str | None = None, *, control: bool = False
 ) -> Comparison:
     """Every condition of a campaign against one of them: the first unless `baseline` names it or `control` takes the random-reward one."""
-    gathered = gather(campaign_runs(folder))
-    labels = list(gathered.conditions)
+    found = group_by_condition(campaign_runs(folder))
+    labels = list(found.conditions)
     if control:
-        baseline = control_label(gathered.conditions, folder)
+        baseline = control_label(found.conditions, folder)
     elif baseline is None and labels:
         baseline = labels[0]
-    if baseline not in gathered.conditions:
+    if baseline not in found.conditions:
         raise ConfigurationError(f"--baseline {baseline} is no condition of {folder}; the conditions are {', '.join(labels)}.")
-    return _compare(gathered, baseline, gathered.conditions[baseline], rules, metric)
+    return _compare(found, baseline, found.conditions[baseline], test, metric)
 
 
-def compare_runs(candidates: Sequence[StoredRun], baselines: Sequence[StoredRun], rules: Rules, metric: str | None = None) -> Comparison:
+def compare_runs(
+    candidates: Sequence[StoredRun], baselines: Sequence[StoredRun], test: TestSettings, metric: str | None = None
+) -> Comparison:
     """The conditions of some runs against the one condition of others, paired by seed."""
     both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
     if both:
         raise ConfigurationError(f"{min(both)} is on both sides of --baseline; name it once.")
-    gathered, base = gather(candidates), gather(baselines)
+    found, base = group_by_condition(candidates), group_by_condition(baselines)
     if len(base.conditions) != 1:
         raise ConfigurationError(
             f"the runs of --baseline are of {len(base.conditions)} conditions ({', '.join(base.conditions)}); name one's."
         )
     ((label, runs),) = base.conditions.items()
-    if label in gathered.conditions:
+    if label in found.conditions:
         label = f"{label} (baseline)"
-    left_out = [*base.left_out, *gathered.left_out]
-    both_sides = Gathered({label: runs, **gathered.conditions}, left_out, base.to_come + gathered.to_come)
-    return _compare(both_sides, label, runs, rules, metric)
+    left_out = [*base.left_out, *found.left_out]
+    both_sides = RunsByCondition({label: runs, **found.conditions}, left_out, base.to_come + found.to_come)
+    return _compare(both_sides, label, runs, test, metric)
 
 
-def _compare(gathered: Gathered, baseline: str, base_runs: Mapping[int, StoredRun], rules: Rules, metric_name: str | None) -> Comparison:
-    metric = choose_metric(metric_name, gathered.runs)
-    check_sizes(rules, metric)
+def _compare(
+    found: RunsByCondition, baseline: str, base_runs: Mapping[int, StoredRun], test: TestSettings, metric_name: str | None
+) -> Comparison:
+    metric = choose_metric(metric_name, found.runs)
+    check_sizes(test, metric)
     if metric.k is not None:
-        check_same_problems(gathered.runs)
-    left_out = list(gathered.left_out)
+        check_same_problems(found.runs)
+    left_out = list(found.left_out)
     judge = next((metric.judge(run) for run in base_runs.values()), "")
-    alike = gathered.conditions
+    alike = found.conditions
     if base_runs:
         alike = {label: judged_by(label, runs, metric, judge, left_out) for label, runs in alike.items()}
     base, *others = [measured(label, alike[label], metric, left_out) for label in dict.fromkeys((baseline, *alike))]
     paired = [arm for arm in others if any(seed in base.values for seed in arm.values)]
     if not paired:
-        judged_apart = any(len(alike[label]) < len(runs) for label, runs in gathered.conditions.items())
+        judged_apart = any(len(alike[label]) < len(runs) for label, runs in found.conditions.items())
         raise ConfigurationError(_no_pair(base, others, left_out) + (_one_judge(metric) if judged_apart else ""))
     return Comparison(
         metric=metric,
         judge=judge,
-        rules=rules,
+        test=test,
         baseline=baseline,
-        arms=[_summary(arm, metric, 1 - rules.alpha) for arm in (base, *others)],
-        contrasts=_family(base, paired, metric, rules),
+        arms=[_summary(arm, metric, 1 - test.alpha) for arm in (base, *others)],
+        contrasts=_family(base, paired, metric, test),
         left_out=left_out,
-        notes=[*_interim(gathered), *_notes(base, others, metric, asked=metric_name is not None)],
+        notes=[*_interim(found), *_notes(base, others, metric, asked=metric_name is not None)],
     )
 
 
-def check_sizes(rules: Rules, metric: Metric) -> None:
+def check_sizes(test: TestSettings, metric: Metric) -> None:
     """Raises ConfigurationError for a level, margin or effect outside its range."""
-    for name, value, example in (("alpha", rules.alpha, 0.05), ("power", rules.power, 0.8)):
+    for name, value, example in (("alpha", test.alpha, 0.05), ("power", test.power, 0.8)):
         if not 0 < value < 1:
             raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
-    for name, size in (("margin", rules.margin), ("effect", rules.effect)):
+    for name, size in (("margin", test.margin), ("effect", test.effect)):
         if size is not None and not 0 < size < float("inf"):
             raise ConfigurationError(f"--{name} {size:g} is not above 0; give the size of a difference, such as 0.02.")
         if size is not None and metric.is_rate and size >= 1:
@@ -156,38 +170,40 @@ def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
         label=arm.label,
         runs=len(values),
         mean=statistics.mean(values) if values else None,
-        sd=statistics.spread(values) if len(values) > 1 else None,
+        sd=statistics.sample_sd(values) if len(values) > 1 else None,
         tasks=aggregate_tasks(arm.runs, confidence) if metric.k == 1 else None,
     )
 
 
-def _family(base: Arm, others: Sequence[Arm], metric: Metric, rules: Rules) -> list[Contrast]:
+def _family(base: Arm, others: Sequence[Arm], metric: Metric, test: TestSettings) -> list[Contrast]:
     """One contrast an arm, its p values adjusted over all of them."""
     differences = [statistics.paired_differences(arm.values, base.values) for arm in others]
-    conclusions = conclude([list(by_seed.values()) for by_seed in differences], rules)
+    conclusions = conclude([list(by_seed.values()) for by_seed in differences], test)
     return [
-        _contrast(base, arm, by_seed, conclusion, metric, rules)
+        _contrast(base, arm, by_seed, conclusion, metric, test)
         for arm, by_seed, conclusion in zip(others, differences, conclusions, strict=True)
     ]
 
 
-def _contrast(base: Arm, arm: Arm, differences: Mapping[int, float], conclusion: Conclusion, metric: Metric, rules: Rules) -> Contrast:
+def _contrast(
+    base: Arm, arm: Arm, differences: Mapping[int, float], conclusion: Conclusion, metric: Metric, test: TestSettings
+) -> Contrast:
     pairs = [(arm.runs[seed], base.runs[seed]) for seed in differences]
     problems = metric.k == 1 and len(pairs) > 1
     return Contrast(
         condition=arm.label,
         differences=differences,
         conclusion=conclusion,
-        problem_interval=problem_interval(pairs, 1 - rules.alpha) if problems else None,
-        tasks=contrast_tasks(pairs, 1 - rules.alpha) if problems else None,
+        problem_interval=problem_interval(pairs, 1 - test.alpha) if problems else None,
+        tasks=contrast_tasks(pairs, 1 - test.alpha) if problems else None,
         shared=Shared.of(pairs),
         differing_keys=differing_keys(pairs),
     )
 
 
-def _interim(gathered: Gathered) -> Iterator[str]:
-    if gathered.to_come:
-        runs = "1 run is" if gathered.to_come == 1 else f"{gathered.to_come} runs are"
+def _interim(found: RunsByCondition) -> Iterator[str]:
+    if found.to_come:
+        runs = "1 run is" if found.to_come == 1 else f"{found.to_come} runs are"
         yield f"{runs} still to come: who looks again and again and stops at a verdict finds one by luck more often than alpha says."
 
 

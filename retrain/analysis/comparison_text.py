@@ -52,29 +52,29 @@ def heading(comparison: Comparison) -> str:
     """What is compared, who judges it, and how."""
     words = comparison.metric.description
     judge = f", judged by {comparison.judge}" if comparison.judge else ""
-    direction = "lower" if comparison.rules.lower_is_better else "higher"
+    direction = "lower" if comparison.test.lower_is_better else "higher"
     return f"{words[0].upper()}{words[1:]}{judge}; {direction} is better. The unit is the run; runs are paired by seed."
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
     """What may be concluded from one contrast, and what not, in words."""
-    metric, rules, found = comparison.metric, comparison.rules, contrast.conclusion
+    metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     shown = f"{_difference(found.mean, metric)} in {_pairs(found.pairs)}"
     match found.verdict:
         case Verdict.IMPROVEMENT | Verdict.WORSE:
             return f"{found.verdict}: {shown}, adjusted p {_p(found.p_adjusted)}."
         case Verdict.EQUIVALENT:
-            return f"equivalent within {_size(rules.margin, metric)}: {shown}, adjusted p {_p(found.equivalence_p_adjusted)} (TOST)."
+            return f"equivalent within {_size(test.margin, metric)}: {shown}, adjusted p {_p(found.equivalence_p_adjusted)} (TOST)."
         case Verdict.INCONCLUSIVE:
             return f"inconclusive: {shown}. {_why_inconclusive(found, comparison)}"
 
 
 def _why_inconclusive(found: Conclusion, comparison: Comparison) -> str:
-    metric, rules = comparison.metric, comparison.rules
-    if not found.can_conclude(rules.alpha):
+    metric, test = comparison.metric, comparison.test
+    if not found.can_conclude(test.alpha):
         return (
             f"No result of {_pairs(found.pairs)} could be significant: the smallest adjusted p is {_p(found.smallest_p_adjusted)}; "
-            f"{comparison.seeds_to_conclude} seeds is the least for {_comparisons(comparison)} at {rules.alpha:g}."
+            f"{comparison.seeds_to_conclude} seeds is the least for {_comparisons(comparison)} at {test.alpha:g}."
         )
     alone = _alone(found, comparison)
     if not found.sd:
@@ -82,7 +82,7 @@ def _why_inconclusive(found: Conclusion, comparison: Comparison) -> str:
     if found.minimal_detectable_effect is None:
         return f"So few as {_pairs(found.pairs)} can be significant only after another comparison is."
     detectable = _size(found.minimal_detectable_effect, metric)
-    return f"{alone}A true difference of {detectable} would be found in {100 * rules.power:g}% of such campaigns, a smaller one less often."
+    return f"{alone}A true difference of {detectable} would be found in {100 * test.power:g}% of such campaigns, a smaller one less often."
 
 
 def _alone(found: Conclusion, comparison: Comparison) -> str:
@@ -105,12 +105,12 @@ def _comparisons(comparison: Comparison) -> str:
 
 def details(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """What else there is to say of a contrast, a sentence each."""
-    metric, rules, found = comparison.metric, comparison.rules, contrast.conclusion
+    metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     if contrast.problem_interval:
         yield f"With problems and samples drawn anew as well: {_interval(contrast.problem_interval, metric)}."
     if found.seeds_needed is not None:
         yield (
-            f"To find {_size(rules.effect, metric)} with a power of {100 * rules.power:g}%, {found.seeds_needed} seeds are needed "
+            f"To find {_size(test.effect, metric)} with a power of {100 * test.power:g}%, {found.seeds_needed} seeds are needed "
             f"at the sd of the differences seen here ({_size(found.sd, metric)})."
         )
     if contrast.differing_keys:
@@ -135,7 +135,7 @@ def _of(count: int, pairs: int) -> str:
 def task_words(comparison: Comparison) -> str:
     few = min(arm.runs for arm in comparison.arms if arm.tasks) < _ENOUGH_RUNS
     caution = f", too narrow below some {_ENOUGH_RUNS} runs" if few else ""
-    confidence = f"{100 * (1 - comparison.rules.alpha):g}%"
+    confidence = f"{100 * (1 - comparison.test.alpha):g}%"
     return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval from runs resampled within tasks{caution}):"
 
 
@@ -169,9 +169,9 @@ def arm_table(comparison: Comparison) -> Table:
 
 def contrast_table(comparison: Comparison) -> Table:
     """The verdict comes last."""
-    rules = comparison.rules
-    confidence = f"{100 * (1 - rules.alpha):g}% interval"
-    head = ("condition", "pairs", "difference", confidence, "p", "adjusted p", "d_z", f"detectable ({100 * rules.power:g}%)", "verdict")
+    test = comparison.test
+    confidence = f"{100 * (1 - test.alpha):g}% interval"
+    head = ("condition", "pairs", "difference", confidence, "p", "adjusted p", "d_z", f"detectable ({100 * test.power:g}%)", "verdict")
     return head, [_contrast_row(contrast, comparison) for contrast in comparison.contrasts]
 
 
@@ -190,7 +190,7 @@ def _contrast_row(contrast: Contrast, comparison: Comparison) -> tuple[str, ...]
         _p(found.p),
         _p(found.p_adjusted),
         "" if found.d_z is None else f"{found.d_z:.2f}",
-        _size(found.minimal_detectable_effect, metric) if found.can_conclude(comparison.rules.alpha) else "none",
+        _size(found.minimal_detectable_effect, metric) if found.can_conclude(comparison.test.alpha) else "none",
         str(found.verdict),
     )
 
@@ -231,17 +231,17 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Differences and means in the metric's own units; what does not exist is null."""
-    rules = comparison.rules
+    test = comparison.test
     return {
         "metric": comparison.metric.name,
         "metric_description": comparison.metric.description,
         "judge": comparison.judge or None,
-        "lower_is_better": rules.lower_is_better,
+        "lower_is_better": test.lower_is_better,
         "baseline": comparison.baseline,
-        "alpha": rules.alpha,
-        "margin": rules.margin,
-        "effect": rules.effect,
-        "power": rules.power,
+        "alpha": test.alpha,
+        "margin": test.margin,
+        "effect": test.effect,
+        "power": test.power,
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "arms": [
             {"condition": arm.label, "runs": arm.runs, "mean": arm.mean, "sd": arm.sd, "tasks": _tasks_json(arm.tasks)}
@@ -268,7 +268,7 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]
         "p": found.p,
         "p_adjusted": found.p_adjusted,
         "smallest_p_adjusted": found.smallest_p_adjusted,
-        "can_conclude": found.can_conclude(comparison.rules.alpha),
+        "can_conclude": found.can_conclude(comparison.test.alpha),
         "d_z": found.d_z,
         "minimal_detectable_effect": found.minimal_detectable_effect,
         "seeds_needed": found.seeds_needed,

@@ -43,7 +43,7 @@ def mean(values: Sequence[float] | Floats) -> float:
     return largest * float((x / largest).mean())
 
 
-def spread(differences: Sequence[float] | Floats) -> float:
+def sample_sd(differences: Sequence[float] | Floats) -> float:
     """Standard deviation (ddof = 1) of at least two differences; exactly 0 where all are equal but for rounding."""
     d = numbers(differences)
     if len(d) < 2:
@@ -66,7 +66,7 @@ def t_interval(differences: Sequence[float] | Floats, confidence: float = 0.95) 
     from scipy.special import stdtrit
 
     d = numbers(differences)
-    half = float(stdtrit(len(d) - 1, 0.5 + confidence / 2)) * spread(d) / float(np.sqrt(len(d)))
+    half = float(stdtrit(len(d) - 1, 0.5 + confidence / 2)) * sample_sd(d) / float(np.sqrt(len(d)))
     return mean(d) - half, mean(d) + half
 
 
@@ -127,7 +127,7 @@ def corrected_dz(differences: Sequence[float] | Floats) -> float:
     """
     d = numbers(differences)
     d = d / _largest(d)
-    sd, centre = spread(d), mean(d)
+    sd, centre = sample_sd(d), mean(d)
     if sd == 0:
         return 0.0 if centre == 0 else float(np.copysign(np.inf, centre))
     return hedges_correction(len(d)) * centre / sd
@@ -164,7 +164,7 @@ def tost(differences: Sequence[float] | Floats, margin: float) -> float:
     if not margin > 0:
         raise ValueError(f"a margin is above 0, got {margin}")
     d = numbers(differences)
-    sd, inside = spread(d), margin - abs(mean(d))
+    sd, inside = sample_sd(d), margin - abs(mean(d))
     if sd == 0:
         return 2.0 ** -len(d) if inside > 0 else 1.0
     return float(stdtr(len(d) - 1, -inside / sd * np.sqrt(len(d))))
@@ -178,7 +178,7 @@ def standard_error(values: Sequence[float] | Floats, clusters: Sequence[Hashable
     """
     x = numbers(values)
     if clusters is None:
-        return spread(x) / float(np.sqrt(len(x)))
+        return sample_sd(x) / float(np.sqrt(len(x)))
     members: dict[Hashable, list[float]] = {}
     for cluster, residual in zip(clusters, x - x.mean(), strict=True):
         members.setdefault(cluster, []).append(float(residual))

@@ -19,7 +19,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rules:
+class TestSettings:
     """What was decided before looking."""
 
     alpha: float = 0.05
@@ -58,24 +58,24 @@ class Conclusion:
         return self.smallest_p_adjusted < alpha
 
 
-def conclude(family: Sequence[Sequence[float]], rules: Rules) -> list[Conclusion]:
+def conclude(family: Sequence[Sequence[float]], test: TestSettings) -> list[Conclusion]:
     """One conclusion for each contrast's differences (>= 1 of them), p values adjusted over the whole family."""
     p = [statistics.sign_flip_p(d) for d in family]
     adjusted = statistics.holm(p)
     smallest = statistics.holm([statistics.smallest_p(len(d)) for d in family])
-    equivalence = _equivalence(family, rules.margin)
+    equivalence = _equivalence(family, test.margin)
     return [
-        _conclusion(d, rules, len(family), raw, adjusted_p, least, same)
+        _conclusion(d, test, len(family), raw, adjusted_p, least, same)
         for d, raw, adjusted_p, least, same in zip(family, p, adjusted, smallest, equivalence, strict=True)
     ]
 
 
 def _conclusion(
-    d: Sequence[float], rules: Rules, family: int, p: float, p_adjusted: float, smallest: float, equivalence_p: float | None
+    d: Sequence[float], test: TestSettings, family: int, p: float, p_adjusted: float, smallest: float, equivalence_p: float | None
 ) -> Conclusion:
     mean = statistics.mean(d)
-    sd = statistics.spread(d) if len(d) > 1 else None
-    interval = statistics.t_interval(d, 1 - rules.alpha) if len(d) > 1 else None
+    sd = statistics.sample_sd(d) if len(d) > 1 else None
+    interval = statistics.t_interval(d, 1 - test.alpha) if len(d) > 1 else None
     return Conclusion(
         pairs=len(d),
         mean=mean,
@@ -85,17 +85,17 @@ def _conclusion(
         p_adjusted=p_adjusted,
         smallest_p_adjusted=smallest,
         d_z=statistics.corrected_dz(d) if len(d) > 2 else None,
-        minimal_detectable_effect=power.minimal_detectable_effect(len(d), sd, rules.alpha, rules.power, family) if sd else None,
-        seeds_needed=_seeds_needed(rules, sd, family),
+        minimal_detectable_effect=power.minimal_detectable_effect(len(d), sd, test.alpha, test.power, family) if sd else None,
+        seeds_needed=_seeds_needed(test, sd, family),
         equivalence_p_adjusted=equivalence_p,
-        verdict=_verdict(mean, interval, p_adjusted, equivalence_p, rules),
+        verdict=_verdict(mean, interval, p_adjusted, equivalence_p, test),
     )
 
 
-def _seeds_needed(rules: Rules, sd: float | None, family: int) -> int | None:
-    if rules.effect is None or not sd or power.out_of_reach(rules.effect, sd, rules.alpha, rules.power, family):
+def _seeds_needed(test: TestSettings, sd: float | None, family: int) -> int | None:
+    if test.effect is None or not sd or power.out_of_reach(test.effect, sd, test.alpha, test.power, family):
         return None
-    return power.seeds_needed(rules.effect, sd, rules.alpha, rules.power, family)
+    return power.seeds_needed(test.effect, sd, test.alpha, test.power, family)
 
 
 def _equivalence(family: Sequence[Sequence[float]], margin: float | None) -> list[float | None]:
@@ -106,10 +106,12 @@ def _equivalence(family: Sequence[Sequence[float]], margin: float | None) -> lis
     return [next(p) if len(d) > 1 else None for d in family]
 
 
-def _verdict(mean: float, interval: tuple[float, float] | None, p_adjusted: float, equivalence_p: float | None, rules: Rules) -> Verdict:
+def _verdict(
+    mean: float, interval: tuple[float, float] | None, p_adjusted: float, equivalence_p: float | None, test: TestSettings
+) -> Verdict:
     excludes_zero = interval is not None and (interval[0] > 0 or interval[1] < 0)
-    if excludes_zero and p_adjusted < rules.alpha:
-        return Verdict.IMPROVEMENT if (mean < 0) == rules.lower_is_better else Verdict.WORSE
-    if equivalence_p is not None and equivalence_p < rules.alpha:
+    if excludes_zero and p_adjusted < test.alpha:
+        return Verdict.IMPROVEMENT if (mean < 0) == test.lower_is_better else Verdict.WORSE
+    if equivalence_p is not None and equivalence_p < test.alpha:
         return Verdict.EQUIVALENT
     return Verdict.INCONCLUSIVE

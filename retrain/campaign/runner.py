@@ -93,10 +93,10 @@ def comparison_lines(plan: Plan) -> list[str]:
         return []
     from retrain.analysis.compare import compare_campaign
     from retrain.analysis.comparison_text import to_text
-    from retrain.analysis.verdict import Rules
+    from retrain.analysis.verdict import TestSettings
 
     try:
-        return ["", *to_text(compare_campaign(plan.folder, Rules()), shutil.get_terminal_size().columns).splitlines()]
+        return ["", *to_text(compare_campaign(plan.folder, TestSettings()), shutil.get_terminal_size().columns).splitlines()]
     except (ConfigurationError, EnvironmentFailure) as error:
         return [f"No comparison: {error}"]
 

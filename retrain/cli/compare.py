@@ -14,7 +14,7 @@ from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from retrain.analysis.compare import Comparison
-    from retrain.analysis.verdict import Rules
+    from retrain.analysis.verdict import TestSettings
 
 
 class Format(StrEnum):
@@ -66,12 +66,12 @@ def command(
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted by Holm, and a verdict."""
     from retrain.analysis.comparison_text import to_json, to_markdown, to_text
-    from retrain.analysis.verdict import Rules
+    from retrain.analysis.verdict import TestSettings
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
 
-    rules = Rules(alpha=alpha, margin=margin, effect=effect, power=power, lower_is_better=lower_is_better)
-    comparison = _compare(targets, baseline or [], control, metric, rules)
+    test = TestSettings(alpha=alpha, margin=margin, effect=effect, power=power, lower_is_better=lower_is_better)
+    comparison = _compare(targets, baseline or [], control, metric, test)
     if as_json or form is Format.JSON:
         print(json.dumps(finite(to_json(comparison)), indent=2))
     elif form is Format.MARKDOWN:
@@ -80,7 +80,7 @@ def command(
         print(clean(to_text(comparison, shutil.get_terminal_size().columns)), end="")
 
 
-def _compare(targets: list[Path], baseline: list[str], control: bool, metric: str | None, rules: "Rules") -> "Comparison":
+def _compare(targets: list[Path], baseline: list[str], control: bool, metric: str | None, test: "TestSettings") -> "Comparison":
     from retrain.analysis.compare import compare_campaign, compare_runs
     from retrain.analysis.runs import is_campaign, open_run
 
@@ -93,8 +93,8 @@ def _compare(targets: list[Path], baseline: list[str], control: bool, metric: st
     if campaigns:
         if len(targets) > 1 or len(baseline) > 1:
             raise ConfigurationError(f"{campaigns[0]} is a campaign, and one is compared at a time, with one condition as --baseline.")
-        return compare_campaign(campaigns[0], rules, baseline[0] if baseline else None, metric, control=control)
+        return compare_campaign(campaigns[0], test, baseline[0] if baseline else None, metric, control=control)
     if not baseline:
         needs = "--control takes a campaign" if control else "runs need --baseline RUN... to be compared with"
         raise ConfigurationError(f"{targets[0]} is no campaign (no manifest.json with runs), and {needs}.")
-    return compare_runs([open_run(target) for target in targets], [open_run(Path(run)) for run in baseline], rules, metric)
+    return compare_runs([open_run(target) for target in targets], [open_run(Path(run)) for run in baseline], test, metric)

@@ -10,7 +10,7 @@ import typer
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.analysis.power import Pilot, Plan
+    from retrain.analysis.power import Pilot, SeedPlan
 
 
 def command(
@@ -25,14 +25,14 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Plan a campaign: seeds needed for a difference, from a pilot's spread or a given one."""
-    from retrain.analysis.power import Plan, read_pilot
+    from retrain.analysis.power import SeedPlan, read_pilot
 
     if (pilot is None) == (sd is None):
         raise ConfigurationError("retrain power needs the spread of the differences: a pilot's folder, or --sd; give one of them.")
     found = read_pilot(pilot, metric) if pilot else None
     spread = found.sd if found else sd
     assert spread is not None
-    plan = Plan(effect, spread, alpha, power, comparisons or (found.comparisons if found else 1))
+    plan = SeedPlan(effect, spread, alpha, power, comparisons or (found.comparisons if found else 1))
     _check(plan, comparisons)
     if as_json or form == "json":
         print(json.dumps(_as_json(plan, found), indent=2))
@@ -40,7 +40,7 @@ def command(
         print("\n".join(_lines(plan, found)))
 
 
-def _check(plan: "Plan", comparisons: int | None) -> None:
+def _check(plan: "SeedPlan", comparisons: int | None) -> None:
     """Raises ConfigurationError for a value outside its range."""
     for name, value, example in (("alpha", plan.alpha, 0.05), ("power", plan.power, 0.8)):
         if not 0 < value < 1:
@@ -54,7 +54,7 @@ def _check(plan: "Plan", comparisons: int | None) -> None:
         raise ConfigurationError(f"--comparisons {comparisons} is not a number of comparisons; give 1 or more.")
 
 
-def _lines(plan: "Plan", pilot: "Pilot | None") -> Iterator[str]:
+def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     family = "one comparison" if plan.comparisons == 1 else f"{plan.comparisons} comparisons (Holm)"
     yield f"Paired by seed, two-sided, alpha {plan.alpha:g} over {family}, power {100 * plan.power:g}%."
     if pilot:
@@ -78,7 +78,7 @@ def _lines(plan: "Plan", pilot: "Pilot | None") -> Iterator[str]:
         yield f"| {seeds:>5} | {'none' if difference is None else _number(difference):<21} |"
 
 
-def _range(plan: "Plan", pilot: "Pilot | None") -> str:
+def _range(plan: "SeedPlan", pilot: "Pilot | None") -> str:
     if not pilot:
         return "."
     low, high = (_count(plan.seeds(sd)) for sd in pilot.sd_interval)
@@ -93,7 +93,7 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _as_json(plan: "Plan", pilot: "Pilot | None") -> dict[str, Any]:
+def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
     spread = pilot.held_out if pilot else None
     wanted = plan.effect is not None
     return {

@@ -10,7 +10,7 @@ import typer
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 if TYPE_CHECKING:
-    from retrain.report.data import Request
+    from retrain.report.data import ReportRequest
 
 _EXTRA = ("jinja2", "matplotlib")
 
@@ -31,14 +31,14 @@ def command(
 ) -> None:
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs no network and no server."""
     _require_extra()
-    from retrain.analysis.verdict import Rules
+    from retrain.analysis.verdict import TestSettings
     from retrain.records.run_folder import RunFolder
     from retrain.records.terminal import clean
-    from retrain.report.data import Request
+    from retrain.report.data import ReportRequest
     from retrain.report.page import write_report
 
-    rules = Rules(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
-    request = Request(folder, baseline, metric, rules, against or (), steps)
+    test = TestSettings(alpha=alpha, margin=margin, lower_is_better=lower_is_better)
+    request = ReportRequest(folder, baseline, metric, test, against or (), steps)
     if serve:
         if output is not None:
             raise ConfigurationError(f"--output {output} and --serve are two ways to see a report; give one of them.")
@@ -52,7 +52,7 @@ def command(
         print(clean(f"Picture: {picture}"))
 
 
-def _serve(request: "Request", port: int, refresh: float) -> None:
+def _serve(request: "ReportRequest", port: int, refresh: float) -> None:
     from retrain.report.serve import ReportServer
 
     with ReportServer(request, port, refresh) as server:

@@ -44,7 +44,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Arm:
+class ExplainedCondition:
     """A condition of a campaign, or the algorithm of a single run."""
 
     label: str
@@ -63,7 +63,7 @@ class Explanation:
     """One sentence for each key that was set and has no effect."""
     refused: tuple[str, ...]
     """Why it would not start, one sentence each."""
-    arms: tuple[Arm, ...] = ()
+    arms: tuple[ExplainedCondition, ...] = ()
     runs: tuple[CampaignRun, ...] = ()
     """In the order in which they start."""
     schedule: Schedule | None = None
@@ -201,10 +201,10 @@ def _steps_done(config: TrainConfig, plan: Plan | None) -> int:
     return sum(StoredRun(folder).steps for folder in folders)
 
 
-def _arms(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[Arm]:
+def _arms(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
     sets = {condition.label: condition.sets for condition in config.conditions}
     return [
-        Arm(run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config) else None)
+        ExplainedCondition(run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config) else None)
         for run in runs
     ]
 

@@ -11,7 +11,7 @@ from retrain.explain.caveats import POWER
 if TYPE_CHECKING:
     from retrain.config.schema import Squeeze
     from retrain.explain.caveats import Power
-    from retrain.explain.explanation import Arm, Explanation
+    from retrain.explain.explanation import ExplainedCondition, Explanation
     from retrain.explain.timing import Schedule
     from retrain.model.memory import Memory
 
@@ -129,7 +129,7 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
         yield _INDENT + _detectable(seen.power)
 
 
-def _lambda(arm: "Arm") -> str:
+def _lambda(arm: "ExplainedCondition") -> str:
     return "" if arm.maximal_lambda is None else f"SEPA's lambda reaches {arm.maximal_lambda:.3g}"
 
 

@@ -74,12 +74,12 @@ class Band:
     """[S]"""
     mean: Floats
     """[S]"""
-    spread: Floats | None
+    sd: Floats | None
     """[S] standard deviation between runs, ddof = 1; None for a single run."""
 
 
 @dataclass(frozen=True)
-class Arm:
+class ConditionCurves:
     """The runs that share a condition."""
 
     label: str
@@ -150,9 +150,12 @@ def smoothed(values: Floats, window: int) -> Floats:
     return np.where(known, means, np.nan)
 
 
-def arms_of(labelled: Iterable[tuple[str, StoredRun]]) -> list[Arm]:
+def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[ConditionCurves]:
     """Runs by label, in the order in which the labels come."""
     by_label: dict[str, list[StoredRun]] = {}
     for label, run in labelled:
         by_label.setdefault(label, []).append(run)
-    return [Arm(label, runs, [Curves.of(run) for run in runs], [held_out_points(run) for run in runs]) for label, runs in by_label.items()]
+    return [
+        ConditionCurves(label, runs, [Curves.of(run) for run in runs], [held_out_points(run) for run in runs])
+        for label, runs in by_label.items()
+    ]

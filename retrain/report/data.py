@@ -11,25 +11,25 @@ from retrain.analysis.compare import Comparison, check_sizes, compare_runs
 from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
 from retrain.analysis.status import RunStatus, run_status
-from retrain.analysis.verdict import Rules
+from retrain.analysis.verdict import TestSettings
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect.credit import StepCredit, read_step, stored_steps
 from retrain.parsing import is_path_text, read_object
-from retrain.report.curves import Arm, arms_of
+from retrain.report.curves import ConditionCurves, curves_by_condition
 from retrain.report.samples import SampledRun, sampled_runs
 
 _MOST_TOKEN_RUNS = 3
 
 
 @dataclass(frozen=True)
-class Request:
+class ReportRequest:
     """What was asked for."""
 
     folder: Path
     baseline: str | None = None
     """A condition; the first by default."""
     metric: str | None = None
-    rules: Rules = field(default_factory=Rules)
+    test: TestSettings = field(default_factory=TestSettings)
     against: Sequence[str] = ()
     """Transforms to show beside a run's own in the token viewer."""
     sampled_steps: int = 4
@@ -78,7 +78,7 @@ class ReportData:
     kind: str
     """run, campaign or runs."""
     statuses: Sequence[RunStatus]
-    arms: Sequence[Arm]
+    arms: Sequence[ConditionCurves]
     """The runs that have begun, by condition."""
     seeds: int
     """Different ones, of the runs that have not begun too."""
@@ -96,14 +96,14 @@ class ReportData:
         return self.kind == "run"
 
 
-def gather(request: Request) -> ReportData:
+def read_report_data(request: ReportRequest) -> ReportData:
     """Raises ConfigurationError for a folder without runs and for a baseline or metric that is not there."""
     folder = request.folder
     kind = "run" if is_run(folder) else "campaign" if is_campaign(folder) else "runs"
     planned = campaign_runs(folder) if kind == "campaign" else find_runs(folder)
     begun = [run for run in planned if is_run(run.path)]
     now, notes = time.time(), list[str]()
-    arms = arms_of(zip(_labels(begun), begun, strict=True))
+    arms = curves_by_condition(zip(_labels(begun), begun, strict=True))
     if kind == "runs":
         notes += _mixed(arms)
     return ReportData(
@@ -130,7 +130,7 @@ def _labels(runs: Sequence[StoredRun]) -> list[str]:
     ]
 
 
-def _mixed(arms: Sequence[Arm]) -> Iterator[str]:
+def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
     """A sentence for each condition whose runs are not repetitions of one configuration, as a campaign's are."""
     for arm in arms:
         keys = differing_keys([(arm.runs[0], run) for run in arm.runs[1:]])
@@ -141,12 +141,12 @@ def _mixed(arms: Sequence[Arm]) -> Iterator[str]:
 # -- the comparison ------------------------------------------------------------------------------------------------------
 
 
-def _comparison(runs: Sequence[StoredRun], arms: Sequence[Arm], request: Request, notes: list[str]) -> Comparison | None:
+def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], request: ReportRequest, notes: list[str]) -> Comparison | None:
     """None, with a note, where there is nothing that may be compared; what the user named and got wrong is an error."""
     conditions = list(dict.fromkeys(run.condition for run in runs))
     if request.baseline is not None and request.baseline not in conditions:
         raise ConfigurationError(f"--baseline {request.baseline} is no condition of {request.folder}; they are {', '.join(conditions)}.")
-    check_sizes(request.rules, choose_metric(request.metric, [run for arm in arms for run in arm.runs]))
+    check_sizes(request.test, choose_metric(request.metric, [run for arm in arms for run in arm.runs]))
     if len(conditions) < 2:
         return None
     if len(arms) > len(conditions) or any(": " in arm.label for arm in arms):
@@ -155,7 +155,7 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[Arm], request: Request
     baseline = request.baseline or conditions[0]
     base = [run for run in runs if run.condition == baseline]
     try:
-        return compare_runs([run for run in runs if run.condition != baseline], base, request.rules, request.metric)
+        return compare_runs([run for run in runs if run.condition != baseline], base, request.test, request.metric)
     except ConfigurationError as error:
         if request.metric is not None or request.baseline is not None:
             raise
@@ -199,7 +199,7 @@ def _analysed(run: StoredRun, adapter: Path, notes: list[str]) -> SqueezeCurve |
     return SqueezeCurve.from_json(run.name, analysis.to_json())
 
 
-def _tokens(arms: Sequence[Arm], against: Sequence[str], notes: list[str]) -> list[InspectedRun]:
+def _tokens(arms: Sequence[ConditionCurves], against: Sequence[str], notes: list[str]) -> list[InspectedRun]:
     """The last step with tokens of the first run of each arm that stored some."""
     found: list[InspectedRun] = []
     for arm in arms:

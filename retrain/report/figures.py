@@ -8,7 +8,7 @@ import numpy as np
 
 from retrain.analysis.compare import Comparison
 from retrain.analysis.verdict import Verdict
-from retrain.report.curves import PHASES, Arm
+from retrain.report.curves import PHASES, ConditionCurves
 from retrain.report.data import ReportData, SqueezeCurve
 from retrain.report.panels import (
     ROW_HEIGHT,
@@ -20,7 +20,7 @@ from retrain.report.panels import (
     empty_figure,
     line_figure,
     row_label,
-    spread_words,
+    sd_words,
     without_scale,
 )
 from retrain.report.theme import GRID, INK, MUTED, drawing, series, to_png
@@ -77,10 +77,10 @@ def _held_out(data: ReportData) -> Drawn | None:
     figure, axes = empty_figure()
     for index, (arm, band) in enumerate(bands):
         if band:
-            draw_band(axes, band.steps, band.mean, band.spread, series(index), label=arm.label, marker="o", markersize=4.5)
+            draw_band(axes, band.steps, band.mean, band.sd, series(index), label=arm.label, marker="o", markersize=4.5)
     as_percentages(axes)
     axes.set(xlabel="steps completed", ylabel="pass@1")
-    caption = f"Mean over the runs{spread_words(data)}, on problems that were not trained on."
+    caption = f"Mean over the runs{sd_words(data)}, on problems that were not trained on."
     return Drawn("held-out", "Held-out accuracy", caption, figure)
 
 
@@ -120,7 +120,7 @@ def _differences(data: ReportData) -> Drawn | None:
         row_label(axes, place + 0.26, words, weight)
     axes.set(ylim=(-len(contrasts) + 0.5, 0.75), xlabel=_difference_words(comparison))
     without_scale(axes)
-    confidence = f"{100 * (1 - comparison.rules.alpha):g}%"
+    confidence = f"{100 * (1 - comparison.test.alpha):g}%"
     alone = ", each for itself" if len(contrasts) > 1 else ""
     caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}. {_better(comparison)}"
     return Drawn("differences", f"Differences from {comparison.baseline}, paired by seed", caption, figure)
@@ -132,7 +132,7 @@ def _difference_words(comparison: Comparison) -> str:
 
 
 def _better(comparison: Comparison) -> str:
-    return f"{'Left' if comparison.rules.lower_is_better else 'Right'} of 0 is better."
+    return f"{'Left' if comparison.test.lower_is_better else 'Right'} of 0 is better."
 
 
 # -- what the policy is like ---------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def _phases(data: ReportData) -> Drawn | None:
     return Drawn("phases", "Time by phase", caption, figure)
 
 
-def _median(arm: Arm, field: str) -> float:
+def _median(arm: ConditionCurves, field: str) -> float:
     """Over all steps of all runs; 0 where none has it."""
     values = np.concatenate([curves.values[field] for curves in arm.curves])
     known = values[~np.isnan(values)]

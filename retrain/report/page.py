@@ -21,8 +21,8 @@ from retrain.errors import EnvironmentFailure
 from retrain.records.atomic import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.terminal import visible
-from retrain.report.curves import Arm
-from retrain.report.data import ReportData, Request, gather
+from retrain.report.curves import ConditionCurves
+from retrain.report.data import ReportData, ReportRequest, read_report_data
 from retrain.report.figures import draw_figures
 from retrain.report.panels import Drawn
 from retrain.report.theme import to_png, to_svg
@@ -46,7 +46,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveReload:
     """What a served page knows, to ask its server whether there is anything new."""
 
     version: str
@@ -55,7 +55,7 @@ class Live:
     """Between two questions."""
 
 
-def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: Live | None = None) -> str:
+def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: LiveReload | None = None) -> str:
     """The page, as a file or for a server."""
     script, style = _asset("report.js"), _asset("report.css")
     shown = [Shown(drawn.name, drawn.title, drawn.caption, _svg(drawn)) for drawn in figures]
@@ -174,7 +174,7 @@ def _campaign_tiles(data: ReportData) -> list[tuple[str, str]]:
     return [*tiles, ("steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"), ("time in steps", duration(seconds))]
 
 
-def _arm_rows(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
+def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
     """label, runs, steps, held-out and training accuracy, tokens/s, s/step; rates are means over the runs.
 
     Training accuracy is that of the runs that have come to the arm's last step: one that is on its way would pull it down.
@@ -219,18 +219,18 @@ class Written:
     pictures: list[Path]
 
 
-def build_page(request: Request, live: Live | None = None) -> str:
+def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
     """The HTML, as a file or for a server."""
-    data = gather(request)
+    data = read_report_data(request)
     return render(data, draw_figures(data), datetime.now(), live)
 
 
-def write_report(request: Request, output: Path) -> Written:
+def write_report(request: ReportRequest, output: Path) -> Written:
     """`output` and, beside it, <its name>-<figure>.png for every figure. Each file is replaced as a whole.
 
     Raises EnvironmentFailure where they cannot be written.
     """
-    data = gather(request)
+    data = read_report_data(request)
     figures = draw_figures(data)
     pictures = []
     try:

@@ -65,7 +65,7 @@ def line_figure(
                 axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
             label = None if kind else single_label or arm.label if data.single else arm.label
             style: dict[str, Any] = {"linestyle": (0, (4, 2))} if kind else {}
-            draw_band(axes, band.steps + 1, band.mean, band.spread, series(index), label=label, **style)
+            draw_band(axes, band.steps + 1, band.mean, band.sd, series(index), label=label, **style)
     axes.set(xlabel="step", ylabel=ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if percent:
@@ -78,9 +78,9 @@ def line_figure(
     return Drawn(name, title, " ".join(filter(None, (_line_words(data, window), dashed))), figure)
 
 
-def draw_band(axes: Axes, steps: Floats, mean: Floats, spread: Floats | None, colour: str, **style: Any) -> None:
-    if spread is not None:
-        axes.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.14, linewidth=0)
+def draw_band(axes: Axes, steps: Floats, mean: Floats, sd: Floats | None, colour: str, **style: Any) -> None:
+    if sd is not None:
+        axes.fill_between(steps, mean - sd, mean + sd, color=colour, alpha=0.14, linewidth=0)
     if len(steps) == 1:
         style.setdefault("marker", "o")
     axes.plot(steps, mean, color=colour, **style)
@@ -90,10 +90,10 @@ def _line_words(data: ReportData, window: int) -> str:
     smoothed = f"mean of {window} steps" if window > 1 else "each step"
     if data.single:
         return f"Bold: {smoothed}; thin: each step." if window > 1 else ""
-    return f"Line: mean over the runs{f', {smoothed}' if window > 1 else ''}{spread_words(data)}."
+    return f"Line: mean over the runs{f', {smoothed}' if window > 1 else ''}{sd_words(data)}."
 
 
-def spread_words(data: ReportData) -> str:
+def sd_words(data: ReportData) -> str:
     several = any(len(arm.runs) > 1 for arm in data.arms)
     return "; band: one standard deviation between runs" if several else ""
 

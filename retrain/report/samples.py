@@ -8,7 +8,7 @@ import numpy as np
 from retrain.analysis.runs import StoredRun
 from retrain.records.entries import GenerationRecord
 from retrain.records.jsonl import read_jsonl
-from retrain.report.curves import Arm
+from retrain.report.curves import ConditionCurves
 
 _LONGEST = 4000
 """Characters of a text that are shown."""
@@ -49,7 +49,7 @@ class SampledRun:
     steps: Sequence[SampledStep]
 
 
-def sampled_runs(arms: Sequence[Arm], steps_per_run: int) -> list[SampledRun]:
+def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[SampledRun]:
     """The first run of each arm that has completions: in a campaign these share a seed, and with it their prompts."""
     found = []
     for arm in arms[:_MOST_RUNS]:

@@ -12,8 +12,8 @@ from time import monotonic
 from retrain.errors import EnvironmentFailure, RetrainError
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
-from retrain.report.data import Request
-from retrain.report.page import Live, build_page
+from retrain.report.data import ReportRequest
+from retrain.report.page import LiveReload, build_page
 
 HOST = "127.0.0.1"
 _SKIPPED = frozenset({"checkpoints", "wandb", "tensorboard"})
@@ -28,7 +28,7 @@ class ReportServer(ThreadingHTTPServer):
     rest = 9.0
     """After making a page, so many times as long is waited before the next: a report of many runs leaves the machine to them."""
 
-    def __init__(self, request: Request, port: int, refresh_s: float) -> None:
+    def __init__(self, request: ReportRequest, port: int, refresh_s: float) -> None:
         self.request = request
         self.refresh_s = refresh_s
         self._lock = threading.Lock()  # matplotlib's settings are the process's
@@ -57,7 +57,7 @@ class ReportServer(ThreadingHTTPServer):
             version = self._current()
             if version != self._version:
                 started = monotonic()
-                self._page = build_page(self.request, Live(version, self.refresh_s))
+                self._page = build_page(self.request, LiveReload(version, self.refresh_s))
                 self._version = version
                 self._rested_at = monotonic() + self.rest * (monotonic() - started)
             return self._page
