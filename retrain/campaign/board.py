@@ -16,7 +16,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.analysis.status import duration
 from retrain.campaign.launch import OUTPUT
 from retrain.campaign.manifest import Manifest, RunEntry, Status
-from retrain.campaign.plan import Plan
+from retrain.campaign.plan import CampaignPlan
 from retrain.errors import RetrainError
 from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, encodable, one_line
@@ -63,7 +63,7 @@ class Progress:
         return ", ".join(parts)
 
 
-def read_progress(plan: Plan, entry: RunEntry) -> Progress:
+def read_progress(plan: CampaignPlan, entry: RunEntry) -> Progress:
     """From the end of the run's metrics; a run without any is at step 0."""
     stored = StoredRun(plan.folder / entry.dir)
     recent = stored.last_metrics(_WINDOW)
@@ -84,7 +84,7 @@ def read_progress(plan: Plan, entry: RunEntry) -> Progress:
 class Board:
     """Use as a context. `say`, `started` and `ended` come from the campaign's own thread; a second one keeps the table current."""
 
-    def __init__(self, plan: Plan, manifest: Manifest, workers: int, *, quiet: bool = False, out: TextIO | None = None) -> None:
+    def __init__(self, plan: CampaignPlan, manifest: Manifest, workers: int, *, quiet: bool = False, out: TextIO | None = None) -> None:
         self._plan = plan
         self._manifest = manifest
         self._workers = workers

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from retrain.campaign.plan import CampaignRun, Plan
+from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.config import replaced
 from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError
@@ -11,7 +11,7 @@ Devices = tuple[str, ...]
 """torch's names; empty leaves the run's configuration as it is."""
 
 
-def share_devices(plan: Plan) -> list[Devices]:
+def share_devices(plan: CampaignPlan) -> list[Devices]:
     """The devices of each worker, one entry a worker. Raises ConfigurationError for more workers than the GPUs have room for.
 
     The devices are those that `[backend] devices` names, else all GPUs of the machine. Without a GPU there is no limit but max_workers:
@@ -29,7 +29,7 @@ def share_devices(plan: Plan) -> list[Devices]:
     return [groups[number % len(groups)] for number in range(workers)]
 
 
-def room_on_gpus(plan: Plan) -> int | None:
+def room_on_gpus(plan: CampaignPlan) -> int | None:
     """Runs that the GPUs hold at once; None without a GPU. Raises ConfigurationError where they do not hold one."""
     pool = _pool(plan)
     return len(_groups(pool, plan.settings)) * plan.settings.workers_per_device if pool else None
@@ -42,7 +42,7 @@ def on_devices(run: CampaignRun, devices: Devices) -> CampaignRun:
     return CampaignRun(run.name, run.condition, run.seed, config)
 
 
-def _pool(plan: Plan) -> Devices:
+def _pool(plan: CampaignPlan) -> Devices:
     if plan.config.is_set("backend.devices"):
         named = plan.config.backend.device_list
         return named if all(name.startswith("cuda") for name in named) else ()

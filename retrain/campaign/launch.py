@@ -21,7 +21,7 @@ OUTPUT = "output.log"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     status: Status
     """DONE, FAILED or INTERRUPTED."""
     reason: str = ""
@@ -35,7 +35,7 @@ class Outcome:
 class Job(Protocol):
     """A run that was started."""
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> RunOutcome | None:
         """None while it runs."""
 
     def stop(self, signal_number: int) -> None:
@@ -55,7 +55,7 @@ class Launcher(Protocol):
     def close(self) -> None: ...
 
 
-def perform(config: TrainConfig) -> Outcome:
+def perform(config: TrainConfig) -> RunOutcome:
     """Train the run in this process: from its checkpoint if it began before, from the start otherwise. Never raises for a failed run."""
     from retrain.run.loop import train
 
@@ -63,14 +63,14 @@ def perform(config: TrainConfig) -> Outcome:
     try:
         train(replaced(config, {"resume.from": str(folder.path)}, origin="file") if folder.marker.is_file() else config)
     except Interrupted as error:
-        return Outcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
+        return RunOutcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
     except RetrainError as error:
         print(clean(f"retrain: {error}"), file=sys.stderr)
-        return Outcome(Status.FAILED, " ".join(str(error).split()))
+        return RunOutcome(Status.FAILED, " ".join(str(error).split()))
     except Exception as error:  # whatever one run dies of, the others go on; its traceback is in its output
         traceback.print_exc()
-        return Outcome(Status.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in {OUTPUT})")
-    return Outcome(Status.DONE)
+        return RunOutcome(Status.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in {OUTPUT})")
+    return RunOutcome(Status.DONE)
 
 
 @contextmanager
@@ -85,9 +85,9 @@ def output_to(folder: Path) -> Iterator[None]:
 class Ended:
     """A job that is over when its start returns."""
 
-    outcome: Outcome
+    outcome: RunOutcome
 
-    def poll(self) -> Outcome:
+    def poll(self) -> RunOutcome:
         return self.outcome
 
     def stop(self, signal_number: int) -> None: ...
@@ -95,9 +95,9 @@ class Ended:
     def kill(self) -> None: ...
 
 
-def no_output(run: CampaignRun, error: OSError) -> Outcome:
+def no_output(run: CampaignRun, error: OSError) -> RunOutcome:
     """Of a run whose folder or output cannot be written."""
-    return Outcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
+    return RunOutcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
 
 
 class InProcess:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import retrain
-from retrain.campaign.plan import RUNS, Plan, plan_campaign
+from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
@@ -73,7 +73,7 @@ class Manifest:
         self._by_name = {entry.name: entry for entry in self.runs}
 
     @classmethod
-    def of_plan(cls, plan: Plan, now: datetime) -> "Manifest":
+    def of_plan(cls, plan: CampaignPlan, now: datetime) -> "Manifest":
         runs = [RunEntry(run.name, run.condition, run.seed, dir=f"{RUNS}/{run.name}") for run in plan.runs]
         return cls(
             folder=plan.folder,
@@ -121,7 +121,7 @@ class Manifest:
         with contextlib.suppress(OSError):
             self.write()
 
-    def resumed_with(self, plan: Plan) -> None:
+    def resumed_with(self, plan: CampaignPlan) -> None:
         """Take over the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
         Raises ConfigurationError where it lacks a run, or would give a run another training.
@@ -138,7 +138,7 @@ def stored_form(config: TrainConfig) -> dict[str, Any]:
     return given_values(Redactor().config(config))
 
 
-def _check_same(stored: TrainConfig, plan: Plan) -> None:
+def _check_same(stored: TrainConfig, plan: CampaignPlan) -> None:
     before = {run.name: run for run in plan_campaign(stored, plan.folder).runs}
     now = {run.name: run for run in plan_campaign(config_from_mapping(stored_form(plan.config)), plan.folder).runs}
     if lost := [name for name in before if name not in now]:
@@ -159,7 +159,7 @@ LOGS = Path("logs")
 
 
 @contextmanager
-def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Plan, Manifest]]:
+def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[CampaignPlan, Manifest]]:
     """The campaign's plan and its manifest, written; one writer a campaign for as long as the context lasts.
 
     `[resume] from` names a campaign to go on with; `[logging] log_dir`, if it is given, a folder for a new one; else it is

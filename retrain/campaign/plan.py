@@ -42,7 +42,7 @@ class CampaignRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CampaignPlan:
     """A campaign's runs in the order in which they start: all conditions of the first seed, then of the second, ...
 
     So whatever is finished when a campaign is cut is complete pairs, which are what a comparison needs.
@@ -67,7 +67,7 @@ class Plan:
         return self.folder / THROTTLE
 
 
-def plan_campaign(config: TrainConfig, folder: Path) -> Plan:
+def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
     """The runs of a campaign that lives in `folder`. Raises ConfigurationError where a condition's values do not go together."""
     settings = settings_of(config)
     steps = max_steps(config)
@@ -78,7 +78,7 @@ def plan_campaign(config: TrainConfig, folder: Path) -> Plan:
         for condition, view in zip(config.conditions, views, strict=True)
     ]
     labels = tuple(condition.label for condition in config.conditions)
-    return Plan(config, folder, labels, tuple(settings.seeds), steps, tuple(runs))
+    return CampaignPlan(config, folder, labels, tuple(settings.seeds), steps, tuple(runs))
 
 
 def settings_of(config: TrainConfig) -> Campaign:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from retrain.campaign.plan import CampaignRun, Plan
+from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.config import TrainConfig, replaced
 from retrain.data.load import NoHeldOutSplit, load_examples
 from retrain.run.notes import notes, preflight_lines, refuse_not_built
@@ -16,7 +16,7 @@ class Checked:
     """Conditions whose data source holds nothing out, so that the evaluation at the end, which nobody asked for, is left out."""
 
 
-def check(plan: Plan) -> Checked:
+def check(plan: CampaignPlan) -> Checked:
     """Raises ConfigurationError for what no run could be started with, NoHeldOutSplit among it if evaluation was asked for."""
     refuse_not_built(plan.config)
     about_runs = notes(plan.config)
@@ -25,7 +25,7 @@ def check(plan: Plan) -> Checked:
     return Checked((*lines, *condition_notes(plan), *evaluation_lines), lacking)
 
 
-def condition_notes(plan: Plan) -> list[str]:
+def condition_notes(plan: CampaignPlan) -> list[str]:
     """What may surprise in the runs of some condition, once for those that share the sentence."""
     found: dict[str, list[str]] = {}
     for run in plan.runs[: len(plan.conditions)]:  # the first seed's
@@ -34,7 +34,7 @@ def condition_notes(plan: Plan) -> list[str]:
     return [note if len(labels) == len(plan.conditions) else f"{', '.join(labels)}: {note}" for note, labels in found.items()]
 
 
-def _without_held_out(plan: Plan) -> tuple[frozenset[str], list[str]]:
+def _without_held_out(plan: CampaignPlan) -> tuple[frozenset[str], list[str]]:
     known: dict[str, bool] = {}
     lacking: dict[str, str] = {}
     for run in plan.runs[: len(plan.conditions)]:
@@ -49,7 +49,7 @@ def _without_held_out(plan: Plan) -> tuple[frozenset[str], list[str]]:
     return frozenset(lacking), lines
 
 
-def evaluated_where_possible(plan: Plan, checked: Checked) -> Plan:
+def evaluated_where_possible(plan: CampaignPlan, checked: Checked) -> CampaignPlan:
     """The plan, with the default evaluation off where nothing is held out."""
     runs = [_without_evaluation(run) if run.condition in checked.without_held_out else run for run in plan.runs]
     return replace(plan, runs=tuple(runs))

@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from retrain.campaign.launch import Outcome
+from retrain.campaign.launch import RunOutcome
 from retrain.campaign.manifest import Status
-from retrain.campaign.plan import CampaignRun, Plan
+from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.campaign.subprocesses import start_worker
 from retrain.config import config_from_mapping, replaced
 from retrain.config.load import given_values
@@ -32,7 +32,7 @@ _DEVICES = {1: "gpu:0", 2: "gpu:0,gpu:1"}
 
 
 class RayLauncher:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CampaignPlan) -> None:
         self._settings = plan.settings
         self._share = gpu_share(plan.settings)
         devices = plan.config.backend.device_list if plan.config.is_set("backend.devices") else ("cuda:0",)
@@ -126,15 +126,15 @@ class RayJob:
         self._ray = ray
         self._task = task
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> RunOutcome | None:
         done, _ = self._ray.wait([self._task], timeout=0)
         if not done:
             return None
         try:
             status, reason, lost = self._ray.get(self._task)
         except self._ray.exceptions.RayError as error:
-            return Outcome(Status.FAILED, f"Ray lost it ({type(error).__name__})", lost=True)
-        return Outcome(Status(status), reason, lost)
+            return RunOutcome(Status.FAILED, f"Ray lost it ({type(error).__name__})", lost=True)
+        return RunOutcome(Status(status), reason, lost)
 
     def stop(self, signal_number: int) -> None:
         """Ray raises KeyboardInterrupt in the task, which passes it on."""

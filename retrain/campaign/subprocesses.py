@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from retrain.campaign.devices import Devices, on_devices
-from retrain.campaign.launch import OUTPUT, Outcome
+from retrain.campaign.launch import OUTPUT, RunOutcome
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import dump_toml
@@ -54,7 +54,7 @@ class Worker:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> RunOutcome | None:
         code = self._process.poll()
         if code is None:
             return None
@@ -63,9 +63,9 @@ class Worker:
         self._close_pipes()
         if answer:
             values = json.loads(answer)
-            return Outcome(Status(values["status"]), values["reason"])
+            return RunOutcome(Status(values["status"]), values["reason"])
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Outcome(Status.FAILED, f"its process {how}", lost=True)
+        return RunOutcome(Status.FAILED, f"its process {how}", lost=True)
 
     def stop(self, signal_number: int) -> None:
         self._process.send_signal(signal_number)
