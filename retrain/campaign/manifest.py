@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import retrain
+from retrain import __version__
 from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
@@ -78,7 +78,7 @@ class Manifest:
         return cls(
             folder=plan.folder,
             timestamp=now.strftime(TIMESTAMP),
-            retrain_version=retrain.__version__,
+            retrain_version=__version__,
             config=stored_form(plan.config),
             conditions=list(plan.conditions),
             seeds=list(plan.seeds),
