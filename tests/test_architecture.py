@@ -46,6 +46,7 @@ APART: dict[str, set[str]] = {
 }
 """Rooms that a room does not import, although its layer would allow it."""
 
+
 def part_of(name: str) -> str:
     """retrain.backends.local.loss -> backends; "" for the package itself."""
     return name.split(".")[1] if "." in name else ""
@@ -90,9 +91,7 @@ def test_every_room_has_a_layer() -> None:
 
 def test_imports_point_one_way() -> None:
     assert not [
-        f"{path} imports {other or 'retrain'}"
-        for path, room, other in ARROWS
-        if room and (not other or layer_of(other) > layer_of(room))
+        f"{path} imports {other or 'retrain'}" for path, room, other in ARROWS if room and (not other or layer_of(other) > layer_of(room))
     ]
 
 
