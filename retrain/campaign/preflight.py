@@ -24,7 +24,8 @@ def check(plan: CampaignPlan) -> Checked:
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     lacking = _without_held_out(plan)
-    missing = [f"No held-out evaluation at the end: [data] source = {name!r} holds nothing out." for name in dict.fromkeys(lacking.values())]
+    sources = dict.fromkeys(lacking.values())
+    missing = [f"No held-out evaluation at the end: [data] source = {name!r} holds nothing out." for name in sources]
     return Checked((*lines, *condition_notes(plan), *missing), frozenset(lacking))
 
 
