@@ -1,29 +1,29 @@
 """How the package is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table.
 
-A room is a package folder or a module that lies loose at the top of `retrain/`. An arrow is one room that imports another, at any
-depth of a function; a circle is a set of rooms that import each other; the floors are the longest chain of arrows, with each
-circle counted as one.
+A room is a package folder, or a module at the top of `retrain/`. An arrow is one room that imports another, at any depth of a
+function; a circle is a set of rooms that import each other; the floors are the longest chain of arrows, with each circle counted as one.
+tests/test_architecture.py checks the direction of the same arrows.
 """
 
 import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from statistics import mean, median
 
 Arrows = dict[str, set[str]]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def main(root: Path) -> None:
     """Print the table of the package below `root`."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / "retrain").rglob("*.py"))}
-    trees = {path: ast.parse(text) for path, text in texts.items()}
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    lengths = [_lines(node) for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    trees = parse_package(root)
+    texts = [path.read_text(encoding="utf-8") for path in trees]
+    lengths = [lines_of(function) for _, function in functions(trees)]
     private, once, tiny = private_functions(texts, trees)
-    sizes = [text.count("\n") for text in texts.values()]
+    sizes = [text.count("\n") for text in texts]
     arrows = room_arrows(root, trees)
     circles = strong_components(arrows)
     rows = {
@@ -43,52 +43,86 @@ def main(root: Path) -> None:
             print(f"\nCircle: {', '.join(sorted(circle))}")
 
 
-def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
+def parse_package(root: Path) -> dict[Path, ast.Module]:
+    """The syntax tree of every module of `root`/retrain."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((root / "retrain").rglob("*.py"))}
 
 
-def private_functions(texts: dict[Path, str], trees: dict[Path, ast.Module]) -> tuple[int, int, int]:
-    """Private functions; those mentioned once beside their definition; those of these with at most four lines."""
-    mentions = Counter(name for text in texts.values() for name in re.findall(r"\b_[a-z]\w*", text))
-    private = [
-        node
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("_") and not node.name.startswith("__")
-    ]
-    once = [node for node in private if mentions[node.name] <= 2]
-    return len(private), len(once), sum(_lines(node) <= 4 for node in once)
+# -- functions -----------------------------------------------------------------------------------------------------------
 
 
-def room_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
-    """Each room with the rooms that it imports."""
-    rooms = {_room(root, path) for path in trees}
-    arrows: Arrows = {room: set() for room in sorted(rooms)}
+def functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, Function]]:
+    """Every function and method with its file."""
     for path, tree in trees.items():
-        for name in _imported(tree):
-            while name and name not in rooms:
-                name = name.rpartition(".")[0]
-            if name and name != _room(root, path):
-                arrows[_room(root, path)].add(name)
-    return arrows
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield path, node
 
 
-def _room(root: Path, path: Path) -> str:
+def lines_of(function: Function) -> int:
+    """Lines from `def` to the end, decorators not counted."""
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def private_functions(texts: Iterable[str], trees: dict[Path, ast.Module]) -> tuple[int, int, int]:
+    """Numbers of private functions, of those mentioned once beside their definition, and of these with at most four lines."""
+    mentions = Counter(name for text in texts for name in re.findall(r"\b_[a-z]\w*", text))
+    private = [found for _, found in functions(trees) if found.name.startswith("_") and not found.name.startswith("__")]
+    once = [function for function in private if mentions[function.name] <= 2]
+    return len(private), len(once), sum(lines_of(function) <= 4 for function in once)
+
+
+# -- imports -------------------------------------------------------------------------------------------------------------
+
+
+def module_of(root: Path, path: Path) -> str:
+    """retrain/model/text.py -> retrain.model.text, retrain/model/__init__.py -> retrain.model."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(root: Path, path: Path) -> str:
+    """retrain/model/text.py -> retrain.model, retrain/types.py -> retrain.types."""
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts if len(parts) == 2 and parts[-1] != "__init__" else parts[:-1])
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Dotted names that these nodes import: `from a.b import c` gives a.b.c, whether c is a module or a name in a.b."""
+    for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("retrain."))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "retrain":
-            # `from retrain import x` reaches the module x: retrain/__init__.py itself hands names out lazily and runs nothing.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__")
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def enclosing(name: str, known: Collection[str]) -> str:
+    """The longest part of a dotted name that is known; "" if none is."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def file_arrows(root: Path, trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, str]]:
+    """(file, room that it imports), its own room left out."""
+    rooms = {room_of(root, path) for path in trees}
+    for path, tree in trees.items():
+        for name in imported(ast.walk(tree)):
+            other = enclosing(name, rooms) if name != "retrain.__version__" else ""  # which runs nothing of retrain/__init__.py
+            if other and other != room_of(root, path):
+                yield path, other
+
+
+def room_arrows(root: Path, trees: dict[Path, ast.Module]) -> Arrows:
+    """Each room with the rooms that it imports."""
+    arrows: Arrows = {room: set() for room in sorted({room_of(root, path) for path in trees})}
+    for path, other in file_arrows(root, trees):
+        arrows[room_of(root, path)].add(other)
+    return arrows
 
 
 def strong_components(arrows: Arrows) -> list[set[str]]:
-    """Rooms that reach each other, in the order in which they can be built (Tarjan 1972)."""
+    """Sets of rooms that reach each other, each after those that it imports (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -115,7 +149,7 @@ def strong_components(arrows: Arrows) -> list[set[str]]:
 
 
 def floors(arrows: Arrows, components: list[set[str]]) -> int:
-    """The longest chain of imports, a circle counted as one room."""
+    """The length of the longest chain of imports, a circle counted as one room."""
     height: dict[str, int] = {}
     for component in components:  # what a component imports comes before it
         below = [height[other] for room in component for other in arrows[room] - component]

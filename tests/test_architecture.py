@@ -1,6 +1,6 @@
 """The direction of imports, and what an import promises.
 
-`cli -> campaign, analysis -> trainer -> backends, rewards, advantages, data -> types, config`.
+The arrows between rooms are those that `python scripts/house.py` counts: a room is a package folder, or a module at the top of `retrain/`.
 """
 
 import ast
@@ -14,76 +14,66 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "retrain"
+from scripts import house
+
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"torch", "transformers", "peft", "datasets", "wandb", "trackio", "tensorboard", "pandas", "scipy", "math_verify", "httpx", "ray"}
+LONGEST_FUNCTION = 55
 
 LAYERS: tuple[set[str], ...] = (
-    {"children", "disk", "errors", "noise", "parallel", "parsing", "pool", "threads", "types"},
-    {"config"},
-    {
-        "advantages",
-        "backends",
-        "checkpoint",
-        "data",
-        "declared",
-        "fused",
-        "hub",
-        "inference_engine",
-        "plugins",
-        "rewards",
-        "sepa",
-        "tokenization",
-    }
-    | {"tracking", "vocabulary"},
-    {"the run"},
-    {"campaign", "analysis", "explain", "inspect", "report", "squeeze"},
-    {"cli", "__main__"},
+    {"distributed", "errors", "noise", "parsing", "types"},
+    {"config", "plugins"},
+    {"advantages", "backends", "backpressure", "data", "inference_engine", "model", "records", "rewards", "sepa"},
+    {"tracking"},
+    {"analysis", "run"},
+    {"campaign", "explain", "inspect", "report", "squeeze"},
+    {"cli"},
+    {"__main__"},
 )
-"""A part imports its own layer and those before it. A module at the top of the package that is not listed belongs to the run."""
+"""A room imports rooms of its own layer and of those before it."""
 
 APART: dict[str, set[str]] = {
-    "advantages": {"backends", "data", "inference_engine", "rewards", "tokenization", "tracking"},
-    "rewards": {"advantages", "backends", "checkpoint", "inference_engine", "tokenization", "tracking"},
-    "data": {"advantages", "backends", "checkpoint", "inference_engine", "tracking"},
-    "inference_engine": {"advantages", "backends", "checkpoint", "data", "rewards", "tokenization", "tracking", "vocabulary"},
-    "backends": {"checkpoint", "data", "rewards", "tracking"},
-    "tracking": {"advantages", "backends", "data", "inference_engine", "rewards", "tokenization"},
+    "advantages": {"backends", "data", "inference_engine", "model", "records", "rewards"},
+    "backends": {"data", "records", "rewards"},
+    "data": {"advantages", "backends", "inference_engine"},
+    "inference_engine": {"advantages", "backends", "data", "records", "rewards"},
+    "model": {"advantages", "backends", "data", "inference_engine", "rewards"},
+    "records": {"advantages", "backends", "data", "inference_engine", "model", "rewards"},
+    "rewards": {"advantages", "backends", "data", "inference_engine", "model", "records"},
+    "tracking": {"advantages", "backends", "data", "inference_engine", "model", "rewards"},
+    "analysis": {"run"},
+    "run": {"analysis"},
 }
-"""Neighbours of one layer that have no business with each other."""
+"""Rooms that a room does not import, although its layer would allow it."""
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def part_of(name: str) -> str:
+    """retrain.backends.local.loss -> backends; "" for the package itself."""
+    return name.split(".")[1] if "." in name else ""
 
 
-def name_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def layer_of(room: str) -> int:
+    return next(rank for rank, rooms in enumerate(LAYERS) if room in rooms)
 
 
-def part_of(module: str) -> str:
-    """retrain.backends.local.loss -> backends"""
-    return module.split(".")[1] if "." in module else ""
+TREES = house.parse_package(ROOT)
+MODULES = {house.module_of(ROOT, path): tree for path, tree in TREES.items()}
+ARROWS = [(path.relative_to(ROOT), part_of(house.room_of(ROOT, path)), part_of(other)) for path, other in house.file_arrows(ROOT, TREES)]
+"""(file, its room, room that it imports); "" is retrain/__init__.py, which hands out names of every layer."""
 
 
-def layer_of(part: str) -> int:
-    return next((rank for rank, parts in enumerate(LAYERS) if part in parts), 3)
+def modules_of(part: str) -> list[str]:
+    return [name for name in MODULES if part_of(name) == part]
 
 
-def imports(path: Path, *, module_level: bool = False) -> Iterator[str]:
-    """Absolute names of everything that a module imports; with `module_level` only what importing it runs at once."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = executed_at_import(tree) if module_level else ast.walk(tree)
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ([f"{node.module}.{alias.name}" for alias in node.names] if node.module == "retrain" else [node.module])
+def top_packages(module: str) -> set[str]:
+    """Packages that importing the module alone loads at once."""
+    return {name.partition(".")[0] for name in house.imported(executed_at_import(MODULES[module]))}
 
 
 def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(child, house.Function | ast.Lambda):
             continue
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             continue
@@ -91,69 +81,84 @@ def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
         yield from executed_at_import(child)
 
 
+# -- the direction of imports --------------------------------------------------------------------------------------------
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {part_of(room) for room in house.room_arrows(ROOT, TREES)} - {""}
+    assert rooms == set().union(*LAYERS)
+
+
+def test_imports_point_one_way() -> None:
+    assert not [
+        f"{path} imports {other or 'retrain'}" for path, room, other in ARROWS if room and (not other or layer_of(other) > layer_of(room))
+    ]
+
+
+def test_no_circle_of_rooms_imports_itself() -> None:
+    assert not [circle for circle in house.strong_components(house.room_arrows(ROOT, TREES)) if len(circle) > 1]
+
+
+@pytest.mark.parametrize("part", APART)
+def test_neighbours_stay_apart(part: str) -> None:
+    assert not [f"{path} imports {other}" for path, room, other in ARROWS if room == part and other in APART[part]]
+
+
 def test_no_import_is_relative() -> None:
-    for path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_imports_point_one_way(path: Path) -> None:
-    part = part_of(name_of(path))
-    if not part:
-        return  # retrain/__init__.py hands out the names of every layer
-    imported = {part_of(name) for name in imports(path) if name.startswith("retrain.")} - {part, "__version__"}
-    above = {other for other in imported if layer_of(other) > layer_of(part)}
-    assert not above, f"{name_of(path)} imports {sorted(above)} from above"
-    assert not imported & APART.get(part, set()), f"{name_of(path)} imports {sorted(imported & APART[part])}"
+def test_a_function_fits_a_screen() -> None:
+    others = [path for folder in ("benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    trees = TREES | {path: ast.parse(path.read_text(encoding="utf-8")) for path in others}
+    long = [(str(path), one.name, house.lines_of(one)) for path, one in house.functions(trees) if house.lines_of(one) > LONGEST_FUNCTION]
+    assert not long
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "advantages").glob("*.py")), ids=name_of)
-def test_credit_knows_no_model(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & {"torch", "transformers", "peft"}
+@pytest.mark.parametrize("module", modules_of("advantages"))
+def test_credit_knows_no_model(module: str) -> None:
+    assert not {name.partition(".")[0] for name in house.imported(ast.walk(MODULES[module]))} & {"torch", "transformers", "peft"}
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "inference_engine").glob("*.py")), ids=name_of)
-def test_an_engine_knows_no_text(path: Path) -> None:
-    assert not {name for name in imports(path) if "token" in name.rpartition(".")[2] or name.startswith("tokenizers")}
+@pytest.mark.parametrize("module", modules_of("inference_engine"))
+def test_an_engine_knows_no_text(module: str) -> None:
+    text = {"retrain.model.text", "retrain.model.vocabulary", "tokenizers"}
+    assert not [name for name in house.imported(ast.walk(MODULES[module])) if house.enclosing(name, text) or "okenizer" in name]
+
+
+# -- what an import loads ------------------------------------------------------------------------------------------------
 
 
 def reached_from(start: str) -> set[str]:
-    """retrain's modules that importing `start` runs, packages on the way included."""
-    paths = {name_of(path): path for path in modules()}
+    """retrain's modules that importing `start` runs, the packages that hold them included."""
     reached: set[str] = set()
     waiting = [start]
     while waiting:
-        name = waiting.pop()
-        if name in reached or name not in paths:
-            continue
-        reached.add(name)
-        waiting += [name.rpartition(".")[0], *imports(paths[name], module_level=True)]
+        module = house.enclosing(waiting.pop(), MODULES)
+        if module and module not in reached:
+            reached.add(module)
+            waiting += [module.rpartition(".")[0], *house.imported(executed_at_import(MODULES[module]))]
     return reached
 
 
 def test_what_help_touches_imports_nothing_heavy() -> None:
-    paths = {name_of(path): path for path in modules()}
-    for name in reached_from("retrain.cli.main"):
-        loaded = {imported.split(".")[0] for imported in imports(paths[name], module_level=True)}
-        assert not loaded & (HEAVY | {"numpy", "pydantic", "rich", "typer", "tomlkit"}), name
+    for module in reached_from("retrain.cli.main"):
+        assert not top_packages(module) & (HEAVY | {"numpy", "pydantic", "rich", "typer", "tomlkit"}), module
 
 
-@pytest.mark.parametrize("module", sorted(name_of(path) for path in modules() if part_of(name_of(path)) == "analysis"))
-def test_reading_runs_loads_no_model_library(module: str) -> None:
+@pytest.mark.parametrize("start", modules_of("analysis"))
+def test_reading_runs_loads_no_model_library(start: str) -> None:
     """0.2 GiB and two seconds of every `retrain status`."""
-    paths = {name_of(path): path for path in modules()}
-    for name in reached_from(module):
-        loaded = {imported.split(".")[0] for imported in imports(paths[name], module_level=True)}
-        assert not loaded & {"torch", "transformers", "peft", "datasets"}, name
+    for module in reached_from(start):
+        assert not top_packages(module) & {"torch", "transformers", "peft", "datasets"}, module
 
 
-@pytest.mark.parametrize("part", ["cli", "config", "errors", "types", "noise", "tracking", "checkpoint", "advantages", "sepa", "plugins"])
+@pytest.mark.parametrize("part", ["cli", "config", "errors", "types", "noise", "parsing", "records", "tracking", "advantages", "plugins"])
 def test_light_parts_import_heavy_packages_only_where_they_are_used(part: str) -> None:
-    for path in modules():
-        if part_of(name_of(path)) == part:
-            loaded = {imported.split(".")[0] for imported in imports(path, module_level=True)}
-            assert not loaded & HEAVY, f"{name_of(path)} imports {sorted(loaded & HEAVY)} at module level"
+    for module in modules_of(part):
+        assert not top_packages(module) & HEAVY, module
 
 
 @pytest.mark.parametrize(
@@ -171,6 +176,7 @@ def test_light_parts_import_heavy_packages_only_where_they_are_used(part: str) -
         "retrain.data:register_source",
         "retrain.rewards:",
         "retrain.advantages.sepa:SEPAController",
+        "retrain.sepa:SEPAController",
         "retrain.backpressure:",
         "retrain.campaign:run_campaign",
         "retrain.campaign:plan_campaign",
@@ -194,16 +200,15 @@ def test_importing_retrain_loads_no_model_library() -> None:
 
 def test_every_declared_dependency_is_imported_by_the_package() -> None:
     """A core dependency or an extra comes with the code that needs it; the tools of the dev extra are run, not imported."""
-    declared = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name: wanted for name, wanted in declared["optional-dependencies"].items() if name != "dev"}
-    named = {constant for path in modules() for constant in imported_names(path)}
+    named = {package for tree in TREES.values() for package in packages_named_in(tree)}
     for where, requirements in {"dependencies": declared["dependencies"], **extras}.items():
         for requirement in requirements:
             name = re.match(r"[A-Za-z0-9._-]+", requirement).group()  # type: ignore[union-attr]
             assert IMPORTED_AS.get(name, name.replace("-", "_")) in named, f"{where}: {name} is imported nowhere"
-    pinned = {
-        line.partition("==")[0] for line in (PACKAGE.parent / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
-    }
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.partition("==")[0] for line in constraints if "==" in line}
     wanted = [*declared["dependencies"], *(item for group in declared["optional-dependencies"].values() for item in group)]
     assert pinned <= {re.match(r"[A-Za-z0-9._-]+", item).group() for item in wanted}  # type: ignore[union-attr]
 
@@ -211,14 +216,11 @@ def test_every_declared_dependency_is_imported_by_the_package() -> None:
 IMPORTED_AS = {"python-dotenv": "dotenv"}
 
 
-def imported_names(path: Path) -> Iterator[str]:
+def packages_named_in(tree: ast.Module) -> Iterator[str]:
     """Top-level packages that a module imports, by a statement or by `import_module` and the functions that wrap it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    yield from (name.partition(".")[0] for name in house.imported(ast.walk(tree)))
+    for node in ast.walk(tree):
         match node:
-            case ast.Import(names=names):
-                yield from (alias.name.partition(".")[0] for alias in names)
-            case ast.ImportFrom(module=str(module)):
-                yield module.partition(".")[0]
             case ast.Call(func=called, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(called).endswith(
                 ("import_module", "import_extra")
             ):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from retrain.campaign.board import Board, read_progress
 from retrain.campaign.manifest import Manifest, Status
-from retrain.campaign.plan import Plan, plan_campaign
+from retrain.campaign.plan import CampaignPlan, plan_campaign
 from retrain.config import config_from_mapping
 from retrain.records.entries import StepRecord
 from retrain.records.jsonl import JsonlWriter
@@ -28,7 +28,7 @@ def write_steps(folder: Path, count: int) -> None:
 
 
 @pytest.fixture
-def campaign(tmp_path: Path) -> tuple[Plan, Manifest]:
+def campaign(tmp_path: Path) -> tuple[CampaignPlan, Manifest]:
     """One run done, one going on, one failed, the others waiting."""
     plan = plan_campaign(config_from_mapping({"campaign": {"seeds": [1, 2], "max_steps": 50}}), tmp_path)
     manifest = Manifest.of_plan(plan, datetime.now())
@@ -48,7 +48,7 @@ def render(board: Board, width: int = 200) -> str:
     return out.getvalue()
 
 
-def test_the_table_tells_each_run_and_the_campaign(campaign: tuple[Plan, Manifest]) -> None:
+def test_the_table_tells_each_run_and_the_campaign(campaign: tuple[CampaignPlan, Manifest]) -> None:
     text = render(Board(*campaign, workers=1))
     rows = {line.split()[0]: line for line in text.splitlines() if "_s" in line.split()[0]}
     reason = rows.pop("maxrl+gtpo_s1:")
@@ -92,7 +92,7 @@ def test_a_large_campaign_fits_the_terminal_and_shows_what_runs(tmp_path: Path) 
     assert plan.runs[-1].name in text and "more" in text
 
 
-def test_a_terminal_gets_a_table_that_is_drawn_again(campaign: tuple[Plan, Manifest]) -> None:
+def test_a_terminal_gets_a_table_that_is_drawn_again(campaign: tuple[CampaignPlan, Manifest]) -> None:
     out = Terminal()
     with Board(*campaign, workers=1, out=out) as board:
         board.say("a line above it " + "that is longer than a terminal is wide " * 9)
@@ -102,7 +102,7 @@ def test_a_terminal_gets_a_table_that_is_drawn_again(campaign: tuple[Plan, Manif
     assert out.getvalue().endswith("a line below it\n")
 
 
-def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(campaign: tuple[Plan, Manifest]) -> None:
+def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(campaign: tuple[CampaignPlan, Manifest]) -> None:
     plan, manifest = campaign
     out = io.StringIO()
     with Board(plan, manifest, workers=1, out=out) as board:
@@ -116,7 +116,7 @@ def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(campaign: tuple[P
     assert failed.endswith("runs/maxrl+gtpo_s1/output.log")
 
 
-def test_elsewhere_runs_that_go_on_are_told_now_and_then(campaign: tuple[Plan, Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_runs_that_go_on_are_told_now_and_then(campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
     monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
     out = io.StringIO()
@@ -128,7 +128,7 @@ def test_elsewhere_runs_that_go_on_are_told_now_and_then(campaign: tuple[Plan, M
     assert out.getvalue().splitlines()[0] == "[ 2/10] maxrl+none_s1 step 12/50, correct 45.3%, 1 min 16 s left"
 
 
-def test_quiet_is_quiet(campaign: tuple[Plan, Manifest]) -> None:
+def test_quiet_is_quiet(campaign: tuple[CampaignPlan, Manifest]) -> None:
     out = Terminal()
     with Board(*campaign, workers=1, out=out, quiet=True) as board:
         board.say("x")
@@ -137,7 +137,7 @@ def test_quiet_is_quiet(campaign: tuple[Plan, Manifest]) -> None:
     assert out.getvalue() == ""
 
 
-def test_a_run_without_steps_has_no_rate(campaign: tuple[Plan, Manifest]) -> None:
+def test_a_run_without_steps_has_no_rate(campaign: tuple[CampaignPlan, Manifest]) -> None:
     plan, manifest = campaign
     progress = read_progress(plan, manifest["maxrl+gtpo_s1"])
     assert (progress.steps, progress.correct, progress.remaining_s) == (0, None, None)

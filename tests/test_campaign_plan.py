@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from retrain.campaign import Plan, plan_campaign
+from retrain.campaign import CampaignPlan, plan_campaign
 from retrain.config import config_from_toml, dump_toml, not_built, replaced, unused_keys
 from retrain.errors import ConfigurationError
 
@@ -30,7 +30,7 @@ lr = 1e-3
 """
 
 
-def plan(text: str) -> Plan:
+def plan(text: str) -> CampaignPlan:
     return plan_campaign(config_from_toml(text, Path("my/campaign.toml")), FOLDER)
 
 

@@ -221,14 +221,14 @@ def refused(folder: Path, campaign: dict[str, Any] | None = None, **others: dict
 
 
 def test_a_campaign_never_starts_in_anothers_folder(sequential: Finished) -> None:
-    assert f"go on with it by --resume {sequential.folder}" in refused(sequential.folder)
+    assert f"continue it with --resume {sequential.folder}" in refused(sequential.folder)
     assert "holds a run" in refused(sequential.folder / "runs" / NAMES[0])
 
 
 def test_what_would_change_the_campaign_is_refused_at_resume(sequential: Finished) -> None:
     resume = {"from": str(sequential.folder)}
     assert re.search(r"lr = 0\.5 differs from 0\.001", refused(sequential.folder, training={"lr": 0.5}, resume=resume))
-    assert "which the file does not have" in refused(sequential.folder, {"seeds": [1]}, resume=resume)
+    assert "which the file no longer plans" in refused(sequential.folder, {"seeds": [1]}, resume=resume)
     conditions = [CAMPAIGN["conditions"][0], CAMPAIGN["conditions"][1] | {"gtpo.beta": 0.1}]
     assert "beta = 0.1 differs from 0.3" in refused(sequential.folder, {"conditions": conditions}, resume=resume)
 
@@ -321,9 +321,9 @@ def test_parallel_runs_take_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_workers_than_gpus_are_refused_unless_the_file_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r"max_workers = 4 is more than the 2 runs.*set workers_per_device = 2"):
+    with pytest.raises(ConfigurationError, match=r"max_workers = 4 exceeds the 2 runs.*set workers_per_device = 2"):
         slots(monkeypatch, 2, max_workers=4)
-    with pytest.raises(ConfigurationError, match="devices_per_run = 2 is more than"):
+    with pytest.raises(ConfigurationError, match="devices_per_run = 2 exceeds the number of devices"):
         slots(monkeypatch, 1, devices_per_run=2)
 
 

@@ -9,7 +9,7 @@ from campaigns import problems, write_campaign, write_run
 from runs import lines, small
 
 from retrain import train
-from retrain.campaign import Plan, plan_campaign
+from retrain.campaign import CampaignPlan, plan_campaign
 from retrain.cli.main import main
 from retrain.config import TrainConfig, config_from_mapping, dump_toml, load_config
 from retrain.config.overrides import deep_merge
@@ -165,7 +165,7 @@ def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_
 # -- time and cost -------------------------------------------------------------------------------------------------------
 
 
-def planned(settings: dict[str, Any]) -> Plan:
+def planned(settings: dict[str, Any]) -> CampaignPlan:
     return plan_campaign(campaign(campaign=settings), Path("campaign"))
 
 

@@ -4,7 +4,7 @@
 """
 
 from retrain.campaign.manifest import Manifest, RunEntry, Status
-from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
+from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.runner import run_campaign
 
-__all__ = ["CampaignRun", "Manifest", "Plan", "RunEntry", "Status", "plan_campaign", "run_campaign"]
+__all__ = ["CampaignPlan", "CampaignRun", "Manifest", "RunEntry", "Status", "plan_campaign", "run_campaign"]

@@ -1,13 +1,14 @@
-"""What is shown of a campaign while it runs: a table that stays current on a terminal, plain lines anywhere else.
+"""Progress of a running campaign: a live table on a terminal, plain lines elsewhere.
 
-It reads the runs' own files, so it shows the same whoever runs them.
+The numbers come from the runs' own files, so every launcher looks the same.
 """
 
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -16,7 +17,7 @@ from retrain.analysis.runs import StoredRun
 from retrain.analysis.status import duration
 from retrain.campaign.launch import OUTPUT
 from retrain.campaign.manifest import Manifest, RunEntry, Status
-from retrain.campaign.plan import Plan
+from retrain.campaign.plan import CampaignPlan
 from retrain.errors import RetrainError
 from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, encodable, one_line
@@ -27,18 +28,19 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 LINES_EVERY_S = 30.0
-"""Between two lines about runs that go on, where there is no terminal."""
+"""Seconds between two progress lines of a running run, where there is no terminal."""
 _WINDOW = 20
-"""Last steps over which a step's time is taken."""
+"""Number of last steps whose median gives the time per step."""
 _COLUMNS = ("run", "state", "step", "correct", "held-out", "left")
 _GAP = 2
 """Spaces between two columns."""
+_REASON_LENGTH = 400
 _ORDER = (Status.RUNNING, Status.FAILED, Status.INTERRUPTED, Status.DONE, Status.PENDING)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one run is. Absent is None."""
+    """How far one run is; None where there is no number yet."""
 
     name: str
     status: Status
@@ -55,16 +57,16 @@ class Progress:
     def remaining_s(self) -> float | None:
         return (self.max_steps - self.steps) * self.step_time_s if self.step_time_s is not None else None
 
-    def words(self) -> str:
-        """step 12/50, correct 45.3%, held-out 61.0%"""
+    def describe(self) -> str:
+        """For example: step 12/50, correct 45.3%, held-out 61.0%."""
         parts = [f"step {self.steps}/{self.max_steps}"]
         parts += [f"correct {self.correct:.1%}"] if self.correct is not None else []
         parts += [f"held-out {self.held_out:.1%}"] if self.held_out is not None else []
         return ", ".join(parts)
 
 
-def read_progress(plan: Plan, entry: RunEntry) -> Progress:
-    """From the end of the run's metrics; a run without any is at step 0."""
+def read_progress(plan: CampaignPlan, entry: RunEntry) -> Progress:
+    """Read the last metrics of a run; without metrics it is at step 0."""
     stored = StoredRun(plan.folder / entry.dir)
     recent = stored.last_metrics(_WINDOW)
     times = [record.step_time_s for record in recent if record.step_time_s is not None]
@@ -82,16 +84,17 @@ def read_progress(plan: Plan, entry: RunEntry) -> Progress:
 
 
 class Board:
-    """Use as a context. `say`, `started` and `ended` come from the campaign's own thread; a second one keeps the table current."""
+    """Use as a context manager. The campaign's thread calls `say`, `started` and `ended`; a second thread refreshes the table."""
 
-    def __init__(self, plan: Plan, manifest: Manifest, workers: int, *, quiet: bool = False, out: TextIO | None = None) -> None:
+    def __init__(self, plan: CampaignPlan, manifest: Manifest, workers: int, *, quiet: bool = False, out: TextIO | None = None) -> None:
         self._plan = plan
         self._manifest = manifest
         self._workers = workers
         self._quiet = quiet
         self._out = out or sys.stdout
         self._mask = Redactor().text
-        self._settled: dict[str, Progress] = {}
+        self._final: dict[str, Progress] = {}
+        """Runs that are not running, which need not be read again."""
         self._numbers = {entry.name: number for number, entry in enumerate(manifest.runs, start=1)}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -101,7 +104,7 @@ class Board:
         if not self._quiet:
             if self._out.isatty():
                 self._open_table()
-            self._thread = threading.Thread(target=self._keep_current, name="campaign-board", daemon=True)
+            self._thread = threading.Thread(target=self._refresh, name="campaign-board", daemon=True)
             self._thread.start()
         return self
 
@@ -112,7 +115,7 @@ class Board:
         if self._live is not None:
             self._live.update(self.table(*self._live.console.size), refresh=True)
             self._live.stop()
-            self._live = None  # what is said from now on stands below the table
+            self._live = None  # later lines are printed below the table
 
     # -- lines -------------------------------------------------------------------------------------------------------------
 
@@ -131,28 +134,28 @@ class Board:
             self.say(f"{self._prefix(name)} started")
 
     def ended(self, name: str) -> None:
-        self._settled.pop(name, None)
+        self._final.pop(name, None)
         if self._live is not None:
             return
         progress = self._progress(self._manifest[name])
-        line = f"{self._prefix(name)} {progress.status}: {progress.words()}"
+        line = f"{self._prefix(name)} {progress.status}: {progress.describe()}"
         if progress.reason:
-            line += f" | {one_line(progress.reason, 400)} | {self._plan.folder / self._manifest[name].dir / OUTPUT}"
+            line += f" | {one_line(progress.reason, _REASON_LENGTH)} | {self._plan.folder / self._manifest[name].dir / OUTPUT}"
         self.say(line)
 
     def _prefix(self, name: str) -> str:
         total = len(self._numbers)
         return f"[{self._numbers[name]:>{len(str(total))}}/{total}] {name}"
 
-    # -- the other thread --------------------------------------------------------------------------------------------------
+    # -- the refreshing thread ---------------------------------------------------------------------------------------------
 
-    def _keep_current(self) -> None:
-        said = time.monotonic()
+    def _refresh(self) -> None:
+        last_lines = time.monotonic()
         while not self._closing.wait(REFRESH_S):
             if self._live is not None:
                 self._live.update(self.table(*self._live.console.size), refresh=True)
-            elif time.monotonic() - said >= LINES_EVERY_S:
-                said = time.monotonic()
+            elif time.monotonic() - last_lines >= LINES_EVERY_S:
+                last_lines = time.monotonic()
                 for line in self._running_lines():
                     self.say(line)
 
@@ -161,7 +164,7 @@ class Board:
             if entry.status is Status.RUNNING:
                 progress = self._progress(entry)
                 left = f", {duration(progress.remaining_s)} left" if progress.remaining_s is not None else ""
-                yield f"{self._prefix(entry.name)} {progress.words()}{left}"
+                yield f"{self._prefix(entry.name)} {progress.describe()}{left}"
 
     # -- the table ---------------------------------------------------------------------------------------------------------
 
@@ -174,9 +177,9 @@ class Board:
         self._live.start()
 
     def table(self, width: int = 80, height: int = 25) -> "Group":
-        """The runs that matter most now, as many as a terminal of this size has room for, under a line that counts all of them.
+        """A line that counts all runs, then the runs that fit a terminal of this size: running ones first, then failed ones.
 
-        Reasons stand below the table, one line each: in it they would take the place of the numbers.
+        Reasons follow below the table, one line each: in a column they would displace the numbers.
         """
         from rich.console import Group
         from rich.table import Table
@@ -185,7 +188,7 @@ class Board:
         runs = [self._progress(entry) for entry in self._manifest.runs]
         room = max(5, height - 6)
         ordered = sorted(runs, key=lambda run: _ORDER.index(run.status))
-        reasons = [f"{one_line(run.name)}: {one_line(run.reason, 400)}" for run in ordered if run.reason][: max(1, room // 4)]
+        reasons = [f"{one_line(run.name)}: {one_line(run.reason, _REASON_LENGTH)}" for run in ordered if run.reason][: max(1, room // 4)]
         shown = ordered[: room - len(reasons)]
         rows = [self._cells(run) for run in shown]
         names_width = width - sum(max(map(len, column)) + _GAP for column in list(zip(_COLUMNS, *rows, strict=True))[1:])
@@ -206,7 +209,7 @@ class Board:
         return one_line(run.name), str(run.status), steps, _percent(run.correct), _percent(run.held_out), left
 
     def headline(self, runs: list[Progress]) -> str:
-        """Campaign logs/campaign_...: 12 done, 2 running, 26 pending | step 640 of 2,000 | 1 h 05 min left"""
+        """For example: Campaign logs/campaign_...: 12 done, 2 running, 26 pending | step 640 of 2,000 | 1 h 05 min left."""
         counts = {status: sum(run.status is status for run in runs) for status in _ORDER}
         words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         line = f"Campaign {self._plan.folder}: {words} | step {sum(run.steps for run in runs):,} of {self._plan.max_steps * len(runs):,}"
@@ -217,26 +220,22 @@ class Board:
         return f"{line} | {duration(left * median(times) / max(1, min(self._workers, len(runs))))} left"
 
     def _progress(self, entry: RunEntry) -> Progress:
-        """Read again only while the run goes on."""
-        if entry.name in self._settled and self._settled[entry.name].status is entry.status:
-            return self._settled[entry.name]
-        if entry.status is Status.PENDING:
-            progress = Progress(entry.name, entry.status, max_steps=self._plan.max_steps)
-        else:
-            progress = self._read(entry)
+        """The files of a run are read again only while it is running."""
+        known = self._final.get(entry.name)
+        if known is not None and known.status is entry.status:
+            return known
+        progress = Progress(entry.name, entry.status, max_steps=self._plan.max_steps)
+        if entry.status is not Status.PENDING:
+            progress = replace(progress, reason=entry.reason or "")
+            with contextlib.suppress(RetrainError, OSError):  # a file may be half written now; the comparison reports one that stays so
+                progress = read_progress(self._plan, entry)
         if entry.status is not Status.RUNNING:
-            self._settled[entry.name] = progress
+            self._final[entry.name] = progress
         return progress
-
-    def _read(self, entry: RunEntry) -> Progress:
-        try:
-            return read_progress(self._plan, entry)
-        except (RetrainError, OSError):  # a file that is cut or replaced at this moment; whoever compares the runs will tell if it stays so
-            return Progress(entry.name, entry.status, max_steps=self._plan.max_steps, reason=entry.reason or "")
 
 
 def shortened(name: str, width: int) -> str:
-    """A run's name in `width` columns, 12 at least: cut in its middle, since runs of a condition differ by the seed at its end."""
+    """`name` in at most `width` columns (at least 12), cut before the seed, which tells the runs of a condition apart."""
     width = max(12, width)
     if len(name) <= width:
         return name

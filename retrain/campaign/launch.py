@@ -1,4 +1,7 @@
-"""How a run of a campaign is started, and what becomes of it. The launchers: in this process, as subprocesses, on a Ray cluster."""
+"""Launchers: the interface that starts the runs of a campaign, and the launcher that trains them in this process.
+
+The others are in `subprocesses` (parallel processes on this machine) and `ray_cluster`.
+"""
 
 import gc
 import sys
@@ -17,77 +20,81 @@ from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import clean
 
 OUTPUT = "output.log"
-"""What a run prints, in its folder."""
+"""File in the run's folder that keeps what the run prints."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
+    """How a run ended."""
+
     status: Status
     """DONE, FAILED or INTERRUPTED."""
     reason: str = ""
-    """Why it is not done: one sentence."""
+    """Why the run is not done, in one sentence."""
     lost: bool = False
-    """The worker ended without a word: it was killed, or its machine is gone. Starting again may help."""
+    """The worker ended without an answer: it was killed, or its machine is gone. A restart may help."""
     stopped_by: int | None = None
-    """The signal, where the campaign's own process got it while the run had the handlers."""
+    """The signal that the campaign's own process received while the run had installed its handlers."""
 
 
 class Job(Protocol):
-    """A run that was started."""
+    """A started run."""
 
-    def poll(self) -> Outcome | None:
-        """None while it runs."""
+    def poll(self) -> RunOutcome | None:
+        """How the run ended; None while it is running."""
 
     def stop(self, signal_number: int) -> None:
-        """Ask it to save and end."""
+        """Ask the run to save a checkpoint and end."""
 
     def kill(self) -> None:
-        """End it at once. Safe to call when it has ended."""
+        """End the run at once; does nothing if it has ended."""
 
 
 class Launcher(Protocol):
+    """Starts runs, at most `workers` at a time."""
+
     workers: int
-    """Runs at the same time at most."""
 
     def start(self, run: CampaignRun, slot: int) -> Job:
-        """`slot` counts from 0 to workers - 1: no two runs that run at the same time have the same."""
+        """Start a run. `slot`, from 0 to workers - 1, belongs to no other running run. Raises OSError if its folder cannot be written."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the launcher holds."""
 
 
-def perform(config: TrainConfig) -> Outcome:
-    """Train the run in this process: from its checkpoint if it began before, from the start otherwise. Never raises for a failed run."""
+def perform(config: TrainConfig) -> RunOutcome:
+    """Train a run in this process, from its checkpoint if it has been started before. A failed run is an outcome, not an exception."""
     from retrain.run.loop import train
 
     folder = RunFolder(Path(config.logging.log_dir))
     try:
         train(replaced(config, {"resume.from": str(folder.path)}, origin="file") if folder.marker.is_file() else config)
     except Interrupted as error:
-        return Outcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
+        return RunOutcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
     except RetrainError as error:
         print(clean(f"retrain: {error}"), file=sys.stderr)
-        return Outcome(Status.FAILED, " ".join(str(error).split()))
-    except Exception as error:  # whatever one run dies of, the others go on; its traceback is in its output
+        return RunOutcome(Status.FAILED, " ".join(str(error).split()))
+    except Exception as error:  # an unexpected error ends this run alone; its traceback is kept in the run's output
         traceback.print_exc()
-        return Outcome(Status.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in {OUTPUT})")
-    return Outcome(Status.DONE)
+        return RunOutcome(Status.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in {OUTPUT})")
+    return RunOutcome(Status.DONE)
 
 
 @contextmanager
 def output_to(folder: Path) -> Iterator[None]:
-    """What Python code prints goes to the run's output.log."""
+    """Append everything that Python code prints to the run's output.log."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / OUTPUT).open("a", encoding="utf-8", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         yield
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A job that is over when its start returns."""
+class EndedJob:
+    """A run that has ended when `start` returns."""
 
-    outcome: Outcome
+    outcome: RunOutcome
 
-    def poll(self) -> Outcome:
+    def poll(self) -> RunOutcome:
         return self.outcome
 
     def stop(self, signal_number: int) -> None: ...
@@ -95,13 +102,13 @@ class Ended:
     def kill(self) -> None: ...
 
 
-def no_output(run: CampaignRun, error: OSError) -> Outcome:
-    """Of a run whose folder or output cannot be written."""
-    return Outcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
+def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
+    """The outcome of a run whose output.log cannot be written."""
+    return RunOutcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
 
 
 class InProcess:
-    """One run after the other in this process. The model stays loaded from run to run."""
+    """Trains one run after the other in this process, and keeps the base model loaded between them."""
 
     workers = 1
 
@@ -111,14 +118,14 @@ class InProcess:
         self._models = shared_models()
         self._models.__enter__()
 
-    def start(self, run: CampaignRun, slot: int) -> Ended:
+    def start(self, run: CampaignRun, slot: int) -> EndedJob:
         try:
             with output_to(run.folder):
                 outcome = perform(run.config)
         except OSError as error:
-            outcome = no_output(run, error)
-        gc.collect()  # the run's optimizer and caches, which hold on to each other
-        return Ended(outcome)
+            outcome = unwritable(run, error)
+        gc.collect()  # frees the optimizer and caches, which are in reference cycles
+        return EndedJob(outcome)
 
     def close(self) -> None:
         self._models.__exit__(None, None, None)

@@ -1,6 +1,7 @@
-"""manifest.json: what a campaign planned and how far each run is. Written before the first run and at every change, atomically.
+"""A campaign's folder and its manifest.json: what was planned, and the status of each run.
 
-The truth about a run is its own folder: after a kill a run may be further than the manifest says, and never less far.
+The manifest is written atomically, before the first run and at every change. The truth about a run is its own folder: after a kill a
+run may be further than the manifest says, never less far.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import retrain
-from retrain.campaign.plan import RUNS, Plan, plan_campaign
+from retrain import __version__
+from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
@@ -24,29 +25,32 @@ from retrain.records.run_folder import RunFolder, mark
 from retrain.records.terminal import clean
 from retrain.run.opening import writer_lock
 
+LOGS = Path("logs")
 MANIFEST = "manifest.json"
 TIMESTAMP = "%Y%m%d_%H%M%S"
 
 
 class Status(StrEnum):
+    """Where a run stands."""
+
     PENDING = "pending"
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Stopped in good order by a signal; `--resume` goes on with it."""
+    """Saved and stopped after a signal; `--resume` continues it."""
 
 
 @dataclass
 class RunEntry:
-    """One run. Times are ISO 8601 with the offset; absent is null."""
+    """One run. Times are ISO 8601 with the offset; null where there is none."""
 
     name: str
     condition: str
     seed: int
     status: Status = Status.PENDING
     dir: str = ""
-    """Relative to the campaign's folder, so that the folder can be moved."""
+    """The run's folder, relative to the campaign's, so that the campaign can be moved."""
     started: str | None = None
     ended: str | None = None
     reason: str | None = None
@@ -55,12 +59,14 @@ class RunEntry:
 
 @dataclass
 class Manifest:
+    """The content of manifest.json."""
+
     folder: Path
     timestamp: str
     """Local time of the start, YYYYMMDD_HHMMSS."""
     retrain_version: str
     config: dict[str, Any]
-    """What the file, variables and flags gave."""
+    """The keys given by file, environment variables and flags, with credentials masked."""
     conditions: list[str]
     seeds: list[int]
     max_steps: int
@@ -73,12 +79,13 @@ class Manifest:
         self._by_name = {entry.name: entry for entry in self.runs}
 
     @classmethod
-    def of_plan(cls, plan: Plan, now: datetime) -> "Manifest":
+    def of_plan(cls, plan: CampaignPlan, now: datetime) -> "Manifest":
+        """A manifest in which every run is pending."""
         runs = [RunEntry(run.name, run.condition, run.seed, dir=f"{RUNS}/{run.name}") for run in plan.runs]
         return cls(
             folder=plan.folder,
             timestamp=now.strftime(TIMESTAMP),
-            retrain_version=retrain.__version__,
+            retrain_version=__version__,
             config=stored_form(plan.config),
             conditions=list(plan.conditions),
             seeds=list(plan.seeds),
@@ -88,43 +95,46 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises RunFailed for a file that cannot be understood."""
+        """Read `folder`/manifest.json. Raises RunFailed for a file that cannot be parsed."""
         path = folder / MANIFEST
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             runs = [RunEntry(**entry | {"status": Status(entry["status"])}) for entry in values.pop("runs")]
             return cls(folder=folder, runs=runs, **values)
         except (ValueError, TypeError, KeyError) as error:
-            raise RunFailed(f"{path} cannot be understood ({error}): the file was changed or another version wrote it.") from error
+            raise RunFailed(f"{path} cannot be read ({error}): it was edited, or another version of retrain wrote it.") from error
 
     def write(self) -> None:
+        """Replace manifest.json atomically, credentials masked."""
         names = ("timestamp", "retrain_version", "config", "conditions", "seeds", "max_steps", "runs", "squeeze")
         values = {name: getattr(self, name) for name in names} | {"runs": [asdict(entry) for entry in self.runs]}
-        masked = Redactor().json(values) | {"config": self.config}  # which is masked as a configuration, and must load again
+        masked = Redactor().json(values) | {"config": self.config}  # masked already, in a way that loads again
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
 
     def __getitem__(self, name: str) -> RunEntry:
         return self._by_name[name]
 
     def started(self, name: str) -> None:
+        """Record that a run is running; its first start time stays."""
         entry = self[name]
         entry.status, entry.started, entry.ended, entry.reason = Status.RUNNING, entry.started or _now(), None, None
         self.write_if_possible()
 
     def ended(self, name: str, status: Status, reason: str = "") -> None:
+        """Record how a run ended."""
         entry = self[name]
         entry.status, entry.ended, entry.reason = status, _now(), clean(reason) or None
         self.write_if_possible()
 
     def write_if_possible(self) -> None:
-        """A disk that is full stops no run of the campaign but those that need it; the next change, or the end, writes this one too."""
+        """Write, unless the disk is full: the next change includes this one, and a full disk need not stop runs that write elsewhere."""
         with contextlib.suppress(OSError):
             self.write()
 
-    def resumed_with(self, plan: Plan) -> None:
-        """Take over the plan of a resumed campaign, which may have more conditions, seeds or steps.
+    def resumed_with(self, plan: CampaignPlan) -> None:
+        """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError where it lacks a run, or would give a run another training.
+        Raises ConfigurationError if the plan lacks a run, or changes how a run is trained.
         """
         _check_same(config_from_mapping(self.config), plan)
         fresh = Manifest.of_plan(plan, datetime.now())
@@ -134,17 +144,18 @@ class Manifest:
 
 
 def stored_form(config: TrainConfig) -> dict[str, Any]:
-    """What was given, as JSON holds it, with credentials masked. What was not follows from the version, and each run stores every key."""
+    """The keys that were given, for JSON, with credentials masked. Defaults are left out: each run's config.toml holds every key."""
     return given_values(Redactor().config(config))
 
 
-def _check_same(stored: TrainConfig, plan: Plan) -> None:
+def _check_same(stored: TrainConfig, plan: CampaignPlan) -> None:
     before = {run.name: run for run in plan_campaign(stored, plan.folder).runs}
     now = {run.name: run for run in plan_campaign(config_from_mapping(stored_form(plan.config)), plan.folder).runs}
     if lost := [name for name in before if name not in now]:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ConfigurationError(
-            f"{plan.folder} holds the run {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, which the file does not have; "
-            "put its condition and seed back (more of both may be added), or start another campaign."
+            f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
+            "restore its condition and seed (you may add others), or start a new campaign."
         )
     differences = [problem for name, run in before.items() for problem in resume_differences(run.config, now[name].config)]
     if differences:
@@ -155,14 +166,11 @@ def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-LOGS = Path("logs")
-
-
 @contextmanager
-def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Plan, Manifest]]:
-    """The campaign's plan and its manifest, written; one writer a campaign for as long as the context lasts.
+def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[CampaignPlan, Manifest]]:
+    """The campaign's plan and its written manifest; the folder is locked against other writers until the context ends.
 
-    `[resume] from` names a campaign to go on with; `[logging] log_dir`, if it is given, a folder for a new one; else it is
+    `[resume] from` names a campaign to continue, `[logging] log_dir` the folder of a new one; the default is
     `logs/campaign_YYYYMMDD_HHMMSS`. Raises ConfigurationError for a folder that may not be used.
     """
     resumed = bool(config.resume.from_)
@@ -187,15 +195,15 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
     folder = Path(config.logging.log_dir)
     if (folder / MANIFEST).is_file():
         raise ConfigurationError(
-            f"{folder} already holds a campaign: go on with it by --resume {folder}, or choose another [logging] log_dir."
+            f"{folder} already holds a campaign; continue it with --resume {folder}, or choose another [logging] log_dir."
         )
     if RunFolder(folder).holds_run():
-        raise ConfigurationError(f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave it out.")
+        raise ConfigurationError(f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave the key out.")
     return folder
 
 
 def _timestamped(now: datetime) -> Path:
-    """logs/campaign_<local time>, with -2, -3, ... where that is taken; made here, so that of two starters each gets its own."""
+    """Create logs/campaign_<local time>, with -2, -3, ... if it exists, so that two campaigns started in one second get two folders."""
     name = f"campaign_{now.strftime(TIMESTAMP)}"
     number = 1
     while True:
@@ -205,6 +213,6 @@ def _timestamped(now: datetime) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise EnvironmentFailure(f"{folder} cannot be made: {error.strerror}; choose another [logging] log_dir.") from error
+            raise EnvironmentFailure(f"{folder} cannot be created: {error.strerror}; choose another [logging] log_dir.") from error
         else:
             return folder

@@ -1,6 +1,6 @@
-"""What a campaign file says, as runs: each condition with each seed, its name, its folder and its whole configuration.
+"""A campaign's plan: one run for each condition and seed, with its name, its folder and its complete configuration.
 
-Nothing is started and nothing is written here, so `explain` shows the same plan that is run.
+Planning starts and writes nothing, so `retrain explain` shows the plan that a campaign would run.
 """
 
 import re
@@ -34,22 +34,23 @@ class CampaignRun:
     """The condition's label."""
     seed: int
     config: TrainConfig
-    """Of this run alone: no [campaign], and every key as the run uses it."""
+    """The configuration of this run alone, without [campaign]."""
 
     @property
     def folder(self) -> Path:
+        """The run's folder."""
         return Path(self.config.logging.log_dir)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A campaign's runs in the order in which they start: all conditions of the first seed, then of the second, ...
+class CampaignPlan:
+    """A campaign's runs in the order in which they start: all conditions of the first seed, then of the second, and so on.
 
-    So whatever is finished when a campaign is cut is complete pairs, which are what a comparison needs.
+    A comparison needs pairs of runs with the same seed; in this order an interrupted campaign holds as many as possible.
     """
 
     config: TrainConfig
-    """The campaign's own, with [campaign]."""
+    """The configuration of the campaign, with its [campaign] section."""
     folder: Path
     conditions: tuple[str, ...]
     """Labels, in the file's order; the first is the baseline."""
@@ -59,16 +60,17 @@ class Plan:
 
     @property
     def settings(self) -> Campaign:
+        """The [campaign] section."""
         return settings_of(self.config)
 
     @property
     def throttle_dir(self) -> Path:
-        """Locks that the workers of a Tinker campaign share."""
+        """Folder of the locks that the workers of a Tinker campaign share."""
         return self.folder / THROTTLE
 
 
-def plan_campaign(config: TrainConfig, folder: Path) -> Plan:
-    """The runs of a campaign that lives in `folder`. Raises ConfigurationError where a condition's values do not go together."""
+def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
+    """Plan the runs of a campaign in `folder`. Raises ConfigurationError for a condition whose values are invalid together."""
     settings = settings_of(config)
     steps = max_steps(config)
     views = arms(config)
@@ -78,17 +80,18 @@ def plan_campaign(config: TrainConfig, folder: Path) -> Plan:
         for condition, view in zip(config.conditions, views, strict=True)
     ]
     labels = tuple(condition.label for condition in config.conditions)
-    return Plan(config, folder, labels, tuple(settings.seeds), steps, tuple(runs))
+    return CampaignPlan(config, folder, labels, tuple(settings.seeds), steps, tuple(runs))
 
 
 def settings_of(config: TrainConfig) -> Campaign:
+    """The [campaign] section. Raises ConfigurationError if there is none."""
     if config.campaign is None:
         raise ConfigurationError(f"{config.source_path or 'the configuration'} has no [campaign] section; add one.")
     return config.campaign
 
 
 def max_steps(config: TrainConfig) -> int:
-    """`[campaign] max_steps`; not given, `[training] max_steps` if that is, else 500 (decision D24)."""
+    """`[campaign] max_steps`, or else `[training] max_steps` if it is given, or else 500."""
     given = settings_of(config).max_steps
     if given is not None:
         return given
@@ -96,20 +99,23 @@ def max_steps(config: TrainConfig) -> int:
 
 
 def run_name(condition: str, seed: int) -> str:
+    """`{condition}_s{seed}`, in characters that a folder's name may have."""
     return f"{_NOT_IN_A_NAME.sub('_', condition)}_s{seed}"
 
 
 def _shared_judge(view: TrainConfig, base: TrainConfig) -> str:
-    """The base's reward for the held-out answers of a condition with another one, so that it compares with the others; "" for its own.
+    """The base's reward, for the held-out answers of a condition that trains with another one; "" leaves the condition its own.
 
-    Nothing is shared where `[evaluation] reward` says what judges, nor where the base's own reward is a sum or chance.
+    With one judge the held-out accuracies of all conditions compare. `[evaluation] reward` overrides it, and a base whose reward is
+    random or a sum of several has nothing to share.
     """
-    own = view.evaluation.reward or view.reward.types == base.reward.types
-    return "" if own or len(base.reward.types) > 1 or base.reward.types == ["random"] else base.reward.types[0]
+    if view.evaluation.reward or view.reward.types == base.reward.types:
+        return ""
+    return "" if len(base.reward.types) > 1 or base.reward.types == ["random"] else base.reward.types[0]
 
 
 def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, judge: str) -> CampaignRun:
-    """`view` is the campaign with one condition."""
+    """One run; `view` is the campaign's configuration with this condition alone."""
     name = run_name(label, seed)
     data = given_values(view)
     for section in ("campaign", "squeeze", "resume"):
@@ -135,7 +141,7 @@ def _put(data: dict[str, Any], section: str, **values: Any) -> None:
 
 
 def _tracking(view: TrainConfig, label: str, name: str, seed: int) -> dict[str, str]:
-    """Run name, group and tags; a group that the user gave wins, and the user's tags stay."""
+    """Run name, group and tags for wandb and trackio. The user's group wins, and the user's tags come first."""
     trackers = set(tracker_names(view))
     if not trackers & {"wandb", "trackio"}:
         return {}

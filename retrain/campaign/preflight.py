@@ -1,8 +1,8 @@
-"""What a campaign says, and refuses, before its first run: once for all runs, or with the condition that it is about."""
+"""Checks and notes before a campaign's first run: once for all runs, or with the conditions that they concern."""
 
 from dataclasses import dataclass, replace
 
-from retrain.campaign.plan import CampaignRun, Plan
+from retrain.campaign.plan import CampaignPlan
 from retrain.config import TrainConfig, replaced
 from retrain.data.load import NoHeldOutSplit, load_examples
 from retrain.run.notes import notes, preflight_lines, refuse_not_built
@@ -10,23 +10,27 @@ from retrain.run.notes import notes, preflight_lines, refuse_not_built
 
 @dataclass(frozen=True)
 class Checked:
+    """What the checks found."""
+
     lines: tuple[str, ...]
-    """Sentences for the start."""
+    """Sentences to print before the first run."""
     without_held_out: frozenset[str]
-    """Conditions whose data source holds nothing out, so that the evaluation at the end, which nobody asked for, is left out."""
+    """Conditions whose data source has no held-out split, so that the default evaluation at the end is left out."""
 
 
-def check(plan: Plan) -> Checked:
-    """Raises ConfigurationError for what no run could be started with, NoHeldOutSplit among it if evaluation was asked for."""
+def check(plan: CampaignPlan) -> Checked:
+    """Raises ConfigurationError if a run could not start; NoHeldOutSplit if an evaluation was asked for that has no held-out split."""
     refuse_not_built(plan.config)
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
-    lacking, evaluation_lines = _without_held_out(plan)
-    return Checked((*lines, *condition_notes(plan), *evaluation_lines), lacking)
+    lacking = _without_held_out(plan)
+    sources = dict.fromkeys(lacking.values())
+    missing = [f"No held-out evaluation at the end: [data] source = {name!r} holds nothing out." for name in sources]
+    return Checked((*lines, *condition_notes(plan), *missing), frozenset(lacking))
 
 
-def condition_notes(plan: Plan) -> list[str]:
-    """What may surprise in the runs of some condition, once for those that share the sentence."""
+def condition_notes(plan: CampaignPlan) -> list[str]:
+    """Notes about the runs, each once, preceded by its conditions unless it concerns all of them."""
     found: dict[str, list[str]] = {}
     for run in plan.runs[: len(plan.conditions)]:  # the first seed's
         for note in notes(run.config):
@@ -34,7 +38,18 @@ def condition_notes(plan: Plan) -> list[str]:
     return [note if len(labels) == len(plan.conditions) else f"{', '.join(labels)}: {note}" for note, labels in found.items()]
 
 
-def _without_held_out(plan: Plan) -> tuple[frozenset[str], list[str]]:
+def evaluated_where_possible(plan: CampaignPlan, checked: Checked) -> CampaignPlan:
+    """The plan without the default evaluation for conditions that have no held-out split."""
+    no_evaluation = {"evaluation.at_end": False}
+    runs = [
+        replace(run, config=replaced(run.config, no_evaluation, origin="file")) if run.condition in checked.without_held_out else run
+        for run in plan.runs
+    ]
+    return replace(plan, runs=tuple(runs))
+
+
+def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
+    """Condition -> data source, for conditions that would be evaluated but have no held-out split. Each source is loaded once."""
     known: dict[str, bool] = {}
     lacking: dict[str, str] = {}
     for run in plan.runs[: len(plan.conditions)]:
@@ -42,33 +57,18 @@ def _without_held_out(plan: Plan) -> tuple[frozenset[str], list[str]]:
             continue
         source = repr((run.config.data, run.config.evaluation.source))
         if source not in known:
-            known[source] = _holds_something_out(run.config, by_default=_by_default(run.config, plan.config))
+            known[source] = _has_held_out(run.config, plan.config)
         if not known[source]:
             lacking[run.condition] = run.config.data.source
-    lines = [f"No held-out evaluation at the end: [data] source = {name!r} holds nothing out." for name in dict.fromkeys(lacking.values())]
-    return frozenset(lacking), lines
+    return lacking
 
 
-def evaluated_where_possible(plan: Plan, checked: Checked) -> Plan:
-    """The plan, with the default evaluation off where nothing is held out."""
-    runs = [_without_evaluation(run) if run.condition in checked.without_held_out else run for run in plan.runs]
-    return replace(plan, runs=tuple(runs))
-
-
-def _by_default(config: TrainConfig, campaign: TrainConfig) -> bool:
-    """Whether the evaluation at the end is the campaign's own idea."""
-    return not (campaign.is_set("evaluation.at_end") or config.evaluation.every or config.evaluation.at_start)
-
-
-def _holds_something_out(config: TrainConfig, *, by_default: bool) -> bool:
+def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
+    """Raises NoHeldOutSplit if the user asked for an evaluation; the campaign's own default is no reason to refuse."""
     try:
         load_examples(config, "heldout")
     except NoHeldOutSplit:
-        if by_default:
-            return False
-        raise
+        if campaign.is_set("evaluation.at_end") or config.evaluation.every or config.evaluation.at_start:
+            raise
+        return False
     return True
-
-
-def _without_evaluation(run: CampaignRun) -> CampaignRun:
-    return replace(run, config=replaced(run.config, {"evaluation.at_end": False}, origin="file"))

@@ -1,7 +1,7 @@
-"""Runs on a Ray cluster: the one that `[campaign] ray_address` names, or a local one that is started here and ends with the campaign.
+"""The Ray launcher: runs on the cluster at `[campaign] ray_address`, or on a local one that starts and ends with the campaign.
 
-Ray places the runs and tells which of them were lost; a run itself is the same process as with the local launcher, below a task of Ray's.
-All machines must see the campaign's folder under one path, and have retrain installed.
+Ray places the runs and reports lost ones. Each Ray task starts the same worker process as the local launcher. All machines must have
+retrain installed and see the campaign's folder under the same path.
 """
 
 import os
@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from retrain.campaign.launch import Outcome
+from retrain.campaign.launch import RunOutcome
 from retrain.campaign.manifest import Status
-from retrain.campaign.plan import CampaignRun, Plan
+from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.campaign.subprocesses import start_worker
 from retrain.config import config_from_mapping, replaced
 from retrain.config.load import given_values
@@ -24,15 +24,17 @@ from retrain.config.violations import Provenance
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 _POLL_S = 0.2
-_KNOCK_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 _OBJECT_STORE_BYTES = 2**27
-"""Of a local cluster: what goes through it are configurations and outcomes. By default Ray takes a third of the machine's memory."""
+"""Object store of a local cluster: only configurations and outcomes pass through it. By default Ray takes a third of the memory."""
 _DEVICES = {1: "gpu:0", 2: "gpu:0,gpu:1"}
-"""Of a task, which sees only the GPUs that Ray gave it."""
+"""`[backend] devices` by devices_per_run: a task sees only the GPUs that Ray gave it."""
 
 
 class RayLauncher:
-    def __init__(self, plan: Plan) -> None:
+    """Starts each run as a Ray task. Raises EnvironmentFailure if Ray is not installed or no cluster answers."""
+
+    def __init__(self, plan: CampaignPlan) -> None:
         self._settings = plan.settings
         self._share = gpu_share(plan.settings)
         devices = plan.config.backend.device_list if plan.config.is_set("backend.devices") else ("cuda:0",)
@@ -49,8 +51,8 @@ class RayLauncher:
     def _connect(self) -> None:
         options: dict[str, Any] = {"address": self._settings.ray_address}
         if self._own_folder:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
-            # "local" is never a cluster that happens to run here, as no address at all would be.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports usage by default
+            # "local" always starts a new cluster; without an address Ray would join one that already runs here.
             options = {
                 "address": "local",
                 "_temp_dir": self._own_folder,
@@ -58,7 +60,7 @@ class RayLauncher:
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
         try:
-            _knock(self._settings.ray_address)
+            _check_reachable(self._settings.ray_address)
             self._ray.init(**options, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = f"ray_address = {self._settings.ray_address!r}" if self._settings.ray_address else 'launcher = "ray"'
@@ -68,18 +70,19 @@ class RayLauncher:
             ) from error
 
     def _room(self, runs: int) -> int:
-        """Runs that the cluster holds at once: by its GPUs, or where it has none by its processors."""
+        """Number of runs that fit on the cluster at once: limited by its GPUs, or by its CPUs if it has none."""
         resources = self._ray.cluster_resources()
         gpus = resources.get("GPU", 0) if self._wants_gpus else 0
         self._gpus = self._share if gpus else 0
         room = int(gpus / self._share) if gpus else int(resources.get("CPU", 1))
         if room < 1:
             raise ConfigurationError(
-                f"[campaign] devices_per_run = {self._settings.devices_per_run} is more than the {gpus:g} GPUs of the cluster; lower it."
+                f"[campaign] devices_per_run = {self._settings.devices_per_run} exceeds the {gpus:g} GPUs of the cluster; lower it."
             )
         return min(self._settings.max_workers or room, room, runs)
 
     def start(self, run: CampaignRun, slot: int) -> "RayJob":
+        """Submit the run as a task; Ray chooses where it runs."""
         config = replaced(run.config, {"logging.log_dir": str(run.folder.resolve())}, origin="file")
         if self._gpus:
             config = replaced(config, {"backend.devices": _DEVICES[self._settings.devices_per_run]}, origin="file")
@@ -88,65 +91,70 @@ class RayLauncher:
         return RayJob(self._ray, task.remote(given_values(config), str(path.resolve()) if path else "", run.name, str(Path.cwd())))
 
     def close(self) -> None:
+        """Disconnect, which ends a local cluster, and delete the folder of a local cluster."""
         self._ray.shutdown()
         if self._own_folder:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
 
 def _make_folder() -> str:
-    """For the logs and sockets of a local cluster, which Ray itself never deletes."""
+    """A folder for the logs and sockets of a local cluster, which Ray itself never deletes."""
     try:
-        return mkdtemp(prefix="retrain-ray-", dir="/tmp")  # TMPDIR may be too long for the path of a socket
+        return mkdtemp(prefix="retrain-ray-", dir="/tmp")  # a path below TMPDIR may be too long for a socket
     except OSError as error:
         raise EnvironmentFailure(
-            f'[campaign] launcher = "ray": a local Ray keeps its sockets in /tmp, which cannot be written ({error.strerror}); make it '
-            "writable, or name a cluster by ray_address."
+            f'[campaign] launcher = "ray": a local cluster keeps its sockets in /tmp, which cannot be written ({error.strerror}); make it '
+            "writable, or name a cluster with ray_address."
         ) from error
 
 
-def _knock(address: str) -> None:
-    """Raises OSError where nobody answers at host:port, which Ray would try for longer than anyone waits."""
+def _check_reachable(address: str) -> None:
+    """Raises OSError if nothing answers at host:port; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
 
 
 def gpu_share(settings: Campaign) -> float:
-    """GPUs of one run: a fraction where several share one. Raises ConfigurationError for several runs on several devices each."""
+    """GPUs per run: below 1 if several runs share one. Raises ConfigurationError if a run should have several GPUs and share them."""
     if settings.devices_per_run > 1 and settings.workers_per_device > 1:
         raise ConfigurationError(
             f"[campaign] devices_per_run = {settings.devices_per_run} and workers_per_device = {settings.workers_per_device}: "
-            "Ray gives a run either whole GPUs or a part of one; leave one of them at 1."
+            "Ray gives a run either whole GPUs or a part of one; leave one of the two keys at 1."
         )
     return settings.devices_per_run / settings.workers_per_device
 
 
 class RayJob:
+    """One run as a Ray task."""
+
     def __init__(self, ray: Any, task: Any) -> None:
         self._ray = ray
         self._task = task
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> RunOutcome | None:
+        """How the run ended; None while it is running."""
         done, _ = self._ray.wait([self._task], timeout=0)
         if not done:
             return None
         try:
             status, reason, lost = self._ray.get(self._task)
         except self._ray.exceptions.RayError as error:
-            return Outcome(Status.FAILED, f"Ray lost it ({type(error).__name__})", lost=True)
-        return Outcome(Status(status), reason, lost)
+            return RunOutcome(Status.FAILED, f"Ray lost the run ({type(error).__name__})", lost=True)
+        return RunOutcome(Status(status), reason, lost)
 
     def stop(self, signal_number: int) -> None:
-        """Ray raises KeyboardInterrupt in the task, which passes it on."""
+        """Ray raises KeyboardInterrupt in the task, which sends SIGINT to the worker process."""
         self._ray.cancel(self._task, force=False)
 
     def kill(self) -> None:
+        """End the task at once."""
         self._ray.cancel(self._task, force=True)
 
 
 def _perform(values: dict[str, Any], path: str, name: str, folder: str) -> tuple[str, str, bool]:
-    """Ray's task: start the run's process and wait for it. It ends with this one, since its standard input does."""
-    os.chdir(folder)  # paths in a configuration are relative to where the campaign was started
+    """The Ray task: start the worker process and wait for it. The worker ends with this process, which holds its standard input."""
+    os.chdir(folder)  # paths in a configuration are relative to the folder where the campaign was started
     config = config_from_mapping(values, provenance=Provenance(Path(path) if path else None))
     worker = start_worker(CampaignRun(name, config.condition_label, config.training.seed, config), threads=None)
     try:

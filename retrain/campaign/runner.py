@@ -12,9 +12,9 @@ from signal import Signals
 from retrain.analysis.runs import StoredRun
 from retrain.campaign.board import Board
 from retrain.campaign.devices import share_devices
-from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, Outcome, no_output
+from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, RunOutcome, no_output
 from retrain.campaign.manifest import Manifest, Status, open_campaign
-from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
+from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
 from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed
@@ -34,7 +34,7 @@ class AutoSqueeze:
     An adapter that is still zero says nothing, so the next run's is taken. A failure is said and stops nothing.
     """
 
-    def __init__(self, plan: Plan, manifest: Manifest, say: Say) -> None:
+    def __init__(self, plan: CampaignPlan, manifest: Manifest, say: Say) -> None:
         self._plan = plan
         self._manifest = manifest
         self._say = say
@@ -87,7 +87,7 @@ def _with_squeeze(run: CampaignRun, campaign: TrainConfig) -> TrainConfig:
     return replaced(run.config, {f"squeeze.{name}": value for name, value in given.items()})
 
 
-def comparison_lines(plan: Plan) -> list[str]:
+def comparison_lines(plan: CampaignPlan) -> list[str]:
     """Every condition against the first, as `retrain compare` prints it; a sentence where there is nothing to compare."""
     if len(plan.conditions) < 2:
         return []
@@ -137,7 +137,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     return manifest
 
 
-def _launcher(plan: Plan) -> Launcher:
+def _launcher(plan: CampaignPlan) -> Launcher:
     if plan.settings.launcher == "ray":
         from retrain.campaign.ray_cluster import RayLauncher
 
@@ -149,7 +149,7 @@ def _launcher(plan: Plan) -> Launcher:
     return InProcess()
 
 
-def _opening_line(plan: Plan, manifest: Manifest) -> str:
+def _opening_line(plan: CampaignPlan, manifest: Manifest) -> str:
     done = sum(is_finished(run) for run in plan.runs)
     size = f"{_counted(len(plan.conditions), 'condition')} x {_counted(len(plan.seeds), 'seed')} = {_counted(len(plan.runs), 'run')}"
     resumed = f", {done} of them finished before" if done else ""
@@ -170,7 +170,7 @@ class _Execution:
     """The loop over the runs that are not finished."""
 
     def __init__(
-        self, plan: Plan, manifest: Manifest, launcher: Launcher, board: Board, interrupts: Interrupts, squeeze: AutoSqueeze
+        self, plan: CampaignPlan, manifest: Manifest, launcher: Launcher, board: Board, interrupts: Interrupts, squeeze: AutoSqueeze
     ) -> None:
         self._plan = plan
         self._manifest = manifest
@@ -236,7 +236,7 @@ class _Execution:
             self._settle(run, outcome)
         return bool(ended)
 
-    def _settle(self, run: CampaignRun, outcome: Outcome) -> None:
+    def _settle(self, run: CampaignRun, outcome: RunOutcome) -> None:
         if outcome.lost and not self._stopping and self._retries[run.name] < self._plan.settings.max_retries:
             self._retries[run.name] += 1
             self._board.say(f"{run.name}: {outcome.reason}; it is started again from its last checkpoint.")

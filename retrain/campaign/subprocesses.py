@@ -1,4 +1,4 @@
-"""Runs beside each other on this machine, each in a process of its own that ends when this one does, however it ends."""
+"""The parallel launcher: each run is a worker process on this machine, which ends when the campaign's process ends, however it ends."""
 
 import contextlib
 import json
@@ -10,35 +10,39 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from retrain.campaign.devices import Devices, on_devices
-from retrain.campaign.launch import OUTPUT, Outcome
+from retrain.campaign.launch import OUTPUT, RunOutcome
 from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import dump_toml
 
 
 class Subprocesses:
+    """One worker for each slot, on the slot's devices; on a CPU the workers share the cores."""
+
     def __init__(self, slots: Sequence[Devices]) -> None:
         self._slots = slots
         self.workers = len(slots)
 
     def start(self, run: CampaignRun, slot: int) -> "Worker":
+        """Start a worker on the devices of `slot`."""
         return start_worker(on_devices(run, self._slots[slot]), threads=max(1, (os.cpu_count() or 1) // self.workers))
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is held between runs."""
 
 
 def start_worker(run: CampaignRun, threads: int | None) -> "Worker":
-    """`threads` of the processor for the run, unless OMP_NUM_THREADS is set; None leaves it to that."""
+    """Start the worker process of a run. `threads` is its OMP_NUM_THREADS unless that is set; None does not set it."""
     run.folder.mkdir(parents=True, exist_ok=True)
     with (run.folder / OUTPUT).open("ab") as log:
         return Worker(run, log, {"OMP_NUM_THREADS": str(threads)} if threads else {})
 
 
 class Worker:
-    """One process. Its session is its own, so that Ctrl-C on the terminal reaches the campaign alone, which passes it on."""
+    """A worker process. It has its own session, so that Ctrl-C reaches only the campaign, which forwards it."""
 
     def __init__(self, run: CampaignRun, log: IO[bytes], environment: Mapping[str, str]) -> None:
-        """`environment` is for variables that are not set."""
+        """`environment` gives variables that are not set here already."""
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "retrain.campaign.worker"],
             stdin=subprocess.PIPE,
@@ -50,11 +54,12 @@ class Worker:
         assert self._process.stdin is not None
         path = run.config.source_path
         request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
-        with contextlib.suppress(BrokenPipeError):  # it died at birth, which poll tells
+        with contextlib.suppress(BrokenPipeError):  # the process has already ended, which `poll` reports
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> RunOutcome | None:
+        """How the run ended; None while it is running."""
         code = self._process.poll()
         if code is None:
             return None
@@ -63,14 +68,16 @@ class Worker:
         self._close_pipes()
         if answer:
             values = json.loads(answer)
-            return Outcome(Status(values["status"]), values["reason"])
+            return RunOutcome(Status(values["status"]), values["reason"])
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Outcome(Status.FAILED, f"its process {how}", lost=True)
+        return RunOutcome(Status.FAILED, f"its process {how}", lost=True)
 
     def stop(self, signal_number: int) -> None:
+        """Ask the run to save a checkpoint and end."""
         self._process.send_signal(signal_number)
 
     def kill(self) -> None:
+        """End the process at once."""
         self._process.kill()
         self._process.wait()
         self._close_pipes()

@@ -1,7 +1,8 @@
-"""A run of a campaign in a process of its own: `python -m retrain.campaign.worker`, started by `subprocesses`.
+"""The worker process of one run, `python -m retrain.campaign.worker`, started by `subprocesses`.
 
-Standard input brings the run's configuration in one line of JSON and then stays open: when it ends, the campaign is gone, and so is
-this process. Standard output takes the outcome back, one line of JSON; what the run prints goes to its log, which is standard error.
+It reads the run's configuration as one line of JSON from standard input, which then stays open: end of file means that the campaign has
+ended, and ends this process too. The outcome is written to standard output as JSON. Everything that the run prints goes to standard
+error, which is the run's log.
 """
 
 import json
@@ -17,11 +18,12 @@ from retrain.processes import spin_briefly
 
 
 def main() -> None:
+    """Train the run and answer with its outcome."""
     spin_briefly()
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     request = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_die_with_the_campaign, args=(sys.stdin.buffer,), daemon=True).start()
+    threading.Thread(target=_exit_with_campaign, args=(sys.stdin.buffer,), daemon=True).start()
     from retrain.campaign.launch import perform
     from retrain.config import config_from_toml
 
@@ -30,8 +32,8 @@ def main() -> None:
     answer.close()
 
 
-def _die_with_the_campaign(pipe: IO[bytes]) -> None:
-    """At once, so that a campaign that is taken up again a moment later finds the run's folder free."""
+def _exit_with_campaign(pipe: IO[bytes]) -> None:
+    """SIGKILL, so that the run's folder is free for a campaign that is resumed a moment later."""
     pipe.read()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -9,7 +9,7 @@ from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.runs import StoredRun
 from retrain.backends.base import BackendCapabilities
 from retrain.backends.declared import declared_backend, declared_engine, incapable
-from retrain.campaign.plan import CampaignRun, Plan, plan_campaign
+from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
@@ -171,7 +171,7 @@ def _settings(config: TrainConfig) -> list[Setting]:
     ]
 
 
-def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], Plan | None]:
+def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | None]:
     """The runs, and the plan of a campaign."""
     if config.kind == "campaign":
         new = Path(config.logging.log_dir) if config.is_set("logging.log_dir") else CAMPAIGN_FOLDER
@@ -182,7 +182,7 @@ def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], Plan | None]:
 
 
 def _schedule(
-    config: TrainConfig, plan: Plan | None, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
+    config: TrainConfig, plan: CampaignPlan | None, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
 ) -> tuple[Schedule | None, list[str]]:
     """None, and why, where a campaign asks for more workers than its devices hold."""
     if plan is None:
@@ -193,7 +193,7 @@ def _schedule(
         return None, list(error.problems)
 
 
-def _steps_done(config: TrainConfig, plan: Plan | None) -> int:
+def _steps_done(config: TrainConfig, plan: CampaignPlan | None) -> int:
     """Over all runs, where `[resume] from` names what goes on."""
     if not config.resume.from_:
         return 0

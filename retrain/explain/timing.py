@@ -13,7 +13,7 @@ from retrain.campaign.devices import room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.campaign.plan import Plan
+    from retrain.campaign.plan import CampaignPlan
     from retrain.config import TrainConfig
     from retrain.model.memory import Memory
 
@@ -163,7 +163,7 @@ def schedule_run(config: "TrainConfig", steps_done: int, step_time: StepTime | N
 
 
 def schedule_campaign(
-    plan: "Plan", steps_done: int, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
+    plan: "CampaignPlan", steps_done: int, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
 ) -> Schedule:
     """`price_per_hour` wins over `[campaign] price_per_hour`. Raises ConfigurationError for more workers than the GPUs have room for."""
     settings = plan.settings
@@ -181,21 +181,21 @@ def schedule_campaign(
     )
 
 
-def _workers(plan: "Plan") -> int:
+def _workers(plan: "CampaignPlan") -> int:
     settings = plan.settings
     if settings.launcher == "ray":
         return settings.max_workers or len(plan.runs)
     return len(share_devices(plan)) if settings.parallel else 1
 
 
-def recommended_workers(plan: "Plan", memory: "Memory | None") -> Workers:
+def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Workers:
     """As many runs at once as have a device, a core or a call of their own, and the memory for it."""
     bounds = [Workers(len(plan.runs), "all runs at once"), *_bounds(plan, memory)]
     tightest = min(bounds, key=lambda bound: bound.count)
     return Workers(max(1, tightest.count), tightest.because)
 
 
-def _bounds(plan: "Plan", memory: "Memory | None") -> Iterator[Workers]:
+def _bounds(plan: "CampaignPlan", memory: "Memory | None") -> Iterator[Workers]:
     """None for a Ray cluster elsewhere, which starts as many runs as it holds."""
     settings, backend = plan.settings, plan.config.backend
     if settings.ray_address:
