@@ -166,7 +166,7 @@ def test_a_finished_campaign_taken_up_again_runs_nothing(sequential: Finished, c
 def test_a_failing_run_does_not_stop_the_others_and_is_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = {"advantage_mode": "grpo", "transform_mode": "none", "label": "broken", "lora.init_from": "nowhere"}
     conditions = [broken, CAMPAIGN["conditions"][0]]
-    with pytest.raises(RunFailed, match=r"1 of 2 runs are not done.*broken_s1") as caught:
+    with pytest.raises(RunFailed, match=r"1 of 2 runs did not finish.*broken_s1") as caught:
         run_campaign(config_from_mapping(sections(tmp_path / "c", {"seeds": [1], "conditions": conditions, "max_steps": 1})))
     assert caught.value.exit_code == 1
     failed, done = Manifest.read(tmp_path / "c").runs
@@ -193,7 +193,7 @@ def no_room(*_: object) -> None:
 
 def test_a_run_whose_output_cannot_be_written_fails_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrain.campaign.launch.output_to", no_room)
-    with pytest.raises(RunFailed, match="4 of 4 runs are not done"):
+    with pytest.raises(RunFailed, match="4 of 4 runs did not finish"):
         run_campaign(config_from_mapping(sections(tmp_path / "c", {"stagger_seconds": 3600})), quiet=True)  # which is for workers
     for entry in Manifest.read(tmp_path / "c").runs:
         assert entry.status is Status.FAILED
@@ -401,7 +401,7 @@ def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(sequenti
     workers = [Writer.of(RunFolder(campaign.folder / "runs" / name)) for name in names]
     campaign.process.kill()
     printed, _ = campaign.process.communicate()
-    assert f"{names[1]}: its process was killed by SIGKILL; it is started again" in printed
+    assert f"{names[1]}: its process was killed by SIGKILL; restarting it from its last checkpoint" in printed
     deadline = time.monotonic() + 10
     while any(worker and worker.liveness() is Liveness.ALIVE for worker in workers):
         assert time.monotonic() < deadline, "workers outlive their campaign"

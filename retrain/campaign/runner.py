@@ -1,4 +1,7 @@
-"""Running a campaign: start its runs, write down how they end, go on whatever one of them does."""
+"""Running a campaign: start its runs, record how they end, squeeze the first adapter, compare the conditions.
+
+A run that fails does not stop the others.
+"""
 
 import shutil
 import time
@@ -12,7 +15,7 @@ from signal import Signals
 from retrain.analysis.runs import StoredRun
 from retrain.campaign.board import Board
 from retrain.campaign.devices import share_devices
-from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, RunOutcome, no_output
+from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, RunOutcome, unwritable
 from retrain.campaign.manifest import Manifest, Status, open_campaign
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
@@ -27,112 +30,39 @@ from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
 
 Say = Callable[[str], None]
 
-
-class AutoSqueeze:
-    """Analyses the first run's adapter, once, where the campaign has `[squeeze]`: printed, into the manifest, and to the trackers.
-
-    An adapter that is still zero says nothing, so the next run's is taken. A failure is said and stops nothing.
-    """
-
-    def __init__(self, plan: CampaignPlan, manifest: Manifest, say: Say) -> None:
-        self._plan = plan
-        self._manifest = manifest
-        self._say = say
-        self._due = plan.config.is_set("squeeze") and manifest.squeeze is None
-        self._untrained: set[str] = set()
-        """Names of the runs that were passed over."""
-
-    def after(self, run: CampaignRun) -> None:
-        """`run` is done: the plan's first one is the one that counts, whichever is done first; where that is untrained, the next."""
-        for candidate in self._plan.runs:
-            if not self._due or (candidate != run and self._manifest[candidate.name].status is not Status.DONE):
-                return
-            self._squeeze(candidate)
-
-    def at_end(self) -> None:
-        """The first trained run that is done, where the plan's first one failed, or was done before an earlier session was cut."""
-        for run in self._plan.runs:
-            if self._due and self._manifest[run.name].status is Status.DONE:
-                self._squeeze(run)
-
-    def _squeeze(self, run: CampaignRun) -> None:
-        from retrain.squeeze import squeeze_adapter
-        from retrain.squeeze.analysis import Untrained
-
-        if run.name in self._untrained:
-            return
-        self._due = False
-        self._say(f"LoRA-Squeeze of {run.name}:")
-        config = _with_squeeze(run, self._plan.config)
-        adapter = stored_checkpoints(RunFolder(run.folder)) / FINAL
-        try:
-            squeezed = squeeze_adapter(config, adapter, progress=self._say)
-            track_squeeze(config, RunFolder(self._plan.folder / SQUEEZE_RUN), squeezed.analysis, self._say)
-        except Untrained as error:
-            self._untrained.add(run.name)
-            self._due = True
-            self._say(f"LoRA-Squeeze takes the next run: {error}")
-            return
-        except RetrainError as error:
-            self._say(f"LoRA-Squeeze failed, and the campaign goes on: {error}")
-            return
-        for line in squeezed.lines():
-            self._say(line)
-        self._manifest.squeeze = squeezed.to_json()
-        self._manifest.write_if_possible()
-
-
-def _with_squeeze(run: CampaignRun, campaign: TrainConfig) -> TrainConfig:
-    given = campaign.squeeze.model_dump(exclude_unset=True, exclude={"adapter_path"})
-    return replaced(run.config, {f"squeeze.{name}": value for name, value in given.items()})
-
-
-def comparison_lines(plan: CampaignPlan) -> list[str]:
-    """Every condition against the first, as `retrain compare` prints it; a sentence where there is nothing to compare."""
-    if len(plan.conditions) < 2:
-        return []
-    from retrain.analysis.compare import compare_campaign
-    from retrain.analysis.comparison_text import to_text
-    from retrain.analysis.verdict import TestSettings
-
-    try:
-        return ["", *to_text(compare_campaign(plan.folder, TestSettings()), shutil.get_terminal_size().columns).splitlines()]
-    except (ConfigurationError, EnvironmentFailure) as error:
-        return [f"No comparison: {error}"]
-
-
 _POLL_S = 0.1
 
 
 def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
-    """Every run of the campaign that is not finished, then the comparison; the runs of one that `[resume] from` names go on.
+    """Train every run of the campaign that is not finished, then compare the conditions. `[resume] from` continues a campaign.
 
-    Raises ConfigurationError or EnvironmentFailure before the first run; RunFailed at the end, if a run failed; Interrupted after a
-    signal, when the runs that were going on have saved.
+    Raises ConfigurationError or EnvironmentFailure before the first run, RunFailed at the end if a run failed, and Interrupted after a
+    signal, once the running runs have saved.
     """
-    draft = plan_campaign(config, Path("campaign"))  # what is refused is refused before a folder is made
+    draft = plan_campaign(config, Path("campaign"))  # refuses what it must before a folder is made
     checked = check(draft)
     with (
         closing(_launcher(draft)) as launcher,
-        open_campaign(config, datetime.now()) as (bare, manifest),
+        open_campaign(config, datetime.now()) as (planned, manifest),
         Interrupts() as interrupts,
     ):
-        plan = evaluated_where_possible(bare, checked)
-        go_on = f"go on with --resume {plan.folder}"
-        with writing_to(plan.folder, go_on), Board(plan, manifest, launcher.workers, quiet=quiet) as board:
-            for line in (*checked.lines, _opening_line(plan, manifest)):
+        plan = evaluated_where_possible(planned, checked)
+        resume_hint = f"continue with --resume {plan.folder}"
+        with writing_to(plan.folder, resume_hint), Board(plan, manifest, launcher.workers, quiet=quiet) as board:
+            for line in (*checked.lines, _first_line(plan)):
                 board.say(line)
             squeeze = AutoSqueeze(plan, manifest, board.say)
-            _Execution(plan, manifest, launcher, board, interrupts, squeeze).run()
+            _Execution(plan, manifest, launcher, board, interrupts, on_done=squeeze.after).run()
         squeeze.at_end()
         for line in comparison_lines(plan):
             board.say(line)
-        with writing_to(plan.folder, go_on):
+        with writing_to(plan.folder, resume_hint):
             manifest.write()
     if undone := [entry for entry in manifest.runs if entry.status is not Status.DONE]:
+        first = undone[0]
         raise RunFailed(
-            f"{len(undone)} of {len(manifest.runs)} runs are not done, the first is {undone[0].name} ({undone[0].status}: "
-            f"{(undone[0].reason or '').rstrip('.')}); look at {plan.folder / undone[0].dir / OUTPUT}, then {go_on}."
+            f"{len(undone)} of {len(manifest.runs)} runs did not finish; the first is {first.name} ({first.status}: "
+            f"{(first.reason or '').rstrip('.')}). See {plan.folder / first.dir / OUTPUT}, then {resume_hint}."
         )
     return manifest
 
@@ -149,43 +79,55 @@ def _launcher(plan: CampaignPlan) -> Launcher:
     return InProcess()
 
 
-def _opening_line(plan: CampaignPlan, manifest: Manifest) -> str:
+def _first_line(plan: CampaignPlan) -> str:
+    """For example: Campaign logs/campaign_...: 2 conditions x 4 seeds = 8 runs of 50 steps, 3 of them finished before."""
+
+    def counted(count: int, noun: str) -> str:
+        return f"{count} {noun}{'' if count == 1 else 's'}"
+
     done = sum(is_finished(run) for run in plan.runs)
-    size = f"{_counted(len(plan.conditions), 'condition')} x {_counted(len(plan.seeds), 'seed')} = {_counted(len(plan.runs), 'run')}"
+    size = f"{counted(len(plan.conditions), 'condition')} x {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')}"
     resumed = f", {done} of them finished before" if done else ""
-    return f"Campaign {manifest.folder}: {size} of {_counted(plan.max_steps, 'step')}{resumed}."
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"Campaign {plan.folder}: {size} of {counted(plan.max_steps, 'step')}{resumed}."
 
 
 def is_finished(run: CampaignRun) -> bool:
-    """Whether the run's own folder says so: its manifest may be older than a kill."""
+    """True if the run's own folder says so: after a kill the manifest may be older than the folder."""
     stored = StoredRun(run.folder)
     return stored.folder.summary.is_file() and not stored.unfinished and stored.steps >= run.config.training.max_steps
 
 
+# -- the loop over the runs ----------------------------------------------------------------------------------------------
+
+
 class _Execution:
-    """The loop over the runs that are not finished."""
+    """Starts the runs that are not finished, and waits until all have ended or a signal asks for a stop."""
 
     def __init__(
-        self, plan: CampaignPlan, manifest: Manifest, launcher: Launcher, board: Board, interrupts: Interrupts, squeeze: AutoSqueeze
+        self,
+        plan: CampaignPlan,
+        manifest: Manifest,
+        launcher: Launcher,
+        board: Board,
+        interrupts: Interrupts,
+        *,
+        on_done: Callable[[CampaignRun], None],
     ) -> None:
         self._plan = plan
         self._manifest = manifest
         self._launcher = launcher
         self._board = board
         self._interrupts = interrupts
-        self._squeeze = squeeze
+        self._on_done = on_done
         self._waiting: deque[CampaignRun] = deque()
         self._jobs: dict[int, tuple[CampaignRun, Job]] = {}
-        """By slot."""
+        """Running runs by slot."""
         self._retries: Counter[str] = Counter()
         self._stopping = False
 
     def run(self) -> None:
-        self._sort_out()
+        """Raises Interrupted after a signal."""
+        self._queue_unfinished()
         last_start = -float("inf")
         try:
             while self._waiting or self._jobs:
@@ -199,18 +141,17 @@ class _Execution:
             for _, job in self._jobs.values():
                 job.kill()
         if (number := self._interrupts.stopped_by) is not None:
-            raise Interrupted(f"Interrupted by {Signals(number).name}; go on with --resume {self._plan.folder}.", number)
+            raise Interrupted(f"Interrupted by {Signals(number).name}; continue with --resume {self._plan.folder}.", number)
 
-    def _sort_out(self) -> None:
-        """What an earlier session finished stays; a run that it began, or failed, is taken up again."""
+    def _queue_unfinished(self) -> None:
+        """Finished runs stay as they are; a run that failed or was interrupted in an earlier session is pending again."""
         for run in self._plan.runs:
             entry = self._manifest[run.name]
-            if is_finished(run):
-                if entry.status is not Status.DONE:
-                    self._manifest.ended(run.name, Status.DONE)
-            else:
+            if not is_finished(run):
                 entry.status = Status.PENDING
                 self._waiting.append(run)
+            elif entry.status is not Status.DONE:
+                self._manifest.ended(run.name, Status.DONE)
         self._manifest.write()
 
     def _may_start(self, last_start: float) -> bool:
@@ -226,29 +167,30 @@ class _Execution:
         try:
             self._jobs[slot] = (run, self._launcher.start(run, slot))
         except OSError as error:
-            self._settle(run, no_output(run, error))
+            self._record(run, unwritable(run, error))
 
     def _collect(self) -> bool:
-        """Write down what has ended; whether anything has."""
+        """Record the runs that have ended; False if none has."""
         ended = [(slot, outcome) for slot, (_, job) in self._jobs.items() if (outcome := job.poll()) is not None]
         for slot, outcome in ended:
             run, _ = self._jobs.pop(slot)
-            self._settle(run, outcome)
+            self._record(run, outcome)
         return bool(ended)
 
-    def _settle(self, run: CampaignRun, outcome: RunOutcome) -> None:
+    def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
+        """A lost run is queued again up to max_retries times; any other outcome is final for this session."""
         if outcome.lost and not self._stopping and self._retries[run.name] < self._plan.settings.max_retries:
             self._retries[run.name] += 1
-            self._board.say(f"{run.name}: {outcome.reason}; it is started again from its last checkpoint.")
+            self._board.say(f"{run.name}: {outcome.reason}; restarting it from its last checkpoint.")
             self._waiting.appendleft(run)
             return
-        cut = outcome.lost and self._stopping
-        self._manifest.ended(run.name, Status.INTERRUPTED if cut else outcome.status, outcome.reason)
+        killed_by_stop = outcome.lost and self._stopping
+        self._manifest.ended(run.name, Status.INTERRUPTED if killed_by_stop else outcome.status, outcome.reason)
         self._board.ended(run.name)
         if outcome.stopped_by is not None:
             self._interrupts.adopt([outcome.stopped_by])
         if outcome.status is Status.DONE:
-            self._squeeze.after(run)
+            self._on_done(run)
 
     def _stop_if_asked(self) -> None:
         if self._interrupts.stopped_by is None or self._stopping:
@@ -256,6 +198,79 @@ class _Execution:
         self._stopping = True
         self._waiting.clear()
         if self._jobs:
-            self._board.say("Stopping: the runs that are going on save first.")
+            self._board.say("Stopping: running runs save a checkpoint first.")
         for _, job in self._jobs.values():
             job.stop(self._interrupts.stopped_by)
+
+
+# -- what follows the runs -----------------------------------------------------------------------------------------------
+
+
+class AutoSqueeze:
+    """Analyses one adapter if the campaign has a `[squeeze]` section: prints the table, and sends it to the manifest and the trackers.
+
+    The adapter is the first run's. An adapter that is still zero has no rank to analyse, so the next run's is taken. A failure is
+    printed and stops nothing.
+    """
+
+    def __init__(self, plan: CampaignPlan, manifest: Manifest, say: Say) -> None:
+        self._plan = plan
+        self._manifest = manifest
+        self._say = say
+        self._due = plan.config.is_set("squeeze") and manifest.squeeze is None
+        self._untrained: set[str] = set()
+        """Names of runs whose adapter is still zero."""
+
+    def after(self, run: CampaignRun) -> None:
+        """Call when `run` is done. The plan's order decides which adapter is analysed, not the order in which runs finish."""
+        for candidate in self._plan.runs:
+            if not self._due or (candidate != run and self._manifest[candidate.name].status is not Status.DONE):
+                return
+            self._squeeze(candidate)
+
+    def at_end(self) -> None:
+        """Analyse the first done run, if the plan's first one failed, or finished before an earlier session was interrupted."""
+        for run in self._plan.runs:
+            if self._due and self._manifest[run.name].status is Status.DONE:
+                self._squeeze(run)
+
+    def _squeeze(self, run: CampaignRun) -> None:
+        from retrain.squeeze import squeeze_adapter
+        from retrain.squeeze.analysis import Untrained
+
+        if run.name in self._untrained:
+            return
+        self._due = False
+        self._say(f"LoRA-Squeeze of {run.name}:")
+        given = self._plan.config.squeeze.model_dump(exclude_unset=True, exclude={"adapter_path"})
+        config = replaced(run.config, {f"squeeze.{name}": value for name, value in given.items()})
+        adapter = stored_checkpoints(RunFolder(run.folder)) / FINAL
+        try:
+            squeezed = squeeze_adapter(config, adapter, progress=self._say)
+            track_squeeze(config, RunFolder(self._plan.folder / SQUEEZE_RUN), squeezed.analysis, self._say)
+        except Untrained as error:
+            self._untrained.add(run.name)
+            self._due = True
+            self._say(f"LoRA-Squeeze takes the next run: {error}")
+            return
+        except RetrainError as error:
+            self._say(f"LoRA-Squeeze failed; the campaign continues: {error}")
+            return
+        for line in squeezed.lines():
+            self._say(line)
+        self._manifest.squeeze = squeezed.to_json()
+        self._manifest.write_if_possible()
+
+
+def comparison_lines(plan: CampaignPlan) -> list[str]:
+    """Every condition against the first, as `retrain compare` prints it, or a sentence that says why there is no comparison."""
+    if len(plan.conditions) < 2:
+        return []
+    from retrain.analysis.compare import compare_campaign
+    from retrain.analysis.comparison_text import to_text
+    from retrain.analysis.verdict import TestSettings
+
+    try:
+        return ["", *to_text(compare_campaign(plan.folder, TestSettings()), shutil.get_terminal_size().columns).splitlines()]
+    except (ConfigurationError, EnvironmentFailure) as error:
+        return [f"No comparison: {error}"]
