@@ -104,13 +104,13 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
 def engine_words(engine: EngineCapabilities) -> str:
     """For `explain`: what an engine declares, in a few words."""
     given = {
-        "log-probs of the sampled distribution": engine.logprobs == "sampled",
-        "log-probs before the temperature": engine.logprobs == "raw",
+        "sampled log-probs": engine.logprobs == "sampled",
+        "raw log-probs": engine.logprobs == "raw",
         "shared noise": engine.noise == "counter",
         "entropies": engine.entropy,
         "kept sets": engine.kept_set,
         "prefix cache": engine.prefix_cache,
-        "several completions a call": engine.n,
+        "n per call": engine.n,
     }
     place = "in this process" if engine.in_process else "elsewhere"
     return ", ".join([place, *(words for words, is_given in given.items() if is_given)])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.parsing import parse_json
+from retrain.parsing import read_object
 from retrain.records.atomic import replace_file
 from retrain.records.checkpoint import TrainerState
 from retrain.records.disk import delete
@@ -181,12 +181,9 @@ class RunFolder:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """The content of our marker; empty where there is none that can be read."""
-    try:
-        content = parse_json((folder / MARKER).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """The content of our marker; empty where there is none. Raises RunFailed for a marker that is no JSON object."""
+    marker = folder / MARKER
+    return read_object(marker) if marker.is_file() else {}
 
 
 def kind_of(folder: Path) -> str:
