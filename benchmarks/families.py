@@ -133,7 +133,7 @@ def sample_rows(engine: TorchEngine, rng: np.random.Generator) -> list[Row]:
         prompt = prompts[one.request]
         span = (len(prompt), len(prompt) + len(one.token_ids))
         ids = np.concatenate([prompt, one.token_ids])
-        rows.append(Row(ids, (span,), one.logprobs, np.zeros(len(one.token_ids), np.float32), group=one.request, truncated=False))
+        rows.append(Row(ids, (span,), one.logprobs, np.zeros(len(one.token_ids), np.float32), group=one.request))
     return rows
 
 

@@ -88,6 +88,11 @@ class Score:
     reason: str = ""
     """One sentence saying why a completion could not be judged; empty otherwise."""
 
+    @classmethod
+    def of(cls, reward: float, correct_threshold: float) -> "Score":
+        """The verdict on a completion that could be judged: right above the threshold."""
+        return cls(Outcome.RIGHT if reward > correct_threshold else Outcome.WRONG, reward)
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -139,9 +144,11 @@ class Row:
     advantages: Float32Array
     """[T]"""
     group: int
-    """Rows of one number share their prompt."""
-    truncated: bool = False
-    """The completion ended by length, not by EOS."""
+    """The number of its group in the step; rows of one group share their prompt."""
+    sample: int = 0
+    """The sample index of its completion within the group."""
+    trained: bool = True
+    """The loss has a term for the row. False for a row that counts in the divisor of aggregation = "constant" and nowhere else."""
     counted: int | None = None
     """Tokens that a mean of the policy term is over. None: all T. 0: the row has no policy term, only those of KL and entropy."""
     kept: Int32Array | None = None
@@ -149,7 +156,13 @@ class Row:
 
     @classmethod
     def from_completion(
-        cls, prompt: Prompt, completion: Completion, advantages: Float32Array, group: int, counted: int | None = None
+        cls,
+        prompt: Prompt,
+        completion: Completion,
+        advantages: Float32Array,
+        group: int,
+        counted: int | None = None,
+        trained: bool = True,
     ) -> "Row":
         """A single-turn row: every sampled token is an action, the sampled EOS included."""
         start, count = len(prompt.token_ids), len(completion.token_ids)
@@ -159,10 +172,16 @@ class Row:
             logprobs=completion.logprobs,
             advantages=np.asarray(advantages, np.float32),
             group=group,
-            truncated=completion.finish_reason is FinishReason.LENGTH,
+            sample=completion.sample,
+            trained=trained,
             counted=counted,
             kept=completion.kept,
         )
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Names the row within its step."""
+        return self.group, self.sample
 
     @property
     def num_actions(self) -> int:

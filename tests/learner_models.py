@@ -3,6 +3,7 @@
 import atexit
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -103,7 +104,7 @@ def make_learner(
 
 
 def make_rows(count: int = 7, seed: int = 0, longest: int = 12) -> list[Row]:
-    """Rows of different lengths, among them one of two turns, one that ends in EOS and one that was truncated."""
+    """Rows of different lengths, among them one of two turns and one that ends in EOS."""
     rng = np.random.default_rng(seed)
     rows = []
     for index in range(count):
@@ -123,7 +124,7 @@ def make_rows(count: int = 7, seed: int = 0, longest: int = 12) -> list[Row]:
                 rng.normal(-2, 1, total).astype(np.float32),
                 rng.normal(0, 1, total).astype(np.float32),
                 group=index // 3,
-                truncated=index == 3,
+                sample=index % 3,
             )
         )
     return rows
@@ -133,15 +134,7 @@ def with_logprobs(rows: Sequence[Row], logprobs: Sequence[Float32Array], noise: 
     """The rows as if a sampler near the learner had recorded them."""
     rng = np.random.default_rng(seed)
     return [
-        Row(
-            row.token_ids,
-            row.spans,
-            (own + noise * rng.normal(size=len(own))).astype(np.float32),
-            row.advantages,
-            row.group,
-            row.truncated,
-        )
-        for row, own in zip(rows, logprobs, strict=True)
+        replace(row, logprobs=(own + noise * rng.normal(size=len(own))).astype(np.float32)) for row, own in zip(rows, logprobs, strict=True)
     ]
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.advantages.algorithms import RECIPES
-from retrain.advantages.pipeline import Credit, CreditPipeline
+from retrain.advantages.credit import Credit
+from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.ragged import Float64Array, Segments, flatten
 from retrain.advantages.step import StepTokens
 from retrain.advantages.transforms import (
@@ -23,11 +24,10 @@ from retrain.advantages.transforms import (
     sepa_amplify_clamped,
     sepa_pool,
 )
-from retrain.backends.local.micro_batches import is_trained
 from retrain.config import TrainConfig
 from retrain.config.names import BUILTIN_NAMES
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Outcome, Prompt, Score, Scored
+from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Prompt, Score, Scored
 
 # Token ids stand for these pieces.
 VOCABULARY = ["so ", "let ", "me ", "check ", "x", ""]
@@ -47,8 +47,8 @@ def completion(tokens: list[int], logprobs: list[float], finish: FinishReason = 
     return Completion(0, 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), entropies, finish)
 
 
-def group(rewards: list[float], completions: list[Completion]) -> Group:
-    scores = [Score(Outcome.RIGHT if reward > 0.5 else Outcome.WRONG, reward) for reward in rewards]
+def group(rewards: list[float], completions: list[Completion], threshold: float = 0.5) -> Group:
+    scores = [Score.of(reward, threshold) for reward in rewards]
     prompt = Prompt(Example("q", "a", example_id="q"), "q", np.array([7, 8], np.int32))
     pairs = zip(completions, scores, strict=True)
     return Group(prompt, 0, [Scored(replace(c, sample=i), "", score) for i, (c, score) in enumerate(pairs)])
@@ -204,9 +204,7 @@ def test_a_recipe_equals_its_parts() -> None:
 
 def test_recipes_pass_recorded_entropies_and_rho_through() -> None:
     settings = {"algorithm_mode": "maxrl_gtpo", "uncertainty_kind": "shannon_entropy", "surprisal_mask_rho": 0.3}
-    pipeline = CreditPipeline(config(algorithm=settings), pieces)
-    assert pipeline.needs_entropies
-    credit = pipeline.assign([mixed()], 0, 0.0)
+    credit = assign(config(algorithm=settings), [mixed()], 0.0)
     assert credit.assigned.uncertainty is not None
     assert credit.assigned.uncertainty[1] == pytest.approx(4.0)
     assert sum(value != 0 for row in tokens_of(credit)[0] for value in row) == 2
@@ -289,9 +287,8 @@ def test_uniform_groups_have_no_policy_term_and_are_counted_by_cause() -> None:
 
 
 def test_a_group_that_maxrl_cannot_use_is_skipped_for_another_reason() -> None:
-    low = {"correct_threshold": 1e-9}
     pair = [completion([4], [-0.5]), completion([4], [-0.1])]
-    credit = assign(config("none", reward=low), [group([1e-7, 0.0], pair)])
+    credit = assign(config("none"), [group([1e-7, 0.0], pair, threshold=1e-9)])
     assert credit.groups[0].skip_reason == "other"
 
 
@@ -311,7 +308,18 @@ def test_rows_hold_prompt_and_actions_in_float32() -> None:
 def test_a_completion_without_tokens_is_counted_and_not_trained() -> None:
     credit = assign(config(), [group([1.0, 0.0], [completion([], []), completion([4], [-0.1])])])
     assert [row.num_actions for row in credit.rows()] == [0, 1]
-    assert [is_trained(row, config().loss) for row in credit.rows()] == [False, True]
+    assert [row.trained for row in credit.rows()] == [False, True]
+
+
+@pytest.mark.parametrize(("loss", "silent"), [({}, False), ({"kl_coef": 0.1}, True), ({"entropy_coef": 0.1}, True)], ids=str)
+def test_a_row_is_trained_where_the_loss_has_a_term_for_it(loss: dict[str, object], silent: bool) -> None:
+    """Rows without an advantage have terms of KL and entropy alone; completions that the loss leaves out have none."""
+    cut_off = completion([4, 4], [-9.0, -9.0], FinishReason.LENGTH)
+    uniform = group([1.0, 1.0], [completion([4], [-0.5]), cut_off])
+    settings = {**loss, "mask_truncated": True}
+    rows = assign(config("none", "grpo", loss=settings), [mixed(), uniform]).rows()
+    assert [row.trained for row in rows] == [True, True, silent, False]
+    assert [row.key for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_a_step_without_groups_is_assigned_nothing() -> None:
@@ -347,7 +355,7 @@ def test_a_transform_can_have_its_own_uncertainty() -> None:
     table = {"uncertainty_kind": "surprisal", "transform_params": {"uncertainty_kind": "nll"}}
     assert CreditPipeline(config(algorithm=table), pieces).uncertainty_kind == "surprisal"
     table = {"uncertainty_kind": "surprisal", "transform_params": {"uncertainty_kind": "entropy"}}
-    assert CreditPipeline(config(algorithm=table), pieces).needs_entropies
+    assert CreditPipeline(config(algorithm=table), pieces).uncertainty_kind == "shannon_entropy"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])

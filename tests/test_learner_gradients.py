@@ -205,14 +205,12 @@ def test_rows_of_one_micro_batch_do_not_see_each_other() -> None:
         np.testing.assert_allclose(ours, alone, atol=2e-5)
 
 
-def test_truncated_rows_are_out_of_the_loss_and_its_denominator() -> None:
-    learner = make_learner(config_for(loss={"mask_truncated": True}))
+def test_a_row_that_is_not_trained_is_out_of_the_loss_and_its_denominator() -> None:
+    learner = make_learner(config_for())
     rows = rows_near(learner)
-    kept = [row for row in rows if not row.truncated]
-    assert len(kept) < len(rows)
-    learner.train(rows, 0)
+    learner.train([replace(row, trained=number != 3) for number, row in enumerate(rows)], 0)
     ours = gradients(learner)
-    assert distance(ours, reference_gradients(learner, kept)[1]) < 1e-5
+    assert distance(ours, reference_gradients(learner, [*rows[:3], *rows[4:]])[1]) < 1e-5
 
 
 def test_kl_of_an_untouched_adapter_is_zero() -> None:

@@ -29,15 +29,15 @@ def on_policy(learner: Learner, advantage: float | None = 1.0) -> list[Row]:
     return rows if advantage is None else [replace(row, advantages=np.full(row.num_actions, advantage, np.float32)) for row in rows]
 
 
-def silent(rows: list[Row]) -> list[Row]:
-    """The same completions as those of a group with equal rewards."""
-    return [replace(row, advantages=np.zeros(row.num_actions, np.float32), counted=0) for row in rows]
+def silent(rows: list[Row], *, trained: bool = False) -> list[Row]:
+    """The same completions in a group with equal rewards; they are `trained` where the loss has a KL or entropy term."""
+    return [replace(row, advantages=np.zeros(row.num_actions, np.float32), counted=0, trained=trained) for row in rows]
 
 
-def mixed(learner: Learner) -> tuple[list[Row], list[Row]]:
+def mixed(learner: Learner, *, trained: bool = True) -> tuple[list[Row], list[Row]]:
     """Rows with an advantage, and silent ones."""
     rows = on_policy(learner, advantage=None)
-    return rows[:4], silent(rows[4:])
+    return rows[:4], silent(rows[4:], trained=trained)
 
 
 # --- rows without an advantage --------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_constant_divides_by_all_completions_of_the_step_however_many_have_an_ad
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sum"])
 def test_the_other_aggregations_are_over_the_completions_with_an_advantage(aggregation: str) -> None:
     learner = make_learner(config_for(loss={"aggregation": aggregation}))
-    loud, quiet = mixed(learner)
+    loud, quiet = mixed(learner, trained=False)
     assert learner.train([*loud, *quiet], 0).loss == learner.train(loud, 0).loss
 
 
@@ -90,7 +90,7 @@ def test_kl_and_entropy_are_over_all_completions_and_the_policy_term_over_its_ow
 
 def test_groups_with_equal_rewards_alone_are_pulled_to_the_base() -> None:
     learner = make_learner(config_for(loss={"kl_coef": 0.5}))
-    result = learner.train(silent(on_policy(learner)), 0)
+    result = learner.train(silent(on_policy(learner), trained=True), 0)
     assert result.updates == 1 and result.loss > 0 and result.grad_norm > 0
 
 
@@ -106,11 +106,10 @@ def test_a_run_of_nothing_but_equal_rewards_still_follows_its_entropy_bonus(tmp_
 
 
 @pytest.mark.parametrize(("aggregation", "per_token"), [("token_mean", None), ("constant", 1 / (7 * MAX_TOKENS))])
-def test_truncated_completions_are_out_of_a_mean_and_count_in_the_constant(aggregation: str, per_token: float | None) -> None:
-    learner = make_learner(config_for(loss={"aggregation": aggregation, "mask_truncated": True}))
-    rows = on_policy(learner)
-    tokens = sum(row.num_actions for row in rows if not row.truncated)
-    assert sum(row.truncated for row in rows) == 1
+def test_completions_that_are_not_trained_are_out_of_a_mean_and_count_in_the_constant(aggregation: str, per_token: float | None) -> None:
+    learner = make_learner(config_for(loss={"aggregation": aggregation}))
+    rows = [replace(row, trained=number != 3) for number, row in enumerate(on_policy(learner))]
+    tokens = sum(row.num_actions for row in rows if row.trained)
     assert learner.train(rows, 0).loss == pytest.approx(-1 if per_token is None else -tokens * per_token, rel=1e-4)
 
 
@@ -147,10 +146,11 @@ class OneOfTwo(World):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_two_processes_have_the_gradient_the_loss_and_the_clip_of_one(aggregation: str) -> None:
-    loss = {"mode": "ppo", "aggregation": aggregation, "entropy_coef": 0.2, "mask_truncated": True}
+    loss = {"mode": "ppo", "aggregation": aggregation, "entropy_coef": 0.2}
     learner = make_learner(config_for(loss=loss), 40)
     rows = make_rows()
     loud, quiet = mixed(learner)
+    loud[3] = replace(loud[3], trained=False)
     rows = [*with_logprobs(loud, [row.logprobs for row in loud], 0.5), *quiet]
     alone = OneOfTwo(size=1)
     learner.world = alone
@@ -163,7 +163,7 @@ def test_two_processes_have_the_gradient_the_loss_and_the_clip_of_one(aggregatio
     for whole, one, other in zip(alone.sent[0], *shares, strict=True):
         torch.testing.assert_close(one + other, whole, rtol=1e-3, atol=1e-5)
     clipped, clippable = alone.sent[0][-1].tolist()
-    assert 0 < clipped < clippable == sum(row.num_actions for row in loud if not row.truncated)
+    assert 0 < clipped < clippable == sum(row.num_actions for row in loud if row.trained)
 
 
 # --- dropout --------------------------------------------------------------------------------------------------------

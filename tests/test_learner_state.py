@@ -1,6 +1,7 @@
 """What a step may depend on: saved state, seeds, rows; and what may never change the weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def test_dropout_does_not_depend_on_the_micro_batch() -> None:
 def test_dropout_changes_with_step_row_and_seed_and_nothing_else() -> None:
     def gradient(step: int, seed: int = 11, offset: int = 0) -> dict[str, torch.Tensor]:
         learner = make_learner(config_for(lora={"dropout": 0.4}, training={"seed": seed}))
-        silent = [Row(row.token_ids, (), np.empty(0, np.float32), np.empty(0, np.float32), 0) for row in make_rows(offset)]
+        silent = [replace(row, trained=False) for row in make_rows(offset)]
         learner.train([*silent, *make_rows()], step)
         return gradients(learner)
 

@@ -4,6 +4,7 @@ Shape letters: N completions, n tokens of all of them together.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Segments:
@@ -49,14 +51,11 @@ class Segments:
         low, high = self.minima(values), self.maxima(values)
         return np.where(low == high, low, means)
 
-    def spread(self, per_segment: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    def spread(self, per_segment: Float64Array) -> Float64Array:
         """[N] -> [n], each value repeated over its completion's tokens."""
         return np.repeat(per_segment, self.lengths)
 
-    def spread_floats(self, per_segment: Float64Array) -> Float64Array:
-        return np.repeat(per_segment, self.lengths)
-
-    def split(self, values: Float64Array) -> list[Float64Array]:
+    def split(self, values: npt.NDArray[Scalar]) -> list[npt.NDArray[Scalar]]:
         """[n] -> N views."""
         return [values[start:stop] for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 

@@ -1,15 +1,16 @@
-"""The tokens of one step as credit assignment sees them, and what is recorded about them."""
+"""The tokens of one step as credit assignment sees them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, Segments, flatten
 from retrain.types import FinishReason, Group
 
-Nested = list[list[list[float]]]
-"""[P][G][T]"""
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class StepTokens:
     entropies: Float64Array | None
     """[n] Shannon entropies in nats; None where the engine has none."""
     planning: BoolArray
-    """[n] inside a planning phrase; all False where nobody looked."""
+    """[n] inside a planning phrase; all False for a condition that does not look for them."""
     in_loss: BoolArray
     """[N] False for a completion that the loss leaves out."""
     group_of: Int64Array = field(init=False)
@@ -63,8 +64,12 @@ class StepTokens:
     @property
     def token_counts(self) -> list[list[int]]:
         """[P][G]"""
-        counts = iter(self.segments.lengths.tolist())
-        return [[next(counts) for _ in rewards] for rewards in self.rewards]
+        return self.by_group(self.segments.lengths.tolist())
+
+    def by_group(self, per_completion: Sequence[Item]) -> list[list[Item]]:
+        """[N] -> [P][G]"""
+        edges = np.cumsum([0, *(len(rewards) for rewards in self.rewards)]).tolist()
+        return [list(per_completion[start:stop]) for start, stop in pairwise(edges)]
 
     def place(self, completion: int) -> str:
         """Names a completion by its flat index: group 3, completion 1."""
@@ -75,14 +80,13 @@ class StepTokens:
         completion, position = self.segments.locate(token)
         return f"{self.place(completion)}, position {position}"
 
-    def nested(self, values: Float64Array) -> Nested:
+    def nested(self, values: Float64Array) -> list[list[list[float]]]:
         """[n] -> [P][G][T] plain lists."""
-        pieces = iter(self.segments.split(values))
-        return [[next(pieces).tolist() for _ in rewards] for rewards in self.rewards]
+        return self.by_group([piece.tolist() for piece in self.segments.split(values)])
 
     def nested_masks(self) -> list[list[list[int]]]:
-        pieces = iter(self.segments.split(self.planning.astype(np.float64)))
-        return [[next(pieces).astype(int).tolist() for _ in rewards] for rewards in self.rewards]
+        """[P][G][T] 1 inside a planning phrase."""
+        return self.by_group([piece.astype(int).tolist() for piece in self.segments.split(self.planning)])
 
     def token_groups(self) -> Int64Array:
         """[n] the group of each token."""
@@ -94,35 +98,3 @@ class StepTokens:
             raise ValueError(f"{len(values)} {name} values for {self.segments.total} tokens")
         for token in np.flatnonzero(~np.isfinite(values)):
             raise ValueError(f"{self.token_place(int(token))}: {name} is {values[token]}, it must be a finite number")
-
-
-@dataclass(frozen=True)
-class CreditStatistics:
-    """What the step record takes from credit assignment, in its names; None where there is nothing to average.
-
-    Means and variances (population) weigh every token of the judged completions equally; skipped groups count. Execution tokens are
-    all tokens outside planning phrases, i.e. all tokens where the condition does not look for phrases.
-    """
-
-    exec_entropy_mean: float | None = None
-    exec_entropy_var: float | None = None
-    plan_entropy_mean: float | None = None
-    plan_entropy_var: float | None = None
-    exec_surprisal_mean: float | None = None
-    exec_surprisal_var: float | None = None
-    plan_surprisal_mean: float | None = None
-    plan_surprisal_var: float | None = None
-    max_abs_advantage: float | None = None
-    surprisal_kept_fraction: float | None = None
-    """Of the tokens that the mask chose from; None with the mask off."""
-    surprisal_tau: float | None = None
-    """The mask's threshold; None with the mask off, and where every group or completion has its own."""
-    informative_fraction: float | None = None
-    """Of the groups: those in which some token has an advantage."""
-    groups_skipped_all_correct: int = 0
-    groups_skipped_all_wrong: int = 0
-    groups_skipped_other: int = 0
-
-
-def mean_and_variance(values: Float64Array) -> tuple[float, float] | tuple[None, None]:
-    return (float(values.mean()), float(values.var())) if len(values) else (None, None)

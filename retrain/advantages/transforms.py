@@ -155,7 +155,7 @@ def _execution_means(uncertainty: Float64Array, planning: BoolArray, segments: S
     execution = (~planning).astype(np.float64)
     counts = segments.sums(execution)
     means = segments.sums(uncertainty * execution) / np.maximum(counts, 1.0)
-    return segments.spread_floats(means)
+    return segments.spread(means)
 
 
 def _checked_lambda(lam: float, uncertainty: Float64Array, planning: BoolArray) -> float:
@@ -181,7 +181,7 @@ def gtpo_weights(uncertainty: Float64Array, segments: Segments, beta: float) -> 
     for both signs of the advantage. Uniform where mean(H) < 1e-7. For 0 <= beta <= 1 the weights of a completion sum to its length.
     Raises ValueError for a negative beta.
     """
-    means = segments.spread_floats(segments.means(uncertainty))
+    means = segments.spread(segments.means(uncertainty))
     return _weights(uncertainty, means, beta)
 
 
@@ -218,7 +218,7 @@ def gtpo_group_weights(
 
 def inverted(uncertainty: Float64Array, segments: Segments, advantages: Float64Array) -> Float64Array:
     """1/H in completions with a negative advantage (negative = "inverse"): confident mistakes weigh more. arXiv 2508.04349, equation 6."""
-    negative = segments.spread_floats(advantages) < 0
+    negative = segments.spread(advantages) < 0
     return np.where(negative, 1.0 / np.maximum(uncertainty, INVERSE_FLOOR), uncertainty)
 
 

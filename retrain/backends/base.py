@@ -84,8 +84,8 @@ class Backend(ABC):
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         """One step on the rows of one batch: `updates_per_batch` passes of `minibatches` optimizer updates.
 
-        `rows` are all judged completions of the step, since aggregation = "constant" divides by their number; those that
-        `retrain.backends.local.micro_batches.is_trained` leaves out need no forward pass.
+        `rows` are all judged completions of the step, since aggregation = "constant" divides by their number; only those that are
+        `trained` need a forward pass.
         A non-finite loss, gradient or log-prob never changes the weights: that update is skipped and counted.
         """
 

@@ -119,7 +119,7 @@ class Scorer:
             reward += part.weight * judgement.value
         if not math.isfinite(reward):
             return Score(Outcome.COULD_NOT_JUDGE, None, f"the weighted sum of the rewards is {reward}, which is not finite")
-        return Score(Outcome.RIGHT if reward > self._correct_threshold else Outcome.WRONG, reward)
+        return Score.of(reward, self._correct_threshold)
 
     def close(self) -> None:
         """Kill the workers; verdicts still to come are could-not-judge."""

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from retrain.advantages.pipeline import Credit
+from retrain.advantages.credit import Credit
 from retrain.advantages.sepa import SEPAController
-from retrain.backends.local.micro_batches import is_trained
 from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFailed
@@ -39,7 +38,7 @@ from retrain.run.step_record import (
     token_table,
 )
 from retrain.tracking import Tracker, build_tracker
-from retrain.types import Float32Array, Group, Prompt, Row, StepResult
+from retrain.types import Float32Array, Group, Outcome, Prompt, Row, StepResult
 
 _NONFINITE_LIMIT = 3
 _MISMATCH_STEPS = 3
@@ -173,7 +172,7 @@ class Session:
             rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
         for group in rollout.groups:
             judged = group.judged()
-            correct = sum(reward > self.config.reward.correct_threshold for reward in judged.rewards)
+            correct = sum(member.score.outcome is Outcome.RIGHT for member in judged.members)
             self.tracker.group(correct, len(judged), group.prompt.example.reference)
         return rollout
 
@@ -189,18 +188,12 @@ class Session:
         prompts = self.next_prompts(after=drawn)
         self.ahead.start(lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher))
 
-    def log_ratios(self, rows: Sequence[Row]) -> list[Float32Array] | None:
-        """[T] of each row, learner - sampler log-prob before the step, NaN for a row that is not trained; None in a step whose tokens
-        nobody stores.
-        """
+    def log_ratios(self, rows: Sequence[Row]) -> dict[tuple[int, int], Float32Array] | None:
+        """Row key -> [T] learner - sampler log-prob before the step, for the trained rows; None in a step whose tokens are not stored."""
         if not self.world.broadcast(self.tracker.wants_tokens(self.state.step)):  # in a parallel run all processes score, or none
             return None
-        trained = [is_trained(row, self.config.loss) for row in rows]
-        own = iter(self.parts.backend.logprobs([row for row, scored in zip(rows, trained, strict=True) if scored]))
-        return [
-            next(own) - row.logprobs if scored else np.full(row.num_actions, np.nan, np.float32)
-            for row, scored in zip(rows, trained, strict=True)
-        ]
+        trained = [row for row in rows if row.trained]
+        return {row.key: own - row.logprobs for row, own in zip(trained, self.parts.backend.logprobs(trained), strict=True)}
 
     def observe(
         self,
@@ -209,7 +202,7 @@ class Session:
         rows: Sequence[Row],
         result: StepResult,
         sepa_lambda: float,
-        log_ratios: Sequence[Float32Array] | None = None,
+        log_ratios: dict[tuple[int, int], Float32Array] | None = None,
     ) -> None:
         """Write the step down and move the state past it."""
         state, step = self.state, self.state.step
@@ -232,7 +225,7 @@ class Session:
             sepa_gate_open=self.sepa.gate_open if uses_sepa else None,
             sepa_gate_step=self.sepa.gate_step if uses_sepa else None,
             reward_could_not_judge=sum(member.score.reward is None for group in rollout.drawn for member in group.members),
-            num_datums=sum(is_trained(row, self.config.loss) for row in rows),
+            num_datums=sum(row.trained for row in rows),
             groups_redrawn=rollout.redrawn,
             batch_size=len(rollout.groups),
             next_batch_size=state.batch_size,

@@ -1,13 +1,13 @@
 """One step written down: the numbers of rollout, credit, learning and machine in the names of the records."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from retrain.advantages.pipeline import Credit
+from retrain.advantages.credit import Credit
 from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable
@@ -145,9 +145,15 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> li
     ]
 
 
-def token_table(credit: Credit, with_planning: bool, log_ratios: Sequence[Float32Array] | None = None) -> TokenTable:
-    """Every judged token of the step with its advantage after each stage. `log_ratios`, [T] each, are of the judged completions."""
+def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[tuple[int, int], Float32Array] | None = None) -> TokenTable:
+    """Every judged token of the step with its advantage after each stage. `log_ratios`: row key -> [T], for the trained rows; the tokens of
+    the others have NaN.
+    """
     tokens = credit.tokens
+    if log_ratios is not None:
+        keys = [(number, completion.sample) for number, group in enumerate(credit.sources) for completion in group.completions]
+        lengths = tokens.segments.lengths.tolist()
+        ratios = [log_ratios.get(key, np.full(length, np.nan, np.float32)) for key, length in zip(keys, lengths, strict=True)]
     prompts = [group.prompt.token_ids for group in credit.sources]
     completions = [(group.slot, completion) for group in credit.sources for completion in group.completions]
     entropies = tokens.entropies
@@ -163,7 +169,7 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Sequence[Float3
         advantages=credit.stages_float32(),
         rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
         truncated=np.array([completion.finish_reason is FinishReason.LENGTH for _, completion in completions], np.uint8),
-        log_ratios=None if log_ratios is None else np.concatenate([np.zeros(0, np.float32), *log_ratios]),
+        log_ratios=None if log_ratios is None else np.concatenate([np.zeros(0, np.float32), *ratios]),
         prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
         prompt_token_ids=np.concatenate([np.zeros(0, np.int32), *prompts]),
         kept=np.concatenate(kept) if kept and len(kept) == len(completions) else None,

@@ -20,7 +20,6 @@ from retrain.backends.local.micro_batches import (
     LearnerRow,
     MicroBatch,
     check_rows,
-    is_trained,
     minibatch_split,
     pack,
     pad,
@@ -162,7 +161,7 @@ class Learner:
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
         """One step. `sampler_is_raw`: the recorded log-probs are not of the sampled policy, so the learner's own replace them (D22)."""
         check_rows(rows)
-        batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if is_trained(row, self.loss)]
+        batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.trained]
         ratios = _Ratios()
         batch = self._with_old_logprobs(batch, step, sampler_is_raw)
         if self._recompute:

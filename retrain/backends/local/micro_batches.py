@@ -5,7 +5,7 @@ Shape letters: N tokens of a micro-batch, A action tokens over all of its rows.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from retrain.model.attention import Kernel
 from retrain.model.packing import PackedAttention, Segment
 from retrain.noise import Stream, uniform
 from retrain.types import Float32Array, Int32Array, Row
-
-if TYPE_CHECKING:
-    from retrain.config.schema import Loss
 
 
 class Shifted(NamedTuple):
@@ -40,13 +37,6 @@ def shift(row: Row) -> Shifted:
 def needed_tokens(row: Row) -> int:
     """Tokens that a forward pass over the row must read: all up to the last predictor. The last action is only a target."""
     return row.spans[-1][1] - 1 if row.num_actions else 0
-
-
-def is_trained(row: Row, loss: "Loss") -> bool:
-    """Whether the loss has a term for the row: a policy term, or one of KL or entropy, which rows without an advantage have too."""
-    if not row.num_actions or (loss.mask_truncated and row.truncated):
-        return False
-    return row.num_counted > 0 or loss.kl_coef > 0 or loss.entropy_coef > 0
 
 
 def check_rows(rows: Sequence[Row]) -> None:

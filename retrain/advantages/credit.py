@@ -1,0 +1,170 @@
+"""What the completions of one step were given: token advantages, the learner's rows, and what is recorded about them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array
+from retrain.advantages.step import StepTokens
+from retrain.advantages.uncertainty import capped, surprisal
+from retrain.types import Float32Array, Group, Outcome, Row
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """The flat arrays of one step of P groups, N completions and n tokens."""
+
+    episode: Float64Array
+    """[N]"""
+    stages: dict[str, Float64Array]
+    """Stage -> token advantages [n], in the order in which the stages were applied; the last one goes to the loss."""
+    uncertainty: Float64Array | None
+    """[n] capped and before SEPA; None where nothing reads it."""
+    informative: BoolArray
+    """[P] Some token of the group has an advantage before the top-rho mask."""
+    counted: Int64Array
+    """[N] Tokens that a mean of the policy term is over; 0 outside the informative groups and the loss."""
+    trained: BoolArray
+    """[N] The loss has a term for the completion: a policy term, or one of KL or entropy."""
+    kept_fraction: float | None
+    """Share of the tokens of trained completions that the top-rho mask kept; None with the mask off."""
+    tau: float | None
+    """The mask's threshold; None with the mask off, and where every group or completion has its own."""
+
+    @property
+    def final(self) -> Float64Array:
+        """[n] Token advantages as the loss takes them."""
+        return self.stages[next(reversed(self.stages))]
+
+
+@dataclass(frozen=True)
+class GroupCredit:
+    """What one group of G completions was given."""
+
+    advantages: list[float]
+    """[G] episode advantages; for an algorithm plugin the mean over each completion's tokens."""
+    token_advantages: list[Float64Array]
+    """[G][T] as the loss takes them."""
+    informative: bool
+    skip_reason: str
+    """"" for an informative group, else all_correct, all_wrong or other."""
+
+
+@dataclass(frozen=True)
+class CreditStatistics:
+    """What the step record takes from credit assignment, in its names; None where there is nothing to average.
+
+    Means and population variances weigh every token of the judged completions equally, skipped groups included. Execution tokens are
+    all tokens outside planning phrases, i.e. all tokens where the condition does not look for phrases.
+    """
+
+    exec_entropy_mean: float | None
+    exec_entropy_var: float | None
+    plan_entropy_mean: float | None
+    plan_entropy_var: float | None
+    exec_surprisal_mean: float | None
+    exec_surprisal_var: float | None
+    plan_surprisal_mean: float | None
+    plan_surprisal_var: float | None
+    max_abs_advantage: float | None
+    surprisal_kept_fraction: float | None
+    surprisal_tau: float | None
+    """Both as in `Assigned`."""
+    informative_fraction: float | None
+    """Share of the groups in which some token has an advantage."""
+    groups_skipped_all_correct: int
+    groups_skipped_all_wrong: int
+    groups_skipped_other: int
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Token advantages of one step, with what is recorded about them."""
+
+    sources: Sequence[Group]
+    """The judged groups that credit was assigned to."""
+    tokens: StepTokens
+    assigned: Assigned
+    groups: list[GroupCredit]
+    statistics: CreditStatistics
+    exec_uncertainty: Float64Array
+    """The configured uncertainty of all execution tokens, for SEPAController.update_auto; empty where nothing reads it."""
+
+    @classmethod
+    def of(cls, sources: Sequence[Group], tokens: StepTokens, assigned: Assigned, exec_uncertainty: Float64Array) -> "Credit":
+        groups = _group_credits(sources, tokens, assigned)
+        return cls(sources, tokens, assigned, groups, _statistics(tokens, assigned, groups), exec_uncertainty)
+
+    def rows(self) -> list[Row]:
+        """A row for each judged completion, in their order. A row outside the informative groups has no advantage."""
+        completions = [(group, completion) for group in self.sources for completion in group.completions]
+        advantages = self.assigned.final * self.assigned.informative[self.tokens.token_groups()]
+        return [
+            Row.from_completion(
+                group.prompt, completion, own.astype(np.float32), group=int(number), counted=int(counted), trained=bool(trained)
+            )
+            for (group, completion), own, number, counted, trained in zip(
+                completions,
+                self.tokens.segments.split(advantages),
+                self.tokens.group_of,
+                self.assigned.counted,
+                self.assigned.trained,
+                strict=True,
+            )
+        ]
+
+    def stages_float32(self) -> dict[str, Float32Array]:
+        """Token advantages [n] after each stage, as the token side file stores them."""
+        return {stage: values.astype(np.float32) for stage, values in self.assigned.stages.items()}
+
+
+def _group_credits(sources: Sequence[Group], tokens: StepTokens, assigned: Assigned) -> list[GroupCredit]:
+    episodes = tokens.by_group(assigned.episode.tolist())
+    advantages = tokens.by_group(tokens.segments.split(assigned.final))
+    return [
+        GroupCredit(episode, rows, bool(informative), "" if informative else _skip_reason(group))
+        for group, episode, rows, informative in zip(sources, episodes, advantages, assigned.informative, strict=True)
+    ]
+
+
+def _skip_reason(group: Group) -> str:
+    right = {member.score.outcome is Outcome.RIGHT for member in group.members}
+    if len(right) != 1:
+        return "other"
+    return "all_correct" if right == {True} else "all_wrong"
+
+
+def _statistics(tokens: StepTokens, assigned: Assigned, groups: Sequence[GroupCredit]) -> CreditStatistics:
+    planning, execution = tokens.planning, ~tokens.planning
+    surprisals = surprisal(tokens.logprobs)
+    entropies = None if tokens.entropies is None else capped(tokens.entropies)
+    exec_entropy_mean, exec_entropy_var = _mean_and_variance(entropies, execution)
+    plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, planning)
+    exec_surprisal_mean, exec_surprisal_var = _mean_and_variance(surprisals, execution)
+    plan_surprisal_mean, plan_surprisal_var = _mean_and_variance(surprisals, planning)
+    reasons = [group.skip_reason for group in groups]
+    return CreditStatistics(
+        exec_entropy_mean=exec_entropy_mean,
+        exec_entropy_var=exec_entropy_var,
+        plan_entropy_mean=plan_entropy_mean,
+        plan_entropy_var=plan_entropy_var,
+        exec_surprisal_mean=exec_surprisal_mean,
+        exec_surprisal_var=exec_surprisal_var,
+        plan_surprisal_mean=plan_surprisal_mean,
+        plan_surprisal_var=plan_surprisal_var,
+        max_abs_advantage=float(np.abs(assigned.final).max()) if len(assigned.final) else None,
+        surprisal_kept_fraction=assigned.kept_fraction,
+        surprisal_tau=assigned.tau,
+        informative_fraction=float(assigned.informative.mean()) if groups else None,
+        groups_skipped_all_correct=reasons.count("all_correct"),
+        groups_skipped_all_wrong=reasons.count("all_wrong"),
+        groups_skipped_other=reasons.count("other"),
+    )
+
+
+def _mean_and_variance(values: Float64Array | None, part: BoolArray) -> tuple[float, float] | tuple[None, None]:
+    """Over the tokens of `part` [n]; None where there are none, or no values."""
+    if values is None or not part.any():
+        return None, None
+    return float(values[part].mean()), float(values[part].var())
