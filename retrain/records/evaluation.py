@@ -13,7 +13,8 @@ import numpy as np
 
 from retrain.records.entries import EvaluationRecord
 
-_Z = 1.959963984540054  # the 97.5% quantile of the normal distribution
+Z_95 = 1.959963984540054
+"""The 97.5% quantile of the normal distribution: half the width of a 95% interval, in standard errors."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -41,8 +42,8 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
     p = float(np.mean(means))
     variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
     size = min(p * (1 - p) / variance, float(samples)) if variance > 0 else float(n)
-    centre = (p + _Z**2 / (2 * size)) / (1 + _Z**2 / size)
-    half = _Z / (1 + _Z**2 / size) * sqrt(p * (1 - p) / size + _Z**2 / (4 * size**2))
+    centre = (p + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
+    half = Z_95 / (1 + Z_95**2 / size) * sqrt(p * (1 - p) / size + Z_95**2 / (4 * size**2))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
