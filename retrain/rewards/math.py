@@ -77,8 +77,7 @@ def is_refused(answer: str) -> bool:
     plain = answer.replace("{,}", "").replace(",", "")
     if _nesting(plain) > MAX_NESTING:
         return True
-    partner = _partners(plain)
-    return any(map(_is_huge, _exponents(plain, partner))) or any(map(_is_huge, _factorials(plain, partner)))
+    return any(map(_is_huge, _exponents_and_factorials(plain, _partners(plain))))
 
 
 def _nesting(text: str) -> int:
@@ -115,15 +114,13 @@ def _is_huge(argument: str) -> bool:
     return bool(_LONG_NUMBER.search(argument)) or (makes_numbers and not _VARIABLE.search(argument))
 
 
-def _exponents(text: str, partner: dict[int, int]) -> Iterator[str]:
+def _exponents_and_factorials(text: str, partner: dict[int, int]) -> Iterator[str]:
+    """Every exponent, and every argument of a factorial."""
     for match in _EXPONENT.finditer(text):
         if match["open"]:
             yield text[match.end() : partner.get(match.start("open"), len(text))]
         else:
             yield match["number"] + (match["tower"] or "")
-
-
-def _factorials(text: str, partner: dict[int, int]) -> Iterator[str]:
     for match in _FACTORIAL.finditer(text):
         yield match["number"] or text[partner.get(match.start("close"), 0) : match.start("close")]
 

@@ -233,7 +233,9 @@ def _math(config: "TrainConfig", request: ScoreRequest) -> float | Message:
 
 
 def _random(config: "TrainConfig", request: ScoreRequest) -> float:
-    draw = uniform(config.training.seed, Stream.REWARD, request.step, request.slot, request.sample, 0)
+    """1 with probability random_p: a function of the seed and the completion's coordinates alone."""
+    coordinates = request.step, request.slot, request.sample, 0
+    draw = uniform(config.training.seed, Stream.REWARD, *coordinates)
     return float(draw < config.reward.random_p)
 
 
