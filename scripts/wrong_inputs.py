@@ -117,7 +117,11 @@ CASES = [
     # -- data ------------------------------------------------------------------------------------------------------------
     Case("a data file that does not exist", 2, "rows.jsonl", '[data]\nsource = "rows.jsonl"'),
     Case(
-        "a data file without a usable row", 2, "no example", '[data]\nsource = "rows.jsonl"', files={"rows.jsonl": '{"prompt": "1+1=?"}\n'}
+        "a data file without a usable row",
+        2,
+        "no usable training row",
+        '[data]\nsource = "rows.jsonl"',
+        files={"rows.jsonl": '{"prompt": "1+1=?"}\n'},
     ),
     Case("the wrong column", 2, "answer_column", '[data]\nsource = "rows.jsonl"\nanswer_column = "gold"', files={"rows.jsonl": ROW}),
     Case("an unknown data source", 2, "gsm8k", '[data]\nsource = "gms8k"'),

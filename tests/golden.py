@@ -213,7 +213,7 @@ def squeeze_compress(lora_A: Rows, lora_B: Rows, rank: int) -> dict[str, Any]:
     a, b = torch.tensor(lora_A, dtype=torch.float64), torch.tensor(lora_B, dtype=torch.float64)
     layer = LoraLayer("layer", a, b, alpha=compressed_alpha(1.0, len(lora_A), rank), use_rslora=False)
     short_a, short_b = truncated(layer, factorise(a, b, "layer"), rank)
-    return {"product": (short_b @ short_a).tolist(), "relative_frobenius_error": layer_spectrum(a, b).error(rank)}
+    return {"product": (short_b @ short_a).tolist(), "relative_frobenius_error": math.sqrt(layer_spectrum(a, b).lost(rank))}
 
 
 def squeeze_recommend(

@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_for_tests import byte_level
+from tokenizers_for_tests import byte_level, render_prompt
 
 from retrain.config import TrainConfig
-from retrain.data import Example, LoadedExamples, PromptSet, encode_prompts
-from retrain.data.chat import render_prompt
+from retrain.data import Example, PromptSet, ReadResult, encode_prompts
 from retrain.data.load import fingerprint
+from retrain.data.sources import Reason
 from retrain.errors import ConfigurationError
 from retrain.model.text import TextModel
 from retrain.model.vocabulary import VocabularyTable
@@ -26,9 +26,8 @@ def prompt_set(size: int) -> PromptSet:
     return PromptSet(tuple(Prompt(Example(f"p{i}", str(i), example_id=f"e{i}"), f"p{i}", None) for i in range(size)))
 
 
-def loaded(*prompts: str, **kept) -> LoadedExamples:
-    examples = tuple(Example(prompt, "1", example_id=f"e{i}") for i, prompt in enumerate(prompts))
-    return LoadedExamples(examples, kept.get("dropped", {}), kept.get("notes", ()), CONFIG.data)
+def loaded(*prompts: str, **said) -> ReadResult:
+    return ReadResult(CONFIG.data, [Example(prompt, "1", example_id=f"e{i}") for i, prompt in enumerate(prompts)], **said)
 
 
 def text_model(context: int = 0) -> TextModel:
@@ -98,14 +97,13 @@ def test_a_prompt_needs_room_for_one_token_in_the_context():
     short, long = encode_prompts(CONFIG, text_model(), loaded("short", "a much longer prompt")).prompts
     prompts = encode_prompts(CONFIG, text_model(context=len(long.token_ids)), loaded("short", "a much longer prompt"))
     assert ids(prompts.prompts) == ids([short])
-    assert prompts.dropped == {"prompt longer than the context": 1}
     size = len(long.token_ids)
-    assert f"Dropped 1 x prompt longer than the context, the first is e1 with {size} of {size} tokens" in prompts.notes
+    assert f"Dropped prompts: 1 longer than the context (e1 with {size} of {size} tokens)" in prompts.notes
     assert len(encode_prompts(CONFIG, text_model(context=size + 1), loaded("short", "a much longer prompt"))) == 2
 
 
 def test_no_prompt_left_is_fatal():
-    with pytest.raises(ConfigurationError, match="no prompt is left"):
+    with pytest.raises(ConfigurationError, match=r"has no usable prompt: 2 longer than the context \(first: e0 with "):
         encode_prompts(CONFIG, text_model(context=2), loaded("a", "b"))
 
 
@@ -117,10 +115,9 @@ def test_completions_that_the_context_cuts_short_are_said():
     assert "max_tokens = 16" in note and "for 1 of 1 prompts" in note and "after 15 tokens or more" in note
 
 
-def test_what_the_source_said_and_dropped_is_said_once():
-    prompts = encode_prompts(CONFIG, text_model(), loaded("a", dropped={"empty answer": 2}, notes=("Dropped 2 x empty answer",)))
-    assert prompts.dropped == {"empty answer": 2}
-    assert prompts.notes == ("Dropped 2 x empty answer",)
+def test_the_notes_of_the_source_are_said_once():
+    examples = loaded("a", dropped={Reason.NO_ANSWER: 2}, first={Reason.NO_ANSWER: "x"}, notes=["Dropped rows: 2 without an answer"])
+    assert encode_prompts(CONFIG, text_model(), examples).notes == ("Dropped rows: 2 without an answer",)
 
 
 # ---- the hash

@@ -12,7 +12,7 @@ import pytest
 from retrain.config import TrainConfig
 from retrain.config.load import load_config
 from retrain.data import Example, NoHeldOutSplit, contamination_note, load_examples, register_source
-from retrain.data.records import HubData, find_files
+from retrain.data.readers import HubData, find_files
 from retrain.data.sources import MATH_SUBJECTS
 from retrain.errors import ConfigurationError
 
@@ -69,8 +69,8 @@ def test_a_math_solution_without_a_balanced_box_is_dropped_and_named(tmp_path):
     write_jsonl(tmp_path / "test.jsonl", [row | {"solution": r"\boxed{1}"}])
     loaded = load_examples(config(source="math", path=str(path.parent)))
     assert [example.reference for example in loaded.examples] == ["4"]
-    assert loaded.dropped == {"empty answer": 3}
-    assert "Dropped 3 x empty answer, the first is train.jsonl line 2" in loaded.notes
+    assert loaded.dropped == {"without an answer": 3}
+    assert "Dropped rows: 3 without an answer (first: train.jsonl line 2)" in loaded.notes
 
 
 def test_gsm8k_references_stand_behind_the_mark_without_thousands_separators():
@@ -83,10 +83,10 @@ def test_gsm8k_references_stand_behind_the_mark_without_thousands_separators():
 
 @pytest.mark.parametrize(("source", "count"), [("math", 20), ("gsm8k", 6)])
 def test_data_sets_that_share_a_folder_are_told_apart_by_their_names(source, count):
-    files = find_files(SAMPLES, "path", prefer=source)
+    train, heldout = find_files(SAMPLES, "path", prefer=source)
     held_out = load_examples(config(source=source, path=str(SAMPLES)), "heldout")
-    assert all(source in file.name for file in (*files.train, *files.heldout, *files.sole))
-    assert sum(1 for file in files.heldout or files.sole for _ in file.open()) == count
+    assert all(source in file.name for file in (*train, *heldout))
+    assert sum(1 for file in heldout or train for _ in file.open()) == count
     assert not held_out.dropped
 
 
@@ -96,7 +96,7 @@ def test_a_gsm8k_answer_without_the_mark_is_dropped(tmp_path):
     write_jsonl(tmp_path / "test.jsonl", [good])
     loaded = load_examples(config(source="gsm8k", path=str(path.parent)))
     assert [example.reference for example in loaded.examples] == ["-1000000"]
-    assert loaded.dropped == {"empty answer": 2}
+    assert loaded.dropped == {"without an answer": 2}
 
 
 # ---- files
@@ -107,7 +107,7 @@ def test_a_file_has_columns_for_prompt_and_answer_and_the_rest_is_info(tmp_path,
     path = write_jsonl(tmp_path / "sums.jsonl", [{"question": "1+1=?", "gold": 2, "task": "sums", "level": 3}])
     where = {"source": str(path)} if named_by == "source" else {"source": "jsonl", "path": str(path)}
     loaded = load_examples(config(prompt_column="question", answer_column="gold", **where))
-    assert loaded.examples == (Example("1+1=?", "2", "sums", {"level": 3}, "sums-0"),)
+    assert loaded.examples == [Example("1+1=?", "2", "sums", {"level": 3}, "sums-0")]
 
 
 def test_a_prompt_can_be_a_conversation(tmp_path):
@@ -138,23 +138,22 @@ def test_a_malformed_row_is_counted_and_named_and_not_fatal(tmp_path, bad):
         path.write_bytes(path.read_bytes().replace(b"MARK", b'{"prompt": "\xff", "answer": "1"}'))
     loaded = load_examples(config(source=str(path)))
     assert [example.example_id for example in loaded.examples] == ["rows-0", "rows-2"]
-    assert loaded.dropped == {"malformed row": 1}
-    assert "Dropped 1 x malformed row, the first is rows.jsonl line 2" in loaded.notes
+    assert loaded.dropped == {"malformed": 1}
+    assert "Dropped rows: 1 malformed (rows.jsonl line 2)" in loaded.notes
 
 
 @pytest.mark.parametrize("answer", [None, "", "  \n"])
 def test_an_empty_answer_is_counted_and_never_a_reference(tmp_path, answer):
     path = write_jsonl(tmp_path / "rows.jsonl", [*rows(2), {"prompt": "x", "answer": answer}])
     loaded = load_examples(config(source=str(path)))
-    assert loaded.dropped == {"empty answer": 1}
+    assert loaded.dropped == {"without an answer": 1}
     assert all(example.reference for example in loaded.examples)
 
 
 def test_a_set_left_empty_is_fatal_and_says_why_and_which_columns_there_are(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "x", "gold": "1"}] * 3)
-    with pytest.raises(
-        ConfigurationError, match=r"Dropped 3 x malformed row, the first is rows\.jsonl line 1; its columns are question, gold"
-    ):
+    said = r"has no usable training row: 3 malformed \(first: rows\.jsonl line 1\); its columns are question, gold"
+    with pytest.raises(ConfigurationError, match=said):
         load_examples(config(source=str(path)))
 
 
@@ -195,7 +194,7 @@ def test_a_folders_files_say_by_name_what_is_held_out(tmp_path, held_out):
 def test_test_files_go_before_validation_files(tmp_path):
     for name in ("train", "validation", "test"):
         write_jsonl(tmp_path / f"{name}.jsonl", rows(1))
-    assert [file.name for file in find_files(tmp_path, "path").heldout] == ["test.jsonl"]
+    assert [file.name for file in find_files(tmp_path, "path")[1]] == ["test.jsonl"]
 
 
 def test_a_path_stands_relative_to_the_configuration_file_too(tmp_path, monkeypatch):
@@ -326,11 +325,11 @@ def test_an_id_that_occurs_twice_is_said(plugin):
 def test_what_a_plugin_leaves_out_is_dropped_like_a_row(plugin):
     loaded = load_examples(config(source="my_data.holes"))
     assert prompts_of(loaded) == ["good"]
-    assert loaded.dropped == {"empty answer": 1, "malformed row": 2}
+    assert loaded.dropped == {"without an answer": 1, "malformed": 2}
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"), [("strings", "gave a str where"), ("broken", "failed with KeyError"), ("absent", "cannot be loaded")]
+    ("name", "sentence"), [("strings", "gave a str instead of"), ("broken", "failed with KeyError"), ("absent", "cannot be loaded")]
 )
 def test_a_plugins_mistake_is_one_sentence(plugin, name, sentence):
     with pytest.raises(ConfigurationError, match=sentence) as failure:

@@ -10,7 +10,7 @@ from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, one_line, visible, without_escapes
 from retrain.rewards.boxed import extract_boxed
 from retrain.rewards.match import answers_match
-from retrain.rewards.math import settled
+from retrain.rewards.math import decide_by_strings
 
 _SHORT, _LONG = 10_000, 40_000
 _REDACTOR = Redactor({"A_KEY": "sesame-open"})
@@ -19,7 +19,7 @@ _DETECTOR = RegexDetector()
 READERS: dict[str, Callable[[str], object]] = {
     "box": extract_boxed,
     "match": lambda text: answers_match(text, "5", "hendrycks"),
-    "math": lambda text: settled(text, "4"),
+    "math": lambda text: decide_by_strings(text, "4"),
     "planning": lambda text: _DETECTOR.detect([text[i : i + 4] for i in range(0, len(text), 4)]),
     "line": one_line,
     "clean": clean,
@@ -85,4 +85,4 @@ def test_four_times_the_text_takes_four_times_as_long(name: str) -> None:
     "text", ["$" * 1600 + "x", "0" * 10**6 + "x", r"\boxed" * 160_000, r"\fbox" * 200_000, r"\boxed{" * 150_000, " " * 10**6]
 )
 def test_a_million_hostile_characters_are_judged_at_once(text: str) -> None:
-    assert seconds(lambda answer: (settled(answer, "4"), extract_boxed(answer)), text) < 0.5
+    assert seconds(lambda answer: (decide_by_strings(answer, "4"), extract_boxed(answer)), text) < 5  # quadratic time would be minutes

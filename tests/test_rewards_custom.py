@@ -168,7 +168,7 @@ def test_info_that_cannot_travel_is_named() -> None:
     [("hang", "deadline_s"), ("sleep", "deadline_s"), ("exit", "exit code 3"), ("quit", "died"), ("crash", "signal 11")],
 )
 def test_code_that_hangs_or_dies_costs_one_verdict_and_the_worker_is_replaced(response: str, reason: str) -> None:
-    with custom("by_request", deadline_s=1.0) as scorer:
+    with custom("by_request", deadline_s=2.0) as scorer:
         score = judged(scorer, response)
         assert score.outcome is Outcome.COULD_NOT_JUDGE
         assert reason in score.reason
@@ -232,8 +232,8 @@ def test_a_reply_that_cannot_be_read_could_not_judge_and_the_next_answer_is_its_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_worker_that_writes_for_ever_ends_on_the_deadline() -> None:
-    with custom("by_channel", deadline_s=0.5) as scorer:
-        assert "deadline_s = 0.5" in judged(scorer, "drip").reason
+    with custom("by_channel", deadline_s=2.0) as scorer:
+        assert "deadline_s = 2" in judged(scorer, "drip").reason
         assert judged(scorer).reward == 1.0
 
 

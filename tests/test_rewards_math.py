@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.rewards.math import is_refused, settled, tidy
+from retrain.rewards.math import canonical_latex, decide_by_strings, is_refused
 
 
 def nested_fraction(depth: int) -> str:
@@ -38,14 +38,14 @@ def nested_fraction(depth: int) -> str:
         (r"\leftarrow", "5", None),
     ],
 )
-def test_strings_and_integers_are_settled_at_once(answer: str, reference: str, verdict: bool | None) -> None:
-    assert settled(answer, reference) is verdict
+def test_strings_and_integers_are_decided_at_once(answer: str, reference: str, verdict: bool | None) -> None:
+    assert decide_by_strings(answer, reference) is verdict
 
 
 @given(st.integers(), st.integers())
 def test_integers_compare_as_integers(a: int, b: int) -> None:
-    assert settled(str(a), str(b)) is (a == b)
-    assert settled(f"{a:+06d}", str(a)) is True
+    assert decide_by_strings(str(a), str(b)) is (a == b)
+    assert decide_by_strings(f"{a:+06d}", str(a)) is True
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_integers_compare_as_integers(a: int, b: int) -> None:
     ],
 )
 def test_answers_that_cannot_be_evaluated_are_refused(answer: str) -> None:
-    assert is_refused(tidy(answer))
-    assert settled(answer, "4") is False
+    assert is_refused(canonical_latex(answer))
+    assert decide_by_strings(answer, "4") is False
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_answers_that_cannot_be_evaluated_are_refused(answer: str) -> None:
     ],
 )
 def test_answers_of_an_ordinary_size_are_not_refused(answer: str) -> None:
-    assert not is_refused(tidy(answer))
+    assert not is_refused(canonical_latex(answer))
 
 
 @given(st.text(alphabet="^!(){}[]0123456789x\\.,- ", max_size=40))
 def test_any_string_gets_a_verdict_or_none(answer: str) -> None:
-    assert settled(answer, "4") in (True, False, None)
+    assert decide_by_strings(answer, "4") in (True, False, None)

@@ -373,7 +373,7 @@ def test_accuracy_is_measured_on_the_compressed_update(tmp_path: Path, capsys: p
     assert whole.before.tokens == whole.after.tokens == part.before.tokens != part.after.tokens
     assert whole.line() in capsys.readouterr().out.splitlines()
     assert json.loads((tmp_path / "out" / "squeeze.json").read_text())["evaluation"] == json.loads(json.dumps(part.to_json()))
-    assert whole.differences == [0.0] * 6 and whole.interval is None and "as many right of each" in whole.line()
+    assert whole.differences == [0.0] * 6 and whole.interval is None and "the same accuracy on every problem" in whole.line()
 
 
 def test_the_cost_of_a_compression_is_told_problem_by_problem() -> None:

@@ -6,11 +6,11 @@ import time
 from copy import deepcopy
 
 import pytest
-from tokenizers_for_tests import byte_level, characters, sentencepiece
+from tokenizers_for_tests import byte_level, characters, render_prompt, sentencepiece
 from transformers import GenerationConfig, LlamaConfig
 
 from retrain.config.schema import Data, Model
-from retrain.data.chat import BOXED_INSTRUCTION, encode_texts, render_prompt
+from retrain.data.chat import BOXED_INSTRUCTION, encode_texts
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.text import eos_token_ids, load_text_model, load_tokenizer
 from retrain.types import ChatMessage, Example

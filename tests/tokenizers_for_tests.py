@@ -5,6 +5,10 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from retrain.config.schema import Data
+from retrain.data.chat import encode_texts, render_text
+from retrain.types import Example, Int32Array
+
 LINES = [
     "The quick brown fox jumps over the lazy dog, and then the dog thinks: why not?",
     "Let me check: 12+30=42, so the answer is \\boxed{42}. Wait, let me verify that.",
@@ -106,3 +110,9 @@ def _wrapped(tokenizer: Tokenizer, chat_template: str | None = None, **tokens: s
     wrapped.add_special_tokens({"additional_special_tokens": [token for token in SPECIAL if token in wrapped.get_vocab()]})
     wrapped.chat_template = chat_template
     return wrapped
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerFast, example: Example, data: Data) -> tuple[str, Int32Array]:
+    """One prompt alone: its text, and its token ids [P]."""
+    text = render_text(tokenizer, example, data)
+    return text, encode_texts(tokenizer, [text])[0]

@@ -1,4 +1,4 @@
-"""Back pressure: a batch size that follows measured throughput, by the universal scalability law, with a hint from the roofline."""
+"""Back pressure: the batch size follows measured throughput by the universal scalability law, with a hint from the roofline."""
 
 from retrain.backpressure.controller import Action, BackpressureController, Decision, Regime, target_batch
 from retrain.backpressure.roofline import Roofline, roofline

@@ -1,7 +1,7 @@
-"""Which batch size comes next, from the throughput measured at those before.
+"""The next batch size, from the throughput measured at earlier ones.
 
-First a sweep over min, 2 min, 4 min, ... max, each size at least twice, then back to the configured size. From there on the fitted law
-decides: above the target the batch shrinks to it, far below it grows towards it, by no more than a factor of two at a time.
+A sweep visits min, 2 min, 4 min, ..., max at least twice each, then the batch returns to the configured size. From then on the fitted
+law decides: above the target concurrency the batch shrinks to it, far below it grows towards it, by a factor of two at most per change.
 """
 
 import math
@@ -10,19 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from retrain.backpressure.roofline import Roofline
-from retrain.backpressure.scaling_law import WINDOW, Fit, ScalingLaw, Weights, fit_scaling_law
+from retrain.backpressure.scaling_law import WINDOW, ScalingLaw, fit_scaling_law
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Backpressure
 
 _VISITS = 2
-"""Of each size in the sweep: one measurement would not tell noise from shape."""
+"""Visits to each size in the sweep: one measurement cannot tell noise from shape."""
 _LEAST_GAIN = 0.10
-"""Without a coherency penalty no optimum is in sight; growth goes on while the last one gave this much."""
+"""Without a coherency penalty there is no optimum; the batch grows while the last growth raised throughput by this fraction."""
 _ROUNDING = 1e-9
-"""A whole number of prompts but for the last binary digit, as 0.29 * 100 is 28.999999999999996, is that number."""
+"""Added before rounding down, since 0.29 * 100 is 28.999999999999996."""
 _ANOMALY = 0.8
-"""A smoothed throughput below this fraction of the law's prediction is reported. It changes nothing: noise does it too."""
+"""A smoothed throughput below this fraction of the law's prediction is reported. Nothing acts on it, since noise causes it too."""
 
 
 class Regime(StrEnum):
@@ -34,7 +37,7 @@ class Regime(StrEnum):
     UNBOUNDED = "unbounded"
     """No coherency penalty, so no optimum."""
     UNKNOWN = "unknown"
-    """No law, or none that explains the measurements."""
+    """No law, or its fit is too poor to act on."""
 
 
 class Action(StrEnum):
@@ -44,49 +47,26 @@ class Action(StrEnum):
     THROTTLE = "throttle"
 
 
-class BackpressureSettings(Protocol):
-    """The `[backpressure]` section."""
-
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def ema_decay(self) -> float: ...
-    @property
-    def throttle_margin(self) -> float: ...
-    @property
-    def increase_margin(self) -> float: ...
-    @property
-    def min_batch_size(self) -> int: ...
-    @property
-    def max_batch_size(self) -> int: ...
-    @property
-    def cooldown(self) -> int: ...
-    @property
-    def min_r2(self) -> float: ...
-    @property
-    def weights(self) -> Weights: ...
-
-
 @dataclass(frozen=True)
 class Decision:
-    """What one step gave. Its fields are what is logged; `record_fields` names them as metrics.jsonl does."""
+    """The outcome of one step, all of which is logged; `record_fields` has the names of metrics.jsonl."""
 
     action: Action
     regime: Regime
     batch_size: int
-    """Used in this step."""
+    """Prompts in this step."""
     next_batch_size: int
     throughput: float
-    """Smoothed over the steps at this concurrency, tokens per second."""
+    """Tokens per second, smoothed over the steps at this concurrency."""
     law: ScalingLaw | None
     r2: float | None
     utilization: float | None
-    """Smoothed throughput over the best that the law predicts up to the largest batch."""
+    """Smoothed throughput as a fraction of the law's maximum up to the largest batch."""
     anomaly: float | None
-    """Smoothed throughput over what the law predicts here, where that is far below 1."""
+    """Smoothed throughput as a fraction of the law's prediction for this batch; None unless it is far below 1."""
 
     def record_fields(self, hint: Roofline | None = None) -> dict[str, Any]:
-        """The bp_ fields of a StepRecord. Where the batch may grow, a roofline hint names the regime more closely."""
+        """The bp_ fields of a StepRecord. Where the batch may grow, the roofline hint replaces the regime."""
         open_ended = self.regime in (Regime.BELOW_TARGET, Regime.UNBOUNDED)
         law = self.law
         return {
@@ -101,21 +81,21 @@ class Decision:
 
 
 class BackpressureController:
-    """One `observe` a step. Group size and configured batch size are fixed; only the batch size moves."""
+    """Chooses the batch size: call `observe` once per step. The group size stays."""
 
-    def __init__(self, settings: BackpressureSettings, batch_size: int, group_size: int) -> None:
+    def __init__(self, settings: "Backpressure", batch_size: int, group_size: int) -> None:
         self.settings = settings
         self.configured = batch_size
         self.group_size = group_size
         self.sizes = sweep_sizes(settings.min_batch_size, settings.max_batch_size)
         self.batch_size = self.sizes[0]
-        """Of the next step."""
+        """Prompts in the next step."""
         self.step_count = 0
         self.observations: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """(concurrency, tokens per second), oldest first."""
         self.ema = 0.0
         self.ema_p = 0
-        """The concurrency that `ema` is of; a smoothed throughput over several would be of none."""
+        """The concurrency of `ema`, which starts anew when it changes."""
         self.law: ScalingLaw | None = None
         self.r2: float | None = None
         self.since_change = 0
@@ -123,11 +103,11 @@ class BackpressureController:
 
     @property
     def sweep_steps(self) -> int:
-        """`warmup_steps`, or more where each size would not be visited often enough."""
+        """`warmup_steps`, or more if the sweep needs more to visit each size often enough."""
         return max(self.settings.warmup_steps, _VISITS * len(self.sizes))
 
     def observe(self, tokens: int, seconds: float) -> Decision:
-        """Take in a step at `batch_size` that sampled `tokens`, prompts and skipped groups included, and say what comes next.
+        """Record a step at `batch_size` that processed `tokens`, prompts and skipped groups included, and choose the next size.
 
         Skipped groups count because they cost time: without them throughput would fall as accuracy rises. Raises ValueError unless
         tokens and seconds are above 0.
@@ -163,19 +143,20 @@ class BackpressureController:
             self.batch_size, self.since_change = size, 0
 
     def _refit(self) -> bool:
-        """Fit the window; a fit that is impossible leaves the law before. False where there is no law to act on."""
+        """Fit the window; an impossible fit keeps the previous law. False where there is no law to act on."""
         concurrencies, throughputs = zip(*self.observations, strict=True)
-        fit: Fit = fit_scaling_law(concurrencies, throughputs, self.settings.weights, self.settings.min_r2)
+        fit = fit_scaling_law(concurrencies, throughputs, self.settings.weights, self.settings.min_r2)
         if fit.law:
             self.law, self.r2 = fit.law, fit.r2
         return self.r2 is not None and self.r2 >= self.settings.min_r2
 
     def _judge(self, trusted: bool) -> tuple[Regime, int]:
-        """The regime at the current size, and the size that it asks for."""
+        """The regime at the current size, and the size to move to."""
         if not trusted or self.law is None:
             return Regime.UNKNOWN, self.batch_size
         if math.isinf(self.law.optimum):
-            return Regime.UNBOUNDED, self._doubled() if self._last_growth_paid() else self.batch_size
+            doubled = max(self.batch_size, min(2 * self.batch_size, self.settings.max_batch_size))
+            return Regime.UNBOUNDED, doubled if self._last_growth_paid() else self.batch_size
         settings = self.settings
         p, target = self.batch_size * self.group_size, settings.throttle_margin * self.law.optimum
         limits = settings.min_batch_size, settings.max_batch_size
@@ -186,11 +167,8 @@ class BackpressureController:
             return Regime.BELOW_TARGET, max(self.batch_size, min(size, 2 * self.batch_size))
         return Regime.NEAR_TARGET, self.batch_size
 
-    def _doubled(self) -> int:
-        return max(self.batch_size, min(2 * self.batch_size, self.settings.max_batch_size))
-
     def _last_growth_paid(self) -> bool:
-        """Whether the throughput here is well above that at the next smaller concurrency seen; True where none was."""
+        """Whether throughput is well above the throughput at the next smaller concurrency observed; True if there is none."""
         p = self.batch_size * self.group_size
         smaller = max((seen for seen, _ in self.observations if seen < p), default=None)
         if smaller is None:
@@ -209,7 +187,7 @@ class BackpressureController:
         return Decision(action, regime, used, self.batch_size, self.ema, self.law, self.r2, utilization, anomaly)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint stores, as JSON values."""
+        """The state for a checkpoint, as JSON values."""
         return {
             "observations": [list(item) for item in self.observations],
             "step_count": self.step_count,
@@ -222,7 +200,7 @@ class BackpressureController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the controller that gave `state` would have. Raises KeyError for a state that is not complete."""
+        """Continue as the controller that returned `state` would have. Raises KeyError for an incomplete state."""
         law = state["law"]
         self.observations = deque(((float(p), float(x)) for p, x in state["observations"]), maxlen=WINDOW)
         self.step_count, self.since_change = state["step_count"], state["since_change"]
@@ -231,7 +209,7 @@ class BackpressureController:
 
 
 def target_batch(p_star: float, group_size: int, throttle_margin: float, min_batch_size: int, max_batch_size: int) -> int:
-    """Prompts a step that put the concurrency at throttle_margin p*, rounded down, within the limits; the upper one for an infinite p*."""
+    """Prompts per step for a concurrency of throttle_margin p*, rounded down, within the limits; an infinite p* gives the upper limit."""
     wanted = throttle_margin * p_star / group_size
     if wanted >= max_batch_size:
         return max_batch_size

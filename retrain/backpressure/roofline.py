@@ -1,4 +1,4 @@
-"""The roofline: whether arithmetic or memory bounds a step. A hint; nothing acts on it.
+"""The roofline: whether a step is bound by arithmetic or by memory. It is a hint; nothing acts on it.
 
 Source: Williams et al. 2009, doi 10.1145/1498765.1498785.
 """
@@ -15,20 +15,20 @@ class Roofline:
     intensity: float
     """FLOP per byte moved."""
     ridge: float
-    """The intensity from which on arithmetic is the limit."""
+    """The intensity above which arithmetic is the limit."""
     attained_gflops: float
     """GFLOP/s."""
     utilization: float
-    """Of what the hardware can reach at this intensity."""
+    """`attained_gflops` as a fraction of what the hardware can reach at this intensity."""
 
 
 def step_flops(num_parameters: int, tokens_decoded: int, tokens_trained: int) -> float:
-    """2 N per token forward, 4 N more per token trained."""
+    """2 N FLOP per token of a forward pass, 6 N per trained token."""
     return 2.0 * num_parameters * tokens_decoded + 6.0 * num_parameters * tokens_trained
 
 
 def roofline(flops: float, num_bytes: float, seconds: float, peak_gflops: float, peak_bw_gb_s: float) -> Roofline | None:
-    """Where a step of `flops` and `num_bytes` of memory traffic stands. None where a peak is 0, which means that it is not known.
+    """The roofline of a step with `flops` and `num_bytes` of memory traffic. None if a peak is 0, which means unknown.
 
     Raises ValueError unless bytes and seconds are above 0.
     """

@@ -20,11 +20,11 @@ Weights = Literal["relative", "none"]
 FitStatus = Literal["ok", "insufficient", "rejected", "unknown"]
 
 WINDOW = 100
-"""Observations that a fit looks at: the last ones."""
+"""Observations in a fit: the latest ones."""
 _MIN_CONCURRENCIES = 3
-"""A parabola has three coefficients, so it needs as many different p; equal ones tell nothing more about its shape."""
+"""A parabola has three coefficients, so it needs as many different p."""
 _NO_COHERENCY = 1e-10
-"""Share of p / X at the largest p below which a quadratic term is rounding."""
+"""A quadratic term below this fraction of p / X at the largest p is rounding."""
 
 
 def capacity(p: float, sigma: float, kappa: float) -> float:
@@ -35,7 +35,7 @@ def capacity(p: float, sigma: float, kappa: float) -> float:
 
 
 def optimal_concurrency(sigma: float, kappa: float) -> float:
-    """p* of the highest throughput: infinite without a coherency penalty, 0 where contention alone makes every p > 1 slower."""
+    """p*, where throughput is highest: infinite without a coherency penalty, 0 if contention alone makes every p > 1 slower."""
     if kappa <= 0:
         return math.inf
     return math.sqrt(max(0.0, 1 - sigma) / kappa)
@@ -64,12 +64,12 @@ class ScalingLaw:
 @dataclass(frozen=True)
 class Fit:
     status: FitStatus
-    """ok, with kappa = 0 and an infinite optimum where there is no coherency penalty; or the first step at which the fit fails:
-    insufficient: fewer than three different p, so no parabola. rejected: 1 / lambda = A + B + C is not above 0, so no law has these
-    coefficients. unknown: there is a law, but its R^2 is below what is asked for; the controller's regime has the same name."""
+    """ok: kappa = 0 and the optimum is infinite if there is no coherency penalty. insufficient: fewer than three different p, so no
+    parabola. rejected: 1 / lambda = A + B + C is not above 0, so no law has these coefficients. unknown: there is a law, but its R^2 is
+    below min_r2; the controller's regime has the same name."""
     law: ScalingLaw | None = None
     r2: float | None = None
-    """Of the throughput, unweighted."""
+    """R^2 of the throughput, unweighted."""
     superlinear: bool = False
     """sigma came out below 0 and was set to 0."""
 
@@ -77,8 +77,8 @@ class Fit:
 def fit_scaling_law(p: Sequence[float], throughput: Sequence[float], weights: Weights = "relative", min_r2: float = 0.5) -> Fit:
     """Least squares of p / X on a parabola in p, over the last WINDOW observations.
 
-    Noise in X is multiplicative, so the error of p / X grows with it: "relative" divides by it. Where the parabola bends down there is no
-    coherency penalty, and a straight line is fitted instead of setting kappa to 0 afterwards, which would leave the other two biased.
+    Noise in X is multiplicative, so the error of p / X grows with p / X, and "relative" divides by it. If the parabola bends down there
+    is no coherency penalty, and a straight line is fitted; setting kappa to 0 afterwards would bias the other two parameters.
     Raises ValueError for lists of different length, for a p below 1 and for a throughput that is not above 0.
     """
     x, y_throughput = _observations(p, throughput)
@@ -105,7 +105,7 @@ def _observations(p: Sequence[float], throughput: Sequence[float]) -> tuple[Floa
 
 
 def _coefficients(p: Floats, y: Floats, weight: Floats) -> tuple[float, float, float]:
-    """A, B, C of y = A + B p + C p^2, C >= 0. In u = p / p_max, whose powers are of one size: those of p differ by p^4."""
+    """A, B, C of y = A + B p + C p^2 with C >= 0, fitted in u = p / p_max, whose powers have the same magnitude."""
     u = p / p.max()
     a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight)
     if c <= _NO_COHERENCY * y.max():
@@ -122,6 +122,6 @@ def _r_squared(law: ScalingLaw, p: Floats, throughput: Floats) -> float:
     predicted = np.array([law.throughput(value) for value in p])
     residual = float(np.square(throughput - predicted).sum())
     total = float(np.square(throughput - throughput.mean()).sum())
-    if total == 0:  # constant throughput: a law that gives it explains everything there is
+    if total == 0:  # constant throughput: a law that predicts it explains everything
         return 1.0 if residual <= 1e-12 * float(np.square(throughput).sum()) else 0.0
     return 1 - residual / total

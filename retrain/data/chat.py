@@ -1,6 +1,6 @@
-r"""Prompts as the model wants them: an example in the tokenizer's chat template, and its token ids.
+"""From an example to a prompt: the text in the tokenizer's chat template, and its token ids.
 
-A prompt is rendered and encoded here once. Nothing is ever re-encoded afterwards: token ids are the record, text is a view.
+Nothing is re-encoded afterwards: token ids are the record, text is a view.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,18 @@ if TYPE_CHECKING:
 BOXED_INSTRUCTION = r"Reason step by step and put the final answer in \boxed{}."
 PLAIN_TEMPLATE = "{prompt}"
 DEFAULT_TEMPLATES: dict[str, str] = dict.fromkeys(("math", "gsm8k"), f"{{prompt}}\n\n{BOXED_INSTRUCTION}")
-"""The prompt template of a data source where [data] prompt_template is unset; others are plain."""
-
+"""The prompt template of a data source if [data] prompt_template is unset; other sources have PLAIN_TEMPLATE."""
 
 _OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_tensors", "return_dict")
 """Arguments of apply_chat_template that retrain sets itself."""
 
 
-def render_prompt(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "Data") -> tuple[str, Int32Array]:
-    """The prompt as text and as token ids [P], ending where the assistant's turn begins."""
-    text = render_text(tokenizer, example, data)
-    return text, encode_texts(tokenizer, [text])[0]
-
-
 def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "Data") -> str:
-    """The example in the tokenizer's chat template, or plain where it has none.
+    """The example in the tokenizer's chat template, or as plain text if the tokenizer has none.
 
-    A text prompt is put into [data] prompt_template and becomes one user message; in a chat prompt the template goes around the last user
-    message, if it was set. The system prompt opens the conversation unless the example brings its own.
-    Raises ConfigurationError if the chat template refuses the conversation, or if there is none and the example is one.
+    A text prompt is put into [data] prompt_template and becomes one user message. In a conversation the template, if it is set, wraps
+    the last user message. The system prompt comes first unless the example has its own.
+    Raises ConfigurationError if the chat template refuses the conversation, or if there is none and the example has several turns.
     """
     messages = _messages(example, data)
     if tokenizer.chat_template:
@@ -51,8 +44,8 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[Int32Array]:
-    """Token ids of rendered prompts, [P] each. A chat template writes its special tokens itself, so none is added twice; a plain
-    text gets those that the model expects in front (BOS), and none behind."""
+    """Token ids of rendered prompts, [P] each. A chat template has written its special tokens itself, so none is added; a plain text
+    gets the tokens that the model expects in front, such as BOS, unless it starts with them."""
     if not texts:
         return []
     bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -62,7 +55,7 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
 
 
 def _opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """What the tokenizer puts in front of a text, such as BOS."""
+    """The tokens that the tokenizer puts in front of a text, such as BOS."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]
     starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
@@ -85,7 +78,7 @@ def _messages(example: Example, data: "Data") -> list[ChatMessage]:
 
 
 def fill_template(template: str, prompt: str) -> str:
-    """Plain replacement: other braces, such as those of \\boxed{}, stay."""
+    """Plain replacement, so that other braces, as in \\boxed{}, stay."""
     return template.replace(PLAIN_TEMPLATE, prompt)
 
 

@@ -1,7 +1,7 @@
 r"""The lab's arithmetic: problems made from counter-based noise, so that a fresh machine needs no download.
 
 A problem is a chain of operations worked from left to right, "(61-35)*4+27=?", and its reference is the last value as text. Each
-difficulty has one family of problems, and the last one mixes them. The packaged lab model was pre-trained on the training
+difficulty has one family of problems, and the last difficulty mixes them. The packaged lab model was pre-trained on the training
 side of the same families only (scripts/make_lab_model.py), so the held-out problems are new to it and to every run.
 """
 
@@ -20,7 +20,7 @@ from retrain.types import Example
 Split = Literal["train", "heldout"]
 
 FAMILIES = ("sum3", "chain4", "product", "expression")
-"""In order of difficulty; difficulty 1 is the first, and one more than the last is all of them in equal parts."""
+"""In order of difficulty, from 1; the difficulty after the last family is all of them in equal parts."""
 MAX_DIFFICULTY = len(FAMILIES) + 1
 NUM_EXAMPLES: dict[Split, int] = {"train": 4096, "heldout": 512}
 
@@ -42,7 +42,7 @@ class Problem:
 
     @property
     def expression(self) -> str:
-        """The usual notation: what stands before a product is put in parentheses where precedence asks for it."""
+        """Infix notation; the left operand of a product is in parentheses where precedence asks for them."""
         text, is_sum = str(self.first), False
         for operation, operand in self.steps:
             if operation == "*" and is_sum:
@@ -69,8 +69,8 @@ class Problem:
 
     @property
     def split(self) -> Split:
-        """Decided by the problem itself, so a problem cannot stand on both sides. The order of the terms of a sum does not
-        count: 61+58+35 and 35+61+58 are on the same side."""
+        """A function of the problem itself, so no problem is on both sides. The order of a sum's terms does not matter: 61+58+35 and
+        35+61+58 are on the same side."""
         digest = hashlib.sha256(self._canonical().encode()).digest()
         return "heldout" if digest[0] % _HELDOUT_SHARE == 0 else "train"
 
@@ -93,14 +93,14 @@ def apply(operation: str, left: int, right: int) -> int:
 
 
 def build_problem(family: str, draws: Sequence[float]) -> Problem:
-    """The problem that these uniforms in (0, 1) make; a family takes seven of them at most, from the left."""
+    """The problem that uniforms in (0, 1) determine; a family reads at most seven of them, from the left."""
     uniforms = iter(draws)
 
     def two_digits() -> int:
         return 10 + int(90 * next(uniforms))
 
     def plus_or_minus(value: int) -> tuple[str, int]:
-        """A term that keeps the value from going below zero."""
+        """A term that does not make the value negative."""
         operand, sign = two_digits(), next(uniforms)
         return ("-" if sign < 0.5 and operand <= value else "+"), operand
 
@@ -120,7 +120,7 @@ _PATTERNS = {"sum3": "++", "chain4": "±±±", "product": "*±", "expression": "
 
 
 def families(difficulty: int) -> tuple[str, ...]:
-    """The families that make up a difficulty. Raises ConfigurationError outside 1..MAX_DIFFICULTY."""
+    """The families of a difficulty. Raises ConfigurationError outside 1..MAX_DIFFICULTY."""
     if not 1 <= difficulty <= MAX_DIFFICULTY:
         raise ConfigurationError(
             f"[data] difficulty = {difficulty}: the lab has 1 to {MAX_DIFFICULTY}, which are "
@@ -130,8 +130,8 @@ def families(difficulty: int) -> tuple[str, ...]:
 
 
 def problems(split: Split, family: str) -> Iterator[Problem]:
-    """The family's problems of one split, each once, in an order that never changes. Take few of them against the family's 100,000: the
-    iterator never ends."""
+    """The family's problems of one split, each once, in a fixed order. The iterator never ends, so take far fewer than the family's
+    100,000 problems."""
     seen: set[str] = set()
     start = 0
     while True:
@@ -148,12 +148,10 @@ def problems(split: Split, family: str) -> Iterator[Problem]:
 @cache
 def _examples(split: Split, difficulty: int) -> tuple[Example, ...]:
     sources = [problems(split, family) for family in families(difficulty)]
-    chosen = (next(sources[i % len(sources)]) for i in range(NUM_EXAMPLES[split]))
-    return tuple(_example(problem) for problem in chosen)
-
-
-def _example(problem: Problem) -> Example:
-    return Example(problem.question, problem.answer, task=f"lab/{problem.family}", example_id=f"lab-{problem.expression}")
+    chosen = [next(sources[i % len(sources)]) for i in range(NUM_EXAMPLES[split])]
+    return tuple(
+        Example(problem.question, problem.answer, f"lab/{problem.family}", example_id=f"lab-{problem.expression}") for problem in chosen
+    )
 
 
 def examples(split: Split = "train", difficulty: int = 1) -> list[Example]:

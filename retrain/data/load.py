@@ -1,88 +1,68 @@
-"""The examples of a run: for training, and held out for evaluation."""
+"""The examples of a run: the training set, and the held-out set of its evaluations."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from retrain import noise
-from retrain.data.records import Split
-from retrain.data.sources import Harvest, NoHeldOutSplit, Request, collect
+from retrain.data.readers import Split
+from retrain.data.sources import NoHeldOutSplit, Query, ReadResult, read_source
 from retrain.errors import ConfigurationError
 from retrain.types import Example
 
 if TYPE_CHECKING:
-    from retrain.config.schema import Data, TrainConfig
+    from retrain.config.schema import TrainConfig
 
-__all__ = ["LoadedExamples", "NoHeldOutSplit", "contamination_note", "fingerprint", "load_examples"]
+__all__ = ["NoHeldOutSplit", "contamination_note", "fingerprint", "load_examples"]
 
 _SUBSET_SEED = 0
-"""max_examples takes the same problems whatever the run's seed is, spread over the whole set: sources are sorted by subject."""
+"""max_examples takes the same problems for every seed of a run, spread over the whole set, since sources are sorted by subject."""
 
 
-@dataclass(frozen=True)
-class LoadedExamples:
-    examples: tuple[Example, ...]
-    dropped: dict[str, int]
-    """Rows that became no example, by reason."""
-    notes: tuple[str, ...]
-    """Sentences for the run's log."""
-    data: "Data"
-    """[data] as it applies here: [evaluation] source may have replaced the source."""
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-
-def load_examples(config: "TrainConfig", split: Split = "train") -> LoadedExamples:
+def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     """The training set of `[data]`, cut to `[training] max_examples`, or the whole held-out set that `[evaluation] source` names.
 
-    Raises NoHeldOutSplit if there is nothing held out, another ConfigurationError if no example is left or the source is not known,
+    Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left or the source is not known,
     EnvironmentFailure if the hub is needed and cannot be reached.
     """
-    request = _request(config, split)
-    harvest = collect(request)
-    if not harvest.examples:
-        raise ConfigurationError(_nothing_left(request, harvest))
-    examples = _spread(_with_ids(harvest.examples, request.data.source), config.training.max_examples if split == "train" else 0)
-    return LoadedExamples(examples, harvest.dropped, (*harvest.notes, *harvest.dropped_notes(), *_repeated_ids(examples)), request.data)
+    query = _query(config, split)
+    result = read_source(query)
+    if not result.examples:
+        details = "; ".join(filter(None, [result.dropped_rows(), *result.notes])) or "it is empty"
+        kind = "training" if split == "train" else "held-out"
+        raise ConfigurationError(f"{query.key} has no usable {kind} row: {details}; check the file, prompt_column and answer_column.")
+    source = query.data.source
+    named = [example if example.example_id else replace(example, example_id=f"{source}-{i}") for i, example in enumerate(result.examples)]
+    result.examples = _subset(named, config.training.max_examples if split == "train" else 0)
+    if result.dropped:
+        result.notes.append(f"Dropped rows: {result.dropped_rows()}")
+    if repeated := len(result.examples) - len({example.example_id for example in result.examples}):
+        result.notes.append(f"Examples with another's example_id, whose results are counted together: {repeated:,}")
+    return result
 
 
-def _request(config: "TrainConfig", split: Split) -> Request:
+def _query(config: "TrainConfig", split: Split) -> Query:
     source = config.evaluation.source if split == "heldout" else ""
     if not source or source == config.data.source:
-        return Request(config, config.data, split, named_for_evaluation=False)
+        return Query(config, config.data, split, named_for_evaluation=False)
     data = config.data.model_copy(update={"source": source, "path": "", "params": {}})
-    return Request(config, data, split, named_for_evaluation=True)
+    return Query(config, data, split, named_for_evaluation=True)
 
 
-def _nothing_left(request: Request, harvest: Harvest) -> str:
-    details = "; ".join([*harvest.dropped_notes(), *harvest.notes]) or "it is empty"
-    return f"{request.key} gives no example for {request.split}: {details}; check the file, prompt_column and answer_column."
-
-
-def _with_ids(examples: Iterable[Example], source: str) -> list[Example]:
-    return [example if example.example_id else replace(example, example_id=f"{source}-{i}") for i, example in enumerate(examples)]
-
-
-def _spread(examples: Sequence[Example], limit: int) -> tuple[Example, ...]:
-    """At most `limit` examples (0: all) in their order; a smaller limit takes a subset of a larger one's."""
+def _subset(examples: list[Example], limit: int) -> list[Example]:
+    """At most `limit` examples (0: all) in their order; the subset of a smaller limit is part of a larger limit's."""
     if not 0 < limit < len(examples):
-        return tuple(examples)
+        return examples
     draws = noise.uniform(_SUBSET_SEED, noise.Stream.DATA_ORDER, 0, 0, 0, np.arange(len(examples)))
-    return tuple(examples[index] for index in sorted(np.argsort(draws, kind="stable")[:limit].tolist()))
-
-
-def _repeated_ids(examples: Sequence[Example]) -> list[str]:
-    repeated = len(examples) - len({example.example_id for example in examples})
-    return [f"Examples with another's example_id, whose results are counted together: {repeated:,}"] if repeated else []
+    return [examples[index] for index in sorted(np.argsort(draws, kind="stable")[:limit].tolist())]
 
 
 def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> str | None:
-    """One sentence if a held-out problem is also trained on, word for word."""
+    """One sentence if a held-out problem is also a training problem, word for word."""
     seen = {_prompt_key(example) for example in train}
     shared = [example.example_id for example in heldout if _prompt_key(example) in seen]
     if not shared:
@@ -90,16 +70,16 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
     return f"Held-out problems that are also trained on: {len(shared):,}, the first is {shared[0]}; held-out accuracy is too high"
 
 
+def _prompt_key(example: Example) -> str:
+    """The prompt with its white space normalised."""
+    messages = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
+    return json.dumps([[message["role"], message["content"].split()] for message in messages])
+
+
 def fingerprint(examples: Iterable[Example]) -> str:
-    """sha256 over ids, prompts and references, in order: two runs with the same one saw the same data."""
+    """sha256 over ids, prompts and references, in order: two runs with the same fingerprint saw the same data."""
     digest = hashlib.sha256()
     for example in examples:
         line = json.dumps([example.example_id, example.prompt, example.reference])
         digest.update(line.encode("ascii") + b"\n")
     return digest.hexdigest()
-
-
-def _prompt_key(example: Example) -> str:
-    """The prompt without regard to white space."""
-    messages = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
-    return json.dumps([[message["role"], message["content"].split()] for message in messages])

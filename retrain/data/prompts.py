@@ -1,7 +1,7 @@
 """Prompts, encoded once, in an order that is a pure function of (seed, cursor)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from retrain import noise
 from retrain.data.chat import encode_texts, render_text
-from retrain.data.load import LoadedExamples, fingerprint
-from retrain.data.sources import Harvest, Reason
+from retrain.data.load import fingerprint
+from retrain.data.sources import ReadResult, counted
 from retrain.errors import ConfigurationError
 from retrain.model.text import TextModel
 from retrain.types import Prompt
@@ -24,12 +24,10 @@ _CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel th
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a run. The order is shuffled anew in each epoch, by the seed and the epoch alone, so every condition of one seed
-    sees the same prompts at the same step, and resuming needs only the cursor."""
+    """The prompts of a run. Each epoch is shuffled anew by the seed and the epoch alone, so all conditions of one seed see the same
+    prompts at the same step, and resuming needs only the cursor."""
 
     prompts: tuple[Prompt, ...]
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows and examples that became no prompt, by reason."""
     notes: tuple[str, ...] = ()
     """Sentences for the run's log."""
 
@@ -37,7 +35,7 @@ class PromptSet:
         return len(self.prompts)
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
-        """The prompts number cursor .. cursor + count - 1 since the start of the run, over as many epochs as that takes."""
+        """Prompts cursor .. cursor + count - 1, counted from the start of the run over all epochs."""
         size = len(self.prompts)
         return [self.prompts[epoch_order(seed, place // size, size)[place % size]] for place in range(cursor, cursor + count)]
 
@@ -56,38 +54,41 @@ def epoch_order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
     return order
 
 
-def encode_prompts(config: "TrainConfig", text: TextModel, loaded: LoadedExamples) -> PromptSet:
+def encode_prompts(config: "TrainConfig", text: TextModel, loaded: ReadResult) -> PromptSet:
     """Render and encode every example once.
 
-    A prompt must leave room for one token at least in the model's context, else it is dropped; a completion then has
-    `[training] max_tokens` or what is left of the context, whichever is less.
-    Raises ConfigurationError if no prompt fits.
+    A prompt that leaves no room for a token in the model's context is dropped. A completion has `[training] max_tokens`, or the rest
+    of the context if that is less. Raises ConfigurationError if no prompt fits.
     """
-    harvest = Harvest(dropped=dict(loaded.dropped))
+    too_long: list[str] = []
     prompts: list[Prompt] = []
-    for start in range(0, len(loaded.examples), _CHUNK):
+    for start in range(0, len(loaded), _CHUNK):
         examples = loaded.examples[start : start + _CHUNK]
         texts = [render_text(text.tokenizer, example, loaded.data) for example in examples]
         for example, rendered, token_ids in zip(examples, texts, encode_texts(text.tokenizer, texts), strict=True):
             if text.context and len(token_ids) >= text.context:
-                harvest.drop(Reason.TOO_LONG, f"{example.example_id} with {len(token_ids):,} of {text.context:,} tokens")
+                too_long.append(f"{example.example_id} with {len(token_ids):,} of {text.context:,} tokens")
             else:
                 prompts.append(Prompt(example, rendered, token_ids))
-    too_long = harvest.dropped_notes()
+    dropped = counted(len(too_long), "longer than the context", too_long[0]) if too_long else ""
     if not prompts:
         raise ConfigurationError(
-            f'[data] source = "{loaded.data.source}": {"; ".join(too_long)}, so no prompt is left; '
-            "take a model with a longer context, or shorter problems."
+            f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model with a longer context, or shorter '
+            "problems."
         )
-    clamped = _clamp_note(prompts, text.context, config.training.max_tokens)
-    return PromptSet(tuple(prompts), harvest.dropped, (*loaded.notes, *too_long, *clamped))
+    notes = [
+        *loaded.notes,
+        f"Dropped prompts: {dropped}" if dropped else "",
+        _clamp_note(prompts, text.context, config.training.max_tokens),
+    ]
+    return PromptSet(tuple(prompts), tuple(filter(None, notes)))
 
 
-def _clamp_note(prompts: Sequence[Prompt], context: int, max_tokens: int) -> list[str]:
+def _clamp_note(prompts: Sequence[Prompt], context: int, max_tokens: int) -> str:
     clamped = [len(prompt.token_ids) for prompt in prompts if context and len(prompt.token_ids) + max_tokens > context]
     if not clamped:
-        return []
-    return [
+        return ""
+    return (
         f"[training] max_tokens = {max_tokens} and the prompt exceed the model's context of {context:,} for {len(clamped):,} of "
         f"{len(prompts):,} prompts, whose completions end at the context (after {context - max(clamped):,} tokens or more)"
-    ]
+    )

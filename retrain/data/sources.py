@@ -1,15 +1,17 @@
-"""The data sources: each turns `[data]` into examples of one split, and counts what it could not use."""
+"""The data sources: each reads the examples of one split, as `[data]` describes it, and counts the rows that it cannot use."""
 
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.data.records import SUFFIXES, Files, HubData, NoSplit, Record, Split, find_files, read_files, read_hub
+from retrain.config.names import BUILTIN_NAMES, DATA_FILE_SUFFIXES, register_name
+from retrain.data import lab
+from retrain.data.readers import HubData, NoSplit, RawRow, Split, find_files, read_files, read_hub
 from retrain.errors import ConfigurationError
 from retrain.records.disk import expanded
 from retrain.types import ChatMessage, Example
@@ -21,49 +23,59 @@ if TYPE_CHECKING:
 class Reason(StrEnum):
     """Why a row became no example."""
 
-    MALFORMED = "malformed row"
-    EMPTY_ANSWER = "empty answer"
-    TOO_LONG = "prompt longer than the context"
+    MALFORMED = "malformed"
+    NO_ANSWER = "without an answer"
+
+
+def counted(count: int, reason: str, first: str) -> str:
+    """The words of a message: `3 malformed (first: rows.jsonl line 2)`."""
+    return f"{count:,} {reason} ({first if count == 1 else f'first: {first}'})"
 
 
 @dataclass
-class Harvest:
-    """What a source yields."""
+class ReadResult:
+    """The examples of one split, and what was said about them."""
 
+    data: "Data"
+    """[data] as it applies here: [evaluation] source may have replaced the source."""
     examples: list[Example] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows by reason."""
-    first: dict[str, str] = field(default_factory=dict)
+    dropped: dict[Reason, int] = field(default_factory=dict)
+    """Number of rows that became no example, by reason."""
+    first: dict[Reason, str] = field(default_factory=dict)
     """The first row of each reason: a line of a file or an example's id."""
     notes: list[str] = field(default_factory=list)
+    """Sentences for the run's log."""
 
     def drop(self, reason: Reason, where: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         self.first.setdefault(reason, where)
 
-    def dropped_notes(self) -> list[str]:
-        """A sentence for each reason that was met here."""
-        return [f"Dropped {self.dropped[reason]:,} x {reason}, the first is {where}" for reason, where in self.first.items()]
+    def dropped_rows(self) -> str:
+        """The dropped rows by reason, in words; "" if there are none."""
+        return ", ".join(counted(count, reason, self.first[reason]) for reason, count in self.dropped.items())
+
+    def __len__(self) -> int:
+        return len(self.examples)
 
 
 class NoHeldOutSplit(ConfigurationError):
-    """Evaluation was asked for, and the data source has nothing held out."""
+    """An evaluation was asked for, and the data source has no held-out examples."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of a source."""
+class Query:
+    """Which examples a source is asked for."""
 
     config: "TrainConfig"
     data: "Data"
     """[data], or what [evaluation] source makes of it."""
     split: Split
     named_for_evaluation: bool
-    """The source stands in [evaluation] source: all of it may be used where it has no split of its own."""
+    """[evaluation] source names the source, so all of it may be used if it has no splits."""
 
     @property
     def key(self) -> str:
-        """Where the data is named, for messages."""
+        """The key that names the data, for messages."""
         if self.data.path:
             return f'[data] path = "{self.data.path}"'
         return f'{"[evaluation]" if self.named_for_evaluation else "[data]"} source = "{self.data.source}"'
@@ -84,24 +96,24 @@ class Request:
         )
 
 
-def collect(request: Request) -> Harvest:
-    """The examples of `request.data.source`. Raises ConfigurationError or EnvironmentFailure in one sentence."""
-    source = request.data.source
+def read_source(query: Query) -> ReadResult:
+    """The examples of `query.data.source`. Raises ConfigurationError or EnvironmentFailure in one sentence."""
+    source = query.data.source
     if source in SOURCES:
-        return SOURCES[source](request)
+        return SOURCES[source](query)
     if source.startswith("hub:"):
-        return _hub(request)
+        return _hub(query)
     if source in _registered:
-        return _call(request, _registered[source])
-    if "/" in source or source.endswith(SUFFIXES) or request.path.exists():
-        return _local(request, SUFFIXES)
-    return _plugin(request)
+        return _call(query, _registered[source])
+    if "/" in source or source.endswith(DATA_FILE_SUFFIXES) or query.path.exists():
+        return _local(query, DATA_FILE_SUFFIXES)
+    return _plugin(query)
 
 
 # ---- MATH and GSM8K -----------------------------------------------------------------------------------------------------------------
 
 RowReader = Callable[[dict[str, Any], str], Example | Reason | None]
-"""(columns, example id) -> the example, why there is none, or None for a row that belongs to another data set."""
+"""(columns, example id) -> the example, the reason why there is none, or None for a row of another data set."""
 
 MATH_NAME = "EleutherAI/hendrycks_math"
 MATH_SUBJECTS = {
@@ -111,19 +123,19 @@ MATH_SUBJECTS = {
     "counting_and_probability": "Counting & Probability",
     "geometry": "Geometry",
 }
-"""The five subjects of MATH that are trained on: configuration on the hub -> the column `type`."""
+"""The five subjects of MATH that retrain uses: configuration on the hub -> the column `type`."""
 GSM8K = HubData("openai/gsm8k", "main")
 
 
-def _math(request: Request) -> Harvest:
+def _math(query: Query) -> ReadResult:
     """MATH (Hendrycks et al. 2021, arXiv 2103.03874), five subjects: 4,551 problems to train on."""
-    if request.data.path:
-        harvest, total = _benchmark_copy(request, _math_row)
-        harvest.notes.insert(0, f"math: {len(harvest.examples):,} of the copy's {total:,} problems are in the five subjects and this split")
-        return harvest
-    names = ["train" if request.split == "train" else "test"]
-    records = (record for subject in MATH_SUBJECTS for record in read_hub(HubData(MATH_NAME, subject), names))
-    return _read(records, _math_row)
+    if query.data.path:
+        result, total = _benchmark_copy(query, _math_row)
+        result.notes.insert(0, f"math: {len(result.examples):,} of the copy's {total:,} problems are in the five subjects and this split")
+        return result
+    names = ["train" if query.split == "train" else "test"]
+    rows = (row for subject in MATH_SUBJECTS for row in read_hub(HubData(MATH_NAME, subject), names))
+    return _read(query, rows, _math_row)
 
 
 def _math_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
@@ -135,15 +147,15 @@ def _math_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
                 return None
             answer = extract_boxed(solution, after_think=False)
             info |= {"type": subject, "solution": solution}
-            return Example(problem, answer, "math", info, example_id) if answer else Reason.EMPTY_ANSWER
+            return Example(problem, answer, "math", info, example_id) if answer else Reason.NO_ANSWER
     return Reason.MALFORMED
 
 
-def _gsm8k(request: Request) -> Harvest:
+def _gsm8k(query: Query) -> ReadResult:
     """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 7,473 problems to train on, 1,319 held out."""
-    if request.data.path:
-        return _benchmark_copy(request, _gsm8k_row)[0]
-    return _read(read_hub(GSM8K, ["train" if request.split == "train" else "test"]), _gsm8k_row)
+    if query.data.path:
+        return _benchmark_copy(query, _gsm8k_row)[0]
+    return _read(query, read_hub(GSM8K, ["train" if query.split == "train" else "test"]), _gsm8k_row)
 
 
 def _gsm8k_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
@@ -151,60 +163,52 @@ def _gsm8k_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         case {"question": str(question), "answer": str(solution), **info} if question.strip():
             answer = solution.rpartition("####")[2].strip() if "####" in solution else ""
             answer = re.sub(r"(?<=\d),(?=\d{3})", "", answer)  # 70,000 -> 70000
-            return Example(question, answer, "gsm8k", info | {"solution": solution}, example_id) if answer else Reason.EMPTY_ANSWER
+            return Example(question, answer, "gsm8k", info | {"solution": solution}, example_id) if answer else Reason.NO_ANSWER
     return Reason.MALFORMED
 
 
 HELDOUT_SHARE = 10
-"""Where a local copy of a benchmark has one split only, one problem in so many is held out."""
+"""One problem in so many is held out of a local copy that has one split only."""
 
 
-def _benchmark_copy(request: Request, read_row: RowReader) -> tuple[Harvest, int]:
-    """A local copy of MATH or GSM8K, and the number of its rows."""
-    found = find_files(request.path, request.key, prefer=request.data.source)
-    if not found.sole:
-        records = list(read_files(found.train if request.split == "train" else found.heldout))
-        return _read(records, read_row), len(records)
-    records = list(read_files(found.sole))
-    harvest = _read(records, read_row)
-    harvest.examples = [example for example in harvest.examples if _is_held_out(example) == (request.split == "heldout")]
-    harvest.notes.append(
-        f"{request.data.source}: {', '.join(file.name for file in found.sole)} is one split only, so one problem in {HELDOUT_SHARE}, "
+def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]:
+    """The examples from a local copy of MATH or GSM8K, and the number of rows that were read."""
+    train, heldout = find_files(query.path, query.key, prefer=query.data.source)
+    rows = list(read_files(heldout if heldout and query.split == "heldout" else train))
+    result = _read(query, rows, read_row)
+    if heldout:
+        return result, len(rows)
+    hashes = [hashlib.sha256(str(example.prompt).encode("utf-8", "surrogatepass")).digest() for example in result.examples]
+    is_heldout = [int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0 for digest in hashes]
+    wanted = query.split == "heldout"
+    result.examples = [example for example, held in zip(result.examples, is_heldout, strict=True) if held == wanted]
+    result.notes.append(
+        f"{query.data.source}: {', '.join(file.name for file in train)} is one split only, so one problem in {HELDOUT_SHARE}, "
         "chosen by the hash of its text, is held out and never trained on"
     )
-    return harvest, len(records)
-
-
-def _is_held_out(example: Example) -> bool:
-    digest = hashlib.sha256(str(example.prompt).encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0
+    return result, len(rows)
 
 
 # ---- files and hub data sets with columns of their own ------------------------------------------------------------------------------
 
 
-def _local(request: Request, suffixes: Iterable[str]) -> Harvest:
-    found = find_files(request.path, request.key, suffixes)
-    return _read(read_files(_files_of_split(found, request)), _column_reader(request.data))
+def _local(query: Query, suffixes: Sequence[str]) -> ReadResult:
+    train, heldout = find_files(query.path, query.key, suffixes)
+    if query.split == "heldout" and not heldout and not query.named_for_evaluation:
+        raise query.no_heldout()
+    files = heldout if heldout and query.split == "heldout" else train
+    return _read(query, read_files(files), _column_reader(query.data))
 
 
-def _files_of_split(found: Files, request: Request) -> tuple[Path, ...]:
-    if found.sole:
-        if request.split == "heldout" and not request.named_for_evaluation:
-            raise request.no_heldout()
-        return found.sole
-    return found.train if request.split == "train" else found.heldout
-
-
-def _hub(request: Request) -> Harvest:
-    data = HubData.parse(request.data.source)
-    reader = _column_reader(request.data)
-    if request.split == "train" or (data.split and request.named_for_evaluation):
-        return _read(read_hub(data, [data.split or "train"]), reader)
+def _hub(query: Query) -> ReadResult:
+    data = HubData.parse(query.data.source)
+    reader = _column_reader(query.data)
+    if query.split == "train" or (data.split and query.named_for_evaluation):
+        return _read(query, read_hub(data, [data.split or "train"]), reader)
     try:
-        return _read(read_hub(data, [name for name in ("test", "validation") if name != data.split]), reader)
+        return _read(query, read_hub(data, [name for name in ("test", "validation") if name != data.split]), reader)
     except NoSplit:
-        raise request.no_heldout() from None
+        raise query.no_heldout() from None
 
 
 def _column_reader(data: "Data") -> RowReader:
@@ -214,7 +218,7 @@ def _column_reader(data: "Data") -> RowReader:
         info = {key: value for key, value in row.items() if key not in (data.prompt_column, data.answer_column, "task")}
         prompt, answer, task = _prompt(row[data.prompt_column]), row[data.answer_column], row.get("task", "default")
         if answer is None or answer == "" or (isinstance(answer, str) and not answer.strip()):
-            return Reason.EMPTY_ANSWER
+            return Reason.NO_ANSWER
         if prompt is None or isinstance(answer, bool) or not isinstance(answer, str | int | float) or not isinstance(task, str):
             return Reason.MALFORMED
         return Example(prompt, str(answer).strip(), task, info or None, example_id)
@@ -240,91 +244,83 @@ def _message(value: object) -> ChatMessage | None:
     return None
 
 
-def _read(records: Iterable[Record], read_row: RowReader) -> Harvest:
-    harvest = Harvest()
+def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResult:
+    result = ReadResult(query.data)
     columns: dict[str, None] = {}
-    for record in records:
-        columns |= dict.fromkeys(record.values or ())
-        example = Reason.MALFORMED if record.values is None else read_row(record.values, record.example_id)
+    for row in rows:
+        columns |= dict.fromkeys(row.columns or ())
+        example = Reason.MALFORMED if row.columns is None else read_row(row.columns, row.example_id)
         if isinstance(example, Example):
-            harvest.examples.append(example)
+            result.examples.append(example)
         elif example is not None:
-            harvest.drop(example, record.where)
-    if not harvest.examples and columns:
-        harvest.notes.append(f"its columns are {', '.join(columns)}")
-    return harvest
+            result.drop(example, row.where)
+    if not result.examples and columns:
+        result.notes.append(f"its columns are {', '.join(columns)}")
+    return result
 
 
-# ---- the lab, Python code -----------------------------------------------------------------------------------------------------------
-
-
-def _lab(request: Request) -> Harvest:
-    from retrain.data import lab
-
-    return Harvest(lab.examples(request.split, request.data.difficulty))
-
+# ---- Python code --------------------------------------------------------------------------------------------------------------------
 
 DataLoader = Callable[..., Iterable[Example]]
-"""`f(**params)`; one with held-out examples of its own also takes `split`, "train" by default or "heldout"."""
+"""`f(**params)`; a loader with held-out examples of its own also takes `split`: "train", the default, or "heldout"."""
 
 _registered: dict[str, DataLoader] = {}
 
 
 def register_source(name: str, loader: DataLoader) -> None:
-    """Make `[data] source = name` call `loader(**params)`, as a data plugin is called. Raises ValueError for a name that is taken."""
-    from retrain.config.names import BUILTIN_NAMES, register_name
-
+    """Make `[data] source = name` call `loader(**params)`, as a data plugin is called. Raises ValueError if the name is taken."""
     if name in _registered or name in BUILTIN_NAMES["data"]:
         raise ValueError(f"data source {name!r} exists already; choose another name")
     _registered[name] = loader
     register_name("data", name)
 
 
-def _plugin(request: Request) -> Harvest:
+def _plugin(query: Query) -> ReadResult:
     from retrain.plugins import load_plugin
 
-    config = request.config.model_copy(update={"data": request.data})  # an evaluation source does not take the training source's params
-    return _call(request, load_plugin("data", request.data.source, config))
+    config = query.config.model_copy(update={"data": query.data})  # an evaluation source does not take the training source's params
+    return _call(query, load_plugin("data", query.data.source, config))
 
 
-def _call(request: Request, loader: DataLoader) -> Harvest:
+def _call(query: Query, loader: DataLoader) -> ReadResult:
     from retrain.plugins import user_code
 
-    source, params = request.data.source, dict(request.data.params)
+    source, params = query.data.source, dict(query.data.params)
     signature = inspect.signature(loader)
     if "split" in signature.parameters:
-        params["split"] = request.split
-    elif request.split == "heldout" and not request.named_for_evaluation:
-        raise request.no_heldout()
+        params["split"] = query.split
+    elif query.split == "heldout" and not query.named_for_evaluation:
+        raise query.no_heldout()
     try:
         signature.bind(**params)
     except TypeError as error:
         raise ConfigurationError(f'[data] params do not fit source = "{source}", whose signature is {signature}: {error}.') from error
     with user_code(f'[data] source = "{source}"', ConfigurationError):
-        return _checked(loader(**params), source)
+        return _checked(query, loader(**params))
 
 
-def _checked(examples: Iterable[Example], source: str) -> Harvest:
-    harvest = Harvest()
+def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:
+    source, result = query.data.source, ReadResult(query.data)
     for index, example in enumerate(examples):
         where = f"{source} example {index}"
         if not isinstance(example, Example):
             raise ConfigurationError(
-                f'[data] source = "{source}" gave a {type(example).__name__} where a retrain.data.Example is due ({where}).'
+                f'[data] source = "{source}" gave a {type(example).__name__} instead of a retrain.data.Example ({where}).'
             )
         if not isinstance(example.reference, str) or _prompt(example.prompt) is None:
-            harvest.drop(Reason.MALFORMED, where)
+            result.drop(Reason.MALFORMED, where)
         elif not example.reference.strip():
-            harvest.drop(Reason.EMPTY_ANSWER, where)
+            result.drop(Reason.NO_ANSWER, where)
         else:
-            harvest.examples.append(example)
-    return harvest
+            result.examples.append(example)
+    return result
 
 
-SOURCES: dict[str, Callable[[Request], Harvest]] = {
+SOURCES: dict[str, Callable[[Query], ReadResult]] = {
     "math": _math,
     "gsm8k": _gsm8k,
-    "lab": _lab,
-    "jsonl": lambda request: _local(request, [".jsonl"]),
-    "parquet": lambda request: _local(request, [".parquet"]),
+    "lab": lambda query: ReadResult(query.data, lab.examples(query.split, query.data.difficulty)),
+    "jsonl": lambda query: _local(query, [".jsonl"]),
+    "parquet": lambda query: _local(query, [".parquet"]),
 }
+"""The built-in names of `[data] source`."""

@@ -1,6 +1,6 @@
-r"""Finding the final answer of a completion: the content of its last `\boxed{...}` or `\fbox{...}`.
+r"""The final answer of a completion: the content of its last `\boxed{...}` or `\fbox{...}`.
 
-The last marker by position decides, even when it is broken: a completion cut inside its box has given no answer.
+The last marker decides, even if it is broken: a completion that was cut inside its box has given no answer.
 """
 
 import re
@@ -15,9 +15,9 @@ _MARKER = re.compile(
 )
 _BARE = re.compile(r"[^$\n]*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or what is none: an escaped brace, a line break, the first letter of a command."""
+"""A brace, or an escape, which is none: an escaped brace, a line break, the first letter of a command."""
 LONGEST_ANSWER = 1 << 16
-"""Characters of a box; a longer one is no answer and is not read to its end."""
+"""Characters of a box; a longer one counts as broken and is not read to its end."""
 _END_OF_THOUGHT = "</think>"
 
 

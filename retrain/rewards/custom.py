@@ -1,6 +1,6 @@
 """Rewards written by the user: `score(response, reference)`, called inside a worker process that can be killed.
 
-The function may also take the keywords prompt (the rendered text), example (a `retrain.types.Example`) and params, may be sync
+The function may also take the keywords prompt (the rendered text), example (a `retrain.types.Example`) and params. It may be sync
 or async, and returns a float, a bool, or None for "could not judge". Only worker processes import this file.
 """
 
@@ -19,7 +19,7 @@ from retrain.config import TrainConfig
 from retrain.config.violations import Provenance
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import inspect_call, load_plugin, user_code
-from retrain.rewards.worker import Message
+from retrain.rewards.channel import Message
 from retrain.types import Example
 
 _REASON_LENGTH = 300
@@ -27,7 +27,7 @@ _REASON_LENGTH = 300
 
 @dataclass(frozen=True)
 class UserReward:
-    """A loaded function and which of the optional keywords its signature takes."""
+    """A loaded function and the optional keywords that its signature takes."""
 
     name: str
     function: Callable[..., Any]
@@ -43,7 +43,7 @@ class UserReward:
             with user_code(self.name, RunFailed):
                 value = self.function(job["response"], job["reference"], **keywords)
                 if inspect.isawaitable(value):
-                    value = self.runner.run(_wait_for(value))
+                    value = self.runner.get_loop().run_until_complete(value)
         except RetrainError as error:
             return _no_reward(str(error))
         return self._reply(value)
@@ -57,10 +57,6 @@ class UserReward:
         if not math.isfinite(number):
             return _no_reward(f"{self.name} returned {number}, which is not finite")
         return {"value": number}
-
-
-async def _wait_for(value: Any) -> Any:
-    return await value
 
 
 def _no_reward(reason: str) -> Message:

@@ -1,4 +1,4 @@
-"""Stops a run whose rewards cannot be judged: errors are counted and shown, never turned into zeros, and never trained past."""
+"""Stops a run whose completions cannot be judged. Failures are counted and shown; they never become zeros."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from retrain.types import Outcome, Score
 
 WINDOW_STEPS = 20
 _ENOUGH = 8
-"""Completions after which "not one could be judged" is no accident."""
+"""Fewer failures than this, and nothing else, may still be an accident."""
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,12 @@ class _Step:
     reasons: dict[str, int]
     """Completions that could not be judged, by reason."""
 
-    @property
-    def failed(self) -> int:
-        return sum(self.reasons.values())
-
 
 class FailureGuard:
-    """Watches the rate of could-not-judge over the last `window` steps. The trainer calls `observe` once a step.
+    """Watches the rate of could-not-judge over the last `window` steps. The trainer calls `observe` once per step.
 
-    The run stops when the failures exceed what `max_failure_rate` allows in a whole window (early steps are scaled up to one, so
-    that one bad answer in the first step is no 6%), or when nothing at all could be judged. A rate of 1 switches it off.
+    The run stops when the failures exceed what `max_failure_rate` allows in a whole window (the first steps are scaled up to one, so
+    that one failure in the first step does not count as 6%), or when nothing at all could be judged. A rate of 1 switches it off.
     """
 
     def __init__(self, max_failure_rate: float, window: int = WINDOW_STEPS) -> None:
@@ -37,40 +33,29 @@ class FailureGuard:
         self._steps: deque[_Step] = deque(maxlen=window)
 
     def observe(self, scores: Iterable[Score]) -> None:
-        """Count one step's scores. Raises RunFailed in one sentence with the most frequent reason.
+        """Count the scores of one step. Raises RunFailed, one sentence with the most frequent reason.
 
-        The window then begins anew: who resumes the run has mended the reward, and old failures would stop it again at once.
+        The window then begins anew: the run is resumed with a mended reward, and old failures would stop it again at once.
         """
         outcomes = list(scores)
         reasons = Counter(score.reason or "no reason given" for score in outcomes if score.outcome is Outcome.COULD_NOT_JUDGE)
         self._steps.append(_Step(len(outcomes), dict(reasons)))
-        if self._max_failure_rate < 1 and self._is_over():
-            sentence = self._sentence()
+        total, failed = sum(step.total for step in self._steps), sum(sum(step.reasons.values()) for step in self._steps)
+        allowed = self._max_failure_rate * total * self._window / len(self._steps)
+        if self._max_failure_rate < 1 and (failed > allowed or (failed == total and total >= _ENOUGH)):
+            sentence = self._sentence(total, failed)
             self._steps.clear()
             raise RunFailed(sentence)
 
-    def _is_over(self) -> bool:
-        total, failed = self._total, self._failed
-        allowed = self._max_failure_rate * total * self._window / len(self._steps)
-        return failed > allowed or (failed == total and total >= _ENOUGH)
-
-    @property
-    def _total(self) -> int:
-        return sum(step.total for step in self._steps)
-
-    @property
-    def _failed(self) -> int:
-        return sum(step.failed for step in self._steps)
-
-    def _sentence(self) -> str:
+    def _sentence(self, total: int, failed: int) -> str:
         reasons: Counter[str] = Counter()
         for step in self._steps:
             reasons.update(step.reasons)
         reason, count = reasons.most_common(1)[0]
         steps = f"{len(self._steps)} steps" if len(self._steps) > 1 else "step"
         return (
-            f"{self._failed} of {self._total} completions of the last {steps} could not be judged ({count} times: {reason.rstrip('.')}), "
-            f"more than [reward] max_failure_rate = {self._max_failure_rate:g} allows; mend the reward, then go on with --resume."
+            f"{failed} of {total} completions of the last {steps} could not be judged ({count} times: {reason.rstrip('.')}), "
+            f"more than [reward] max_failure_rate = {self._max_failure_rate:g} allows; mend the reward, then continue with --resume."
         )
 
     def state_dict(self) -> dict[str, Any]:

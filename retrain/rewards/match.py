@@ -10,11 +10,11 @@ _UNITS = r"\text{ "
 
 
 class _NotNormalizable(ValueError):
-    """The string has a form that the normalisation does not define; it is compared as it stands."""
+    """The normalisation is not defined for this string, which is then compared as it stands."""
 
 
 def answers_match(answer: str, reference: str, normalize: Normalization) -> bool:
-    """Whether two stripped answers are the same. An empty reference matches nothing."""
+    """Whether two answers are the same, white space around them aside. An empty reference matches nothing."""
     answer, reference = answer.strip(), reference.strip()
     if not reference:
         return False
@@ -36,9 +36,9 @@ def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
 
 
 def hendrycks_normalize(text: str) -> str:
-    """The steps of the original in the original's order: later ones rely on earlier ones.
+    """The steps of the original, in its order: later steps rely on earlier ones.
 
-    Raises ValueError where the original fails: units given twice, a root or fraction without an argument.
+    Raises ValueError where the original fails: two units, a root or fraction without an argument.
     """
     text = text.replace("\n", "").replace(r"\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
@@ -50,8 +50,11 @@ def hendrycks_normalize(text: str) -> str:
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
         text = "0" + text
-    text = _right_hand_side(text)
-    text = _brace_roots(text)
+    left, *right = text.split("=")
+    if len(right) == 1 and len(left) <= 2:  # `x = 5` is 5, `a+b=5` stays
+        text = right[0]
+    first, *radicands = text.split(r"\sqrt")
+    text = first + "".join(r"\sqrt" + _braced_first(radicand) for radicand in radicands)  # `\sqrt3` is `\sqrt{3}`
     text = text.replace(" ", "")
     text = _brace_fractions(text)
     if text == "0.5":
@@ -72,18 +75,6 @@ def _without_units(text: str) -> str:
     if len(units) > 1:
         raise _NotNormalizable(text)
     return value
-
-
-def _right_hand_side(text: str) -> str:
-    """`x = 5` is 5 where the left side is a short name; `a+b=5` stays."""
-    left, *right = text.split("=")
-    return right[0] if len(right) == 1 and len(left) <= 2 else text
-
-
-def _brace_roots(text: str) -> str:
-    r"""`\sqrt3` is `\sqrt{3}`."""
-    first, *rest = text.split(r"\sqrt")
-    return first + "".join(r"\sqrt" + _braced_first(tail) for tail in rest)
 
 
 def _braced_first(text: str) -> str:

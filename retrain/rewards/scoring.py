@@ -1,7 +1,7 @@
 """From a completion to a verdict: right, wrong, or could not judge.
 
-`Scorer.submit` never blocks on an answer. What strings decide is decided at once; math-verify and user code run in worker
-processes (workers.py), so that completions are judged while others still decode.
+`Scorer.submit` never blocks on an answer: strings are compared at once, and math-verify and user code run in worker processes
+(workers.py), so that completions are judged while others still decode.
 """
 
 import importlib.util
@@ -10,23 +10,21 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.noise import Stream, uniform
 from retrain.rewards.boxed import extract_boxed
+from retrain.rewards.channel import Message
 from retrain.rewards.match import answers_match
-from retrain.rewards.math import bare, settled
+from retrain.rewards.math import bare, decide_by_strings
 from retrain.rewards.workers import Judgement, WorkerPool, WorkerSetup, automatic_workers
 from retrain.types import Example, Outcome, Score
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-
-COMPARING = frozenset({"match", "math"})
-"""Rewards that compare the answer with the reference, so that the reference itself must score 1."""
-REWARDS = ("match", "math", "judge", "custom", "random")
-"""The built-in names of `[reward] type`; `_judge` gives each its function."""
+    from retrain.config.schema import Reward
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class ScoreRequest:
     response: str
     """The completion's text, without the prompt."""
     reference: str | None
-    """The answer as the data source extracted it. None or empty never scores."""
+    """The answer from the data source. None or empty never scores."""
     prompt: str
     """The rendered prompt."""
     example: Example
@@ -46,17 +44,18 @@ class ScoreRequest:
     sample: int
 
 
-Judge = Callable[[ScoreRequest], "Future[Judgement]"]
+Judge = Callable[[ScoreRequest], float | Message]
+"""The reward where it is decided in this process, else the job for a worker."""
 
 
 @dataclass(frozen=True)
 class WeightedJudge:
     """One of the rewards that are summed."""
 
-    kind: str
-    """The name in [reward] type."""
-    weight: float
     judge: Judge
+    weight: float
+    compares_answers: bool
+    """It compares the answer with the reference, so the reference itself must score 1."""
 
 
 def gold_response(reference: str) -> str:
@@ -76,7 +75,7 @@ class Scorer:
     @property
     def compares_answers(self) -> bool:
         """Whether the gold answer must score `gold_reward`."""
-        return all(part.kind in COMPARING for part in self._parts)
+        return all(part.compares_answers for part in self._parts)
 
     @property
     def gold_reward(self) -> float:
@@ -84,10 +83,10 @@ class Scorer:
         return sum(part.weight for part in self._parts)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
-        """The verdict to come. What goes wrong is a could-not-judge with its reason; the future raises for a bug only."""
-        parts = [part.judge(request) for part in self._parts]
+        """The verdict to come. Every failure is a could-not-judge with its reason; the future raises for a bug only."""
+        parts = [self._ask(part, request) for part in self._parts]
         verdict: Future[Score] = Future()
-        verdict.set_running_or_notify_cancel()  # from here on only the parts decide
+        verdict.set_running_or_notify_cancel()  # it can no longer be cancelled
         waiting = threading.Lock()
         left = len(parts)
 
@@ -103,15 +102,28 @@ class Scorer:
             part.add_done_callback(part_done)
         return verdict
 
+    def _ask(self, part: WeightedJudge, request: ScoreRequest) -> "Future[Judgement]":
+        future: Future[Judgement] = Future()
+        value = part.judge(request)
+        if not isinstance(value, dict):
+            future.set_result(Judgement(value))
+            return future
+        assert self._pool is not None  # build_scorer starts one for every reward that gives jobs
+        try:
+            return self._pool.submit(value)
+        except TypeError as error:
+            future.set_result(Judgement(None, f"the example's info cannot be sent to {value['handler']}: {error}"))
+            return future
+
     def _conclude(self, parts: "Sequence[Future[Judgement]]", verdict: "Future[Score]") -> None:
         ended = Judgement(None, "the scorer was closed before it was judged")
         try:
             verdict.set_result(self._score([ended if part.cancelled() else part.result() for part in parts]))
-        except BaseException as error:  # a part failed by a bug of ours: who waits for the verdict must hear of it
+        except BaseException as error:  # a bug: without this the run would wait for ever
             verdict.set_exception(error)
 
     def _score(self, judgements: Sequence[Judgement]) -> Score:
-        """The weighted sum. One part that could not judge makes the whole so."""
+        """The weighted sum; could-not-judge if any part could not judge."""
         reward = 0.0
         for part, judgement in zip(self._parts, judgements, strict=True):
             if judgement.value is None:
@@ -134,36 +146,36 @@ class Scorer:
 
 
 def build_scorer(config: "TrainConfig") -> Scorer:
-    """The scorer that [reward] asks for. Its workers start at once, so that the first answer does not wait for an import.
+    """The scorer of `[reward]`. Its workers start at once, so that the first answer does not wait for an import.
 
     Raises ConfigurationError for a user function that cannot be loaded or called, EnvironmentFailure without math-verify.
     """
     reward = config.reward
-    functions = tuple(name for kind in reward.types if (name := _function_name(kind, config)))
+    functions = tuple(name for kind in reward.types if (name := _function_name(kind, reward)))
     if reward.params and not functions:
         raise ConfigurationError(
             f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward {' + '.join(reward.types)} takes no params; "
             "remove the table."
         )
-    pool = None
-    if functions or "math" in reward.types:
-        pool = WorkerPool(_worker_setup(config, functions), reward.workers or automatic_workers(), reward.deadline_s)
+    if "judge" in reward.types:
+        raise ConfigurationError('[reward] type = "judge" is not built yet; use match, math, custom, random or a plugin.')
+    parts = [_weighted(kind, weight, config) for kind, weight in zip(reward.types, reward.type_weights, strict=True)]
+    if not functions and "math" not in reward.types:
+        return Scorer(parts, reward.correct_threshold, None)
+    pool = WorkerPool(_worker_setup(config, functions), reward.workers or automatic_workers(), reward.deadline_s)
     try:
-        judges = [_judge(kind, config, pool) for kind in reward.types]
-        if functions and pool is not None:
+        if functions:
             pool.wait_ready()
     except ConfigurationError:
-        if pool is not None:
-            pool.close()
+        pool.close()
         raise
-    parts = [WeightedJudge(*part) for part in zip(reward.types, reward.type_weights, judges, strict=True)]
     return Scorer(parts, reward.correct_threshold, pool)
 
 
-def _function_name(kind: str, config: "TrainConfig") -> str:
+def _function_name(kind: str, reward: "Reward") -> str:
     """The dotted name of a user's function; empty for a built-in reward."""
     if kind == "custom":
-        return f"{config.reward.custom_module}.{config.reward.custom_function}"
+        return f"{reward.custom_module}.{reward.custom_function}"
     return "" if kind in REWARDS else kind
 
 
@@ -183,61 +195,62 @@ def _worker_setup(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerSe
     )
 
 
-def _judge(kind: str, config: "TrainConfig", pool: WorkerPool | None) -> Judge:
-    reward = config.reward
-    if kind == "match":
-        return lambda request: _at_once(_match(request, reward.after_think, reward.normalize == "hendrycks"))
-    if kind == "random":
-        return lambda request: _at_once(_random(request, config.training.seed, reward.random_p))
-    if kind == "judge":
-        raise ConfigurationError('[reward] type = "judge" is not built yet; use match, math, custom, random or a plugin.')
-    if pool is None:
-        raise ValueError(f"the reward {kind} needs workers")
-    if kind == "math":
-        return lambda request: _math(request, reward.after_think, pool)
-    function = _function_name(kind, config)
-    return lambda request: _user(request, function, pool)
+def _weighted(kind: str, weight: float, config: "TrainConfig") -> WeightedJudge:
+    builtin = REWARDS.get(kind, BuiltinReward())
+    if builtin.judge is not None:
+        return WeightedJudge(partial(builtin.judge, config), weight, builtin.compares_answers)
+    return WeightedJudge(partial(_user_job, _function_name(kind, config.reward)), weight, compares_answers=False)
 
 
-def _at_once(value: float) -> "Future[Judgement]":
-    future: Future[Judgement] = Future()
-    future.set_result(Judgement(value))
-    return future
-
-
-def _match(request: ScoreRequest, after_think: bool, hendrycks: bool) -> float:
-    answer = extract_boxed(request.response, after_think)
-    if answer is None or not request.reference:
-        return 0.0
-    return float(answers_match(answer, request.reference, "hendrycks" if hendrycks else "none"))
-
-
-def _random(request: ScoreRequest, seed: int, probability: float) -> float:
-    draw = uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0)
-    return float(draw < probability)
-
-
-def _math(request: ScoreRequest, after_think: bool, pool: WorkerPool) -> "Future[Judgement]":
-    answer = extract_boxed(request.response, after_think)
-    if answer is None or not request.reference:
-        return _at_once(0.0)
-    verdict = settled(answer, request.reference)
-    if verdict is not None:
-        return _at_once(float(verdict))
-    return pool.submit({"handler": "verify", "gold": bare(request.reference), "answer": bare(answer)})
-
-
-def _user(request: ScoreRequest, function: str, pool: WorkerPool) -> "Future[Judgement]":
-    message = {
+def _user_job(function: str, request: ScoreRequest) -> Message:
+    return {
         "handler": function,
         "response": request.response,
         "reference": request.reference or "",
         "prompt": request.prompt,
         "example": asdict(request.example),
     }
-    try:
-        return pool.submit(message)
-    except TypeError as error:
-        future: Future[Judgement] = Future()
-        future.set_result(Judgement(None, f"the example's info cannot be handed to {function}: {error}"))
-        return future
+
+
+# ---- the built-in rewards ----------------------------------------------------------------------------------------------------------
+
+
+def _match(config: "TrainConfig", request: ScoreRequest) -> float:
+    answer = extract_boxed(request.response, config.reward.after_think)
+    if answer is None or not request.reference:
+        return 0.0
+    return float(answers_match(answer, request.reference, config.reward.normalize))
+
+
+def _math(config: "TrainConfig", request: ScoreRequest) -> float | Message:
+    answer = extract_boxed(request.response, config.reward.after_think)
+    if answer is None or not request.reference:
+        return 0.0
+    decided = decide_by_strings(answer, request.reference)
+    if decided is not None:
+        return float(decided)
+    return {"handler": "verify", "gold": bare(request.reference), "answer": bare(answer)}
+
+
+def _random(config: "TrainConfig", request: ScoreRequest) -> float:
+    """1 with probability random_p: a function of the seed and the completion's coordinates alone."""
+    coordinates = request.step, request.slot, request.sample, 0
+    draw = uniform(config.training.seed, Stream.REWARD, *coordinates)
+    return float(draw < config.reward.random_p)
+
+
+@dataclass(frozen=True)
+class BuiltinReward:
+    judge: Callable[["TrainConfig", ScoreRequest], float | Message] | None = None
+    """None: `custom` calls the user's function, and `judge` is not built yet."""
+    compares_answers: bool = False
+
+
+REWARDS: dict[str, BuiltinReward] = {
+    "match": BuiltinReward(_match, compares_answers=True),
+    "math": BuiltinReward(_math, compares_answers=True),
+    "judge": BuiltinReward(),
+    "custom": BuiltinReward(),
+    "random": BuiltinReward(_random),
+}
+"""The built-in names of `[reward] type`."""

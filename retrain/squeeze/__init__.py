@@ -1,6 +1,6 @@
-"""LoRA-Squeeze: which rank an adapter really uses, and the same adapter at that rank (arXiv 2602.10993, the post-hoc variant).
+"""LoRA-Squeeze: the rank that an adapter uses, and the same adapter at that rank (arXiv 2602.10993, the post-hoc variant).
 
-A small core of each layer gives the exact singular values of its update, so nothing here is randomised and no update is ever built.
+The exact singular values of each layer's update follow from a small core, so nothing is randomised and no full update is built.
 """
 
 from retrain.squeeze.analysis import Analysis, TableRow, analyze_adapter, recommend_rank

@@ -1,4 +1,4 @@
-"""What a compression costs in held-out accuracy: both adapters on the same problems, with the same sampling noise."""
+"""The held-out accuracy before and after a compression: both adapters on the same problems, with the same sampling noise."""
 
 import json
 from contextlib import closing
@@ -18,7 +18,6 @@ from retrain.run.parts import Say, load_parts
 from retrain.run.rollout import Watcher
 from retrain.squeeze.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter, weight_names
 from retrain.tracking.console import pass_at_1
-from retrain.types import Completion
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,14 @@ class Accuracy:
 
     @property
     def differences(self) -> list[float]:
-        """Accuracy after minus before of every problem that was judged both times."""
+        """Accuracy after minus before, for each problem that was judged both times."""
         both = zip(self.before.problems, self.after.problems, strict=True)
         return [new.correct / new.samples - old.correct / old.samples for old, new in both if old.samples and new.samples]
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% of the mean difference, for other problems: problem by problem it is far narrower than the two accuracies' own intervals.
-
-        None below two problems, and where every problem has the same difference, of which nothing can be told.
+        """95% interval of the mean difference over new problems. Pairing by problem makes it far narrower than the intervals of the two
+        accuracies. None below two problems, and where all differences are equal, so that the standard error is 0.
         """
         d = self.differences
         error = standard_error(d) if len(d) > 1 else 0.0
@@ -50,33 +48,33 @@ class Accuracy:
         held_out = f"Held-out {pass_at_1(self.before)} -> {pass_at_1(self.after)} on {len(self.before.problems)} problems"
         if self.interval is None:
             same = self.differences and not any(self.differences)
-            return f"{held_out}{', as many right of each' if same else ''}."
+            return f"{held_out}{', the same accuracy on every problem' if same else ''}."
         low, high = self.interval
         change = f"{100 * mean(self.differences):+.1f} pp, 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
         return f"{held_out}: {change}, problem by problem."
 
 
 def check_evaluable(adapter: LoraAdapter) -> None:
-    """Raises ConfigurationError for an adapter that this project's learner, which has one rank and one alpha, cannot hold."""
+    """Raises ConfigurationError for an adapter that the local backend, which has one rank and one alpha, cannot load."""
     settings = adapter.settings
     plain = not settings.get("rank_pattern") and not settings.get("alpha_pattern") and isinstance(settings.get("target_modules"), list)
     if not plain or adapter.others or settings["lora_alpha"] != int(settings["lora_alpha"]):
         raise ConfigurationError(
-            "[squeeze] evaluate = true needs an adapter as retrain trains them, of one rank and one whole alpha, with its layers listed "
-            f"and nothing else trained, and {adapter.folder} is not; leave evaluate false."
+            "[squeeze] evaluate = true needs an adapter as retrain trains them: one rank, one whole alpha, its layers listed and nothing "
+            f"else trained; {adapter.folder} is not such an adapter, so leave evaluate false."
         )
 
 
 def measure_accuracy(config: TrainConfig, source: LoraAdapter, compressed: Path, say: Say) -> Accuracy:
     """pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on `[model] model` or the adapter's own base.
 
-    The compressed one is filled up with zeros to the source's rank, which leaves its update and its scale as they are.
+    The compressed adapter is padded with zeros to the source's rank, which leaves its update and its scale unchanged.
     """
     config = _evaluating(config, source)
     with TemporaryDirectory() as name:
-        filled = Path(name)
-        _fill_up(source, read_adapter(compressed), filled)
-        return Accuracy(_evaluate(config, source.folder, say), _evaluate(config, filled, say))
+        padded = Path(name)
+        _pad(source, read_adapter(compressed), padded)
+        return Accuracy(_evaluate(config, source.folder, say), _evaluate(config, padded, say))
 
 
 def _evaluating(config: TrainConfig, adapter: LoraAdapter) -> TrainConfig:
@@ -96,7 +94,7 @@ def _evaluating(config: TrainConfig, adapter: LoraAdapter) -> TrainConfig:
     )
 
 
-def _fill_up(source: LoraAdapter, compressed: LoraAdapter, folder: Path) -> None:
+def _pad(source: LoraAdapter, compressed: LoraAdapter, folder: Path) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
@@ -114,8 +112,4 @@ def _evaluate(config: TrainConfig, adapter: Path, say: Say) -> Evaluation:
     with closing(parts), Interrupts() as interrupts:
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         parts.backend.engine.sync(parts.backend.save_adapter, 0)
-        return parts.evaluator.run(0, Watcher(interrupts.check, _ignore))
-
-
-def _ignore(completion: Completion) -> None:
-    """Nothing shows progress here."""
+        return parts.evaluator.run(0, Watcher(interrupts.check, lambda completion: None))

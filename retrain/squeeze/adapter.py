@@ -1,4 +1,4 @@
-"""A LoRA adapter as a PEFT folder holds it: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Reading a LoRA adapter from a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -22,9 +22,10 @@ _VARIANTS = (
     "use_dora", "use_qalora", "lora_bias", "target_parameters", "use_bdlora", "arrow_config", "monteclora_config", "velora_config",
     "kasa_config",
 )  # fmt: skip
-"""Settings whose update is not s B A alone."""
+"""Settings with which the update is not s B A alone."""
 _BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
-"""`init_lora_weights` with which peft changes the base weights as it loads an adapter, by an amount that depends on its rank."""
+"""Values of `init_lora_weights` with which peft changes the base weights when it loads an adapter, by an amount that depends on the
+rank."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,15 @@ class LoraLayer:
 class LoraAdapter:
     folder: Path
     settings: dict[str, Any]
-    """adapter_config.json."""
+    """The content of adapter_config.json."""
     layers: tuple[LoraLayer, ...]
     """Sorted by name."""
     others: dict[str, Tensor]
-    """What a change of rank does not touch: modules saved whole, biases."""
+    """Tensors that a change of rank leaves alone: modules saved whole, biases."""
 
     @property
     def rank(self) -> int:
-        """The largest of its layers' ranks."""
+        """The largest rank of a layer."""
         return max(layer.rank for layer in self.layers)
 
     @property
@@ -84,7 +85,7 @@ def weight_names(layer: str) -> tuple[str, str]:
 
 
 def read_adapter(folder: Path) -> LoraAdapter:
-    """Raises ConfigurationError for a folder that holds no plain LoRA adapter: nothing of it may be dropped silently."""
+    """Raises ConfigurationError for a folder that is not a plain LoRA adapter, so that no part of one is dropped silently."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -109,7 +110,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         settings = parse_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigurationError(
-            f"{folder} is no PEFT adapter (no {CONFIG_FILE}); name the folder of one, such as a run's checkpoints/final."
+            f"{folder} is not a PEFT adapter (no {CONFIG_FILE}); name the folder of one, such as a run's checkpoints/final."
         ) from error
     except ParseError as error:
         raise ConfigurationError(f"{path} {error}; save the adapter again.") from error
@@ -147,7 +148,7 @@ def _layer_names(path: Path, tensors: dict[str, Tensor]) -> list[str]:
             names.add(key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B))
         elif "lora_" in key:
             raise ConfigurationError(
-                f"{path} holds {key}, which is no factor of a linear layer; only plain LoRA on linear layers is squeezed."
+                f"{path} holds {key}, which is not a factor of a linear layer; only plain LoRA on linear layers is squeezed."
             )
     if not names:
         raise ConfigurationError(f"{path} holds no LoRA factors (…{_A}, …{_B}); name a LoRA adapter.")
@@ -177,7 +178,7 @@ def _layer(path: Path, name: str, tensors: dict[str, Tensor], settings: dict[str
 
 
 def _of_pattern(pattern: dict[str, float] | None, name: str, default: float) -> float:
-    """The value that peft takes for a module: of the first expression that matches the end of its path."""
+    """The value that peft uses for a module: that of the first expression that matches the end of its path."""
     if not pattern:
         return default
     from peft.utils.other import get_pattern_key

@@ -1,4 +1,4 @@
-"""Which rank an adapter uses: the variance that each rank keeps, over its layers, and the smallest rank that keeps enough."""
+"""The rank that an adapter uses: the variance that each rank keeps, over its layers, and the smallest rank that keeps enough."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,16 @@ class Untrained(ConfigurationError):
 
 @dataclass(frozen=True)
 class TableRow:
-    """What one rank keeps of the variance V, over the layers that are not zero."""
+    """The variance V that one rank keeps, over the layers that are not zero."""
 
     rank: int
     mean: float
     min: float
     max: float
     energy: float
-    """Of all layers as one update: each weighted by the squared norm of its s B A."""
+    """V of all layers as one update: each layer weighted by the squared norm of its s B A."""
     error: float
-    """Relative Frobenius error of that whole update, sqrt(1 - energy)."""
+    """Relative Frobenius error of the whole update, sqrt(1 - energy)."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Analysis:
         return tuple(layer.name for layer in self.layers if layer.is_zero)
 
     def ranks_per_layer(self) -> dict[str, int]:
-        """For each layer the smallest rank that keeps the threshold by itself."""
+        """For each layer, the smallest rank at which that layer reaches the threshold."""
         return {layer.name: layer.smallest_rank(self.threshold) for layer in self.layers}
 
     def to_json(self) -> dict[str, Any]:
-        """What a campaign's manifest stores under `squeeze`."""
+        """The entry `squeeze` of a campaign's manifest."""
         return {
             "recommended_rank": self.recommended_rank,
             "rule": self.rule,
@@ -76,8 +76,8 @@ def analyze_adapter(
 ) -> Analysis:
     """Singular values of every layer of the PEFT folder, the table over `target_ranks`, and the recommended rank.
 
-    Empty `target_ranks` are 1, 2, 4, ... below the source rank, and it. A `source_rank` that is given must be the adapter's.
-    Raises ConfigurationError for an adapter that is not plain LoRA or not trained, and for ranks that do not fit it.
+    Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank. A `source_rank` other than 0 must be the
+    adapter's. Raises ConfigurationError for an adapter that is not plain LoRA or not trained, and for ranks that do not fit it.
     """
     adapter = read_adapter(Path(adapter_path))
     return analyze(adapter, min_variance_retention, target_ranks, source_rank, rule, svd_device(device))
@@ -86,7 +86,7 @@ def analyze_adapter(
 def analyze(
     adapter: LoraAdapter, threshold: float, target_ranks: Sequence[int], source_rank: int, rule: Rule, device: torch.device
 ) -> Analysis:
-    """`analyze_adapter` on an adapter that was read."""
+    """`analyze_adapter` for an adapter in memory."""
     if source_rank and source_rank != adapter.rank:
         raise ConfigurationError(
             f"[squeeze] source_rank = {source_rank}, and {adapter.folder} has rank {adapter.rank}; set it to that, or to 0 to read it."
@@ -95,7 +95,7 @@ def analyze(
     layers = tuple(layer_spectrum(layer.a.to(device), layer.b.to(device), name=layer.name, scale=layer.scale) for layer in adapter.layers)
     trained = [layer for layer in layers if not layer.is_zero]
     if not trained:
-        raise Untrained(f"{adapter.folder} is untrained: every update of it is zero, so no rank can be recommended; train it first.")
+        raise Untrained(f"{adapter.folder} is untrained: all its updates are zero, so no rank can be recommended; train it first.")
     retained = [{k: layer.retained(k) for k in ranks} for layer in trained]
     recommended = recommend_rank(retained, ranks, threshold, rule, adapter.rank)
     table = tuple(_row(k, trained) for k in ranks)
@@ -109,11 +109,11 @@ def recommend_rank(
     rule: Rule = "mean",
     source_rank: int | None = None,
 ) -> int:
-    """The smallest of `ranks` at which the mean over the layers of V(k), or the worst layer's, reaches the threshold.
+    """The smallest of `ranks` at which the mean over the layers of V(k), or the smallest V(k), reaches the threshold.
 
-    `layers` hold V by rank up to their own rank at least, None for a layer of zeros, which has no say. Where no rank reaches it:
-    `source_rank`, by default the last of `ranks`. Raises ValueError for an unknown rule, a threshold outside (0, 1], and if every layer
-    is zero.
+    Each of `layers` maps ranks to V, at least up to the layer's own rank; None is a layer of zeros, which does not count. If no rank
+    reaches the threshold, the result is `source_rank`, by default the last of `ranks`. Raises ValueError for an unknown rule, a threshold
+    outside (0, 1], and if every layer is zero.
     """
     if rule not in ("mean", "min"):
         raise ValueError(f'rule {rule!r} is not known; allowed: "mean" or "min"')
@@ -124,20 +124,15 @@ def recommend_rank(
     if not trained:
         raise ValueError("the adapter is untrained: every layer is zero")
     for k in checked_ranks(ranks, source):
-        values = [_kept(layer, k) for layer in trained]
+        values = [1.0 if k > max(layer) else layer[k] for layer in trained]  # the last rank that a layer names keeps all of it
         kept = min(values) if rule == "min" else math.fsum(values) / len(values)
         if reaches(kept, threshold):
             return k
     return source
 
 
-def _kept(layer: Mapping[int, float], k: int) -> float:
-    """V(k) of a layer; all of it above the last rank that it names, which is its own."""
-    return 1.0 if k > max(layer) else layer[k]
-
-
 def checked_ranks(ranks: Sequence[int], source_rank: int) -> tuple[int, ...]:
-    """`ranks`, which must rise from 1 or more to `source_rank` at most. Raises ConfigurationError, a ValueError."""
+    """`ranks`, if they rise and lie between 1 and `source_rank`. Raises ConfigurationError, a ValueError, otherwise."""
     rising = all(low < high for low, high in pairwise(ranks))
     if not ranks or not rising or ranks[0] < 1 or ranks[-1] > source_rank:
         raise ConfigurationError(
@@ -152,7 +147,7 @@ def powers_of_two(source_rank: int) -> tuple[int, ...]:
 
 
 def svd_device(name: str) -> torch.device:
-    """The device of `[squeeze] device`; EnvironmentFailure where it is absent."""
+    """The device of `[squeeze] device`. Raises EnvironmentFailure if it is absent."""
     from retrain.model.devices import is_present, present_devices
 
     device = torch.device(name.replace("gpu", "cuda"))

@@ -1,7 +1,7 @@
-"""The same adapter at a lower rank: every layer's update cut to its first singular values, at the scale that it had.
+"""The same adapter at a lower rank: the update of every layer truncated to its first singular values, at the same scale.
 
-Truncation acts on B A, and s B A is what a model sees, so s must stay: alpha' = alpha k / r, and alpha sqrt(k / r) for rank-stabilised
-LoRA, whose s is alpha / sqrt(r). alpha' may be a fraction; peft only ever divides it.
+Truncation acts on B A, and the model's update is s B A, so s must not change: alpha' = alpha k / r, and alpha sqrt(k / r) for
+rank-stabilised LoRA, whose s is alpha / sqrt(r). alpha' may be a fraction, since peft only divides it.
 """
 
 import json
@@ -27,22 +27,22 @@ from retrain.squeeze.spectrum import Factors, factorise, product_norm
 
 @dataclass(frozen=True)
 class Compression:
-    """A compressed adapter on the disk, read back and compared with what it was cut from."""
+    """A compressed adapter on the disk, read back and compared with its source."""
 
     folder: Path
     source_rank: int
     ranks: dict[str, int]
-    """Of each layer."""
+    """By layer name."""
     relative_error: float
-    """Frobenius norm of what was cut off, over that of the whole update (all layers as one)."""
+    """Frobenius norm of the part that was cut off, relative to the whole update (all layers as one)."""
     storage_error: float
-    """Frobenius norm of stored minus truncated update, over that of the whole update: rounding to the source's dtype."""
+    """Frobenius norm of stored minus truncated update, relative to the whole update: the rounding to the source's dtype."""
     source_parameters: int
     parameters: int
 
     @property
     def rank(self) -> int:
-        """The largest of its layers' ranks."""
+        """The largest rank of a layer."""
         return max(self.ranks.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -58,10 +58,10 @@ class Compression:
 
 
 def compressed_alpha(alpha: float, source_rank: int, target_rank: int, use_rslora: bool = False) -> float:
-    """The alpha that leaves the update's scale as it was; an int where it is whole. Raises ValueError unless 1 <= target <= source."""
+    """The alpha that keeps the update's scale; an int where it is whole. Raises ValueError unless 1 <= target <= source."""
     if not 1 <= target_rank <= source_rank:
         raise ValueError(f"target rank {target_rank} is out of range; allowed: 1 to the source rank, {source_rank}")
-    # One division of whole numbers where that is possible, so that 64 * 8 / 32 is 16 and not nearly.
+    # multiply before dividing, so that 64 * 8 / 32 is exactly 16
     exact = alpha * sqrt(target_rank / source_rank) if use_rslora else alpha * target_rank / source_rank
     return int(exact) if exact == int(exact) else exact
 
@@ -76,9 +76,9 @@ def compress_adapter(
 ) -> Compression:
     """Write the adapter at `target_rank`, one for all layers or one by layer name, as a PEFT folder in the source's dtype.
 
-    A layer narrower than that keeps its own rank. `overwrite` replaces a folder that this function made.
-    Raises ConfigurationError for a rank that does not fit and a folder that may not be used; RunFailed if what was written is not what
-    was computed.
+    A layer whose own rank is lower keeps it. `overwrite` replaces a folder that this function wrote.
+    Raises ConfigurationError for a rank that does not fit or a folder that may not be used, RunFailed if the written adapter differs
+    from the computed one.
     """
     adapter = read_adapter(Path(adapter_path))
     return compress(adapter, Path(output_path), target_rank, svd_device(device), overwrite=overwrite)
@@ -87,7 +87,7 @@ def compress_adapter(
 def compress(
     adapter: LoraAdapter, output: Path, target_rank: int | Mapping[str, int], device: torch.device, *, overwrite: bool
 ) -> Compression:
-    """`compress_adapter` on an adapter that was read."""
+    """`compress_adapter` for an adapter in memory."""
     check_output(adapter.folder, output, overwrite)
     ranks = _ranks(adapter, target_rank)
     tensors = dict(adapter.others)
@@ -108,7 +108,7 @@ def compress(
 
 
 def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tensor]:
-    """A' [k, d_in] and B' [d_out, k] of the first k singular values, each with the square root of them, in the source's dtype.
+    """A' [k, d_in] and B' [d_out, k] from the first k singular values, whose square root is in both, in the source's dtype.
 
     A layer of zeros keeps the first rows of A, so that it can still be trained.
     """
@@ -124,7 +124,7 @@ def _ranks(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, i
     names = {layer.name for layer in adapter.layers}
     if not isinstance(target, int) and set(target) != names:
         wrong = sorted(names ^ set(target))
-        raise ConfigurationError(f"The ranks by layer name each layer of {adapter.folder} once; {wrong[0]} is missing or unknown.")
+        raise ConfigurationError(f"Ranks by layer must name each layer of {adapter.folder} once; {wrong[0]} is missing or unknown.")
     wanted = dict.fromkeys(names, target) if isinstance(target, int) else target
     for name, rank in wanted.items():
         if not 1 <= rank <= adapter.rank:
@@ -137,21 +137,17 @@ def _ranks(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, i
 
 
 def check_output(source: Path, output: Path, overwrite: bool) -> None:
-    """Raises ConfigurationError for the source's own folder, and for one that holds something and may not be replaced."""
+    """Raises ConfigurationError if `output` is the source's folder, or a folder with files that may not be replaced."""
     where = f'[squeeze] output_path = "{output}"'
     if output.resolve() == source.resolve():
         raise ConfigurationError(f"{where} is the adapter itself; choose another folder.")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if not _is_ours(output):
+    marker = output / MARKER
+    if not marker.is_file() or read_object(marker).get("kind") != "squeeze":
         raise ConfigurationError(f"{where} exists and was not made by a squeeze job, so it is not overwritten; choose another folder.")
     if not overwrite:
         raise ConfigurationError(f"{where} already holds a compressed adapter; replace it with --overwrite, or choose another folder.")
-
-
-def _is_ours(folder: Path) -> bool:
-    marker = folder / MARKER
-    return marker.is_file() and read_object(marker).get("kind") == "squeeze"
 
 
 def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], card: str) -> None:
@@ -167,7 +163,7 @@ def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], c
 
 
 def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The source's settings with the new ranks and alphas; patterns only where a layer differs from the default."""
+    """The source's settings with the new ranks and alphas; patterns hold only the layers that differ from the default."""
     default_rank = max(ranks.values())
     alphas = {layer.name: compressed_alpha(layer.alpha, layer.rank, ranks[layer.name], layer.use_rslora) for layer in adapter.layers}
     default_alpha = next(alphas[name] for name, rank in ranks.items() if rank == default_rank)
@@ -180,7 +176,7 @@ def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _exactly(name: str) -> str:
-    """The expression that peft matches with this module alone."""
+    """The expression that peft matches with this module only."""
     return f"^{re.escape(name)}"
 
 
@@ -194,9 +190,9 @@ def _card(adapter: LoraAdapter, ranks: Mapping[str, int], error: float) -> str:
         "tags:\n- lora\n- retrain\n"
         "---\n\n"
         f"# LoRA adapter for {base}, {f'rank {high}' if low == high else f'ranks {low} to {high}'}\n\n"
-        f"Compressed by retrain from an adapter of rank {adapter.rank}: of each layer's update the first singular values are kept, at the "
-        f"same scale. Relative Frobenius error of the whole update: {error:.2%}. An optimizer state of the source does not fit; continue "
-        "training with a new one.\n"
+        f"Compressed by retrain from an adapter of rank {adapter.rank}: the update of each layer is truncated to its first singular "
+        f"values, at the same scale. Relative Frobenius error of the whole update: {error:.2%}. The source's optimizer state does not fit; "
+        "continue training with a new one.\n"
     )
 
 
@@ -204,9 +200,9 @@ def _card(adapter: LoraAdapter, ranks: Mapping[str, int], error: float) -> str:
 
 
 def _verify(adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device: torch.device) -> float:
-    """Read what was written and compare every layer's update with the truncated one; the Frobenius norm of all differences.
+    """Read the written adapter and compare every layer's update with the truncated one; the Frobenius norm of all differences.
 
-    That norm bounds the largest difference of a single weight. Raises RunFailed where a layer differs by more than rounding.
+    That norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs by more than rounding.
     """
     stored = {layer.name: layer for layer in read_adapter(output).layers}
     squares = []
@@ -217,7 +213,8 @@ def _verify(adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device
         a = torch.cat([layer.a.to(device).double(), factors.right[:, :k].T])
         b = torch.cat([layer.scale * layer.b.to(device).double(), -source.scale * factors.left[:, :k] * kept], dim=1)
         difference = product_norm(a, b)
-        allowed = _rounding(layer.a.dtype) * abs(source.scale) * float(kept.sum())
+        # half a unit of rounding on each factor, and as much again for all else
+        allowed = 4 * torch.finfo(layer.a.dtype).eps * abs(source.scale) * float(kept.sum())
         if difference > allowed:
             raise RunFailed(
                 f"{output}: the update of {source.name} differs from the truncated one by {difference:.3g}, and rounding to "
@@ -225,8 +222,3 @@ def _verify(adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device
             )
         squares.append(difference**2)
     return sqrt(fsum(squares))
-
-
-def _rounding(dtype: torch.dtype) -> float:
-    """Bound of |stored - true| over the sum of the kept singular values: half a unit on each factor, twice that for the rest."""
-    return 4 * torch.finfo(dtype).eps

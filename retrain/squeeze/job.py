@@ -1,4 +1,4 @@
-"""What a `[squeeze]` section asks for: analyse an adapter, say the rank, write the smaller adapter."""
+"""The job of a `[squeeze]` section: analyse an adapter, recommend a rank, write the smaller adapter."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from retrain.run.notes import refuse_not_built, trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
-from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
+from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
 from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
 
@@ -37,18 +37,18 @@ class Squeezed:
     """None without `[squeeze] evaluate`."""
 
     def to_json(self) -> dict[str, Any]:
-        """What a campaign's manifest stores: recommended_rank, rule, threshold, table, and what was compressed and evaluated."""
+        """For a campaign's manifest: recommended_rank, rule, threshold, table, and the compression and evaluation if there are any."""
         parts = {"compression": self.compression, "evaluation": self.accuracy}
         return self.analysis.to_json() | {name: part.to_json() for name, part in parts.items() if part}
 
     def lines(self) -> list[str]:
-        """The printed table and what follows from it."""
+        """The printed table and results."""
         compression = compression_lines(self.compression) if self.compression else []
         return [*analysis_lines(self.analysis), *compression, *([self.accuracy.line()] if self.accuracy else [])]
 
 
 def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False) -> Squeezed:
-    """The job of a configuration with `[squeeze] adapter_path` and no `[campaign]`: results on standard output, progress on the other."""
+    """Run a configuration with `[squeeze] adapter_path` and no `[campaign]`: results go to standard output, progress to standard error."""
     refuse_not_built(config)
     say, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
     loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
@@ -63,7 +63,7 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
 
 
 def _silence(line: str) -> None:
-    """--quiet."""
+    """Print nothing (--quiet)."""
 
 
 def _print(line: str, file: TextIO | None = None) -> None:
@@ -71,7 +71,7 @@ def _print(line: str, file: TextIO | None = None) -> None:
 
 
 def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: bool = False, progress: Say = _silence) -> Squeezed:
-    """Analyse the adapter by `[squeeze]`; compress it where an output_path is given, and evaluate both where that is asked for.
+    """Analyse the adapter as `[squeeze]` says; with `output_path` also compress it, with `evaluate` also evaluate both adapters.
 
     A campaign calls this after its first run, with that run's adapter. Raises ConfigurationError, EnvironmentFailure or RunFailed.
     """
@@ -90,12 +90,13 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
         compression = compress(adapter, output, ranks, device, overwrite=overwrite)
     accuracy = measure_accuracy(config, adapter, output, progress) if settings.evaluate else None
     squeezed = Squeezed(analysis, compression, accuracy)
-    replace_file(output / REPORT_FILE, json.dumps(squeezed.to_json() | {"layers": _spectra(analysis)}, indent=1) + "\n")
+    spectra = [{"name": layer.name, "rank": layer.rank, "singular_values": layer.singular_values} for layer in analysis.layers]
+    replace_file(output / REPORT_FILE, json.dumps(squeezed.to_json() | {"layers": spectra}, indent=1) + "\n")
     return squeezed
 
 
 def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
-    """Raises ConfigurationError for what does not go together, or not with this adapter."""
+    """Raises ConfigurationError for settings that do not fit the adapter."""
     if settings.compress_to > adapter.rank:
         raise ConfigurationError(
             f"[squeeze] compress_to = {settings.compress_to} is out of range; allowed: 1 to {adapter.rank}, the rank of {adapter.folder}."
@@ -104,29 +105,23 @@ def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
         check_evaluable(adapter)
 
 
-def _spectra(analysis: Analysis) -> list[dict[str, Any]]:
-    return [{"name": layer.name, "rank": layer.rank, "singular_values": layer.singular_values} for layer in analysis.layers]
-
-
 # -- what is printed -----------------------------------------------------------------------------------------------------
 
 
 def analysis_lines(analysis: Analysis) -> list[str]:
     zero = len(analysis.zero_layers)
     count = len(analysis.layers)
-    lines = [f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {count} layers{f', {zero} of them zero' if zero else ''}."]
-    lines += ["Variance kept (squared singular values) by rank:", _HEADER]
-    lines += [_row_line(row, row.rank == analysis.recommended_rank) for row in analysis.table]
+    lines = [
+        f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {count} layers{f', {zero} of them zero' if zero else ''}.",
+        "Variance kept (squared singular values) by rank:",
+        "  rank      mean       min       max     whole   error of the whole",
+    ]
+    for row in analysis.table:
+        values = "".join(f"{value:>10.2%}" for value in (row.mean, row.min, row.max, row.energy))
+        mark = "   <- recommended" if row.rank == analysis.recommended_rank else ""
+        lines.append(f"  {row.rank:>4}{values}   {row.error:>8.2%}{mark}")
     judged = "the mean over the layers" if analysis.rule == "mean" else "the worst layer"
     return [*lines, f"Recommended rank: {analysis.recommended_rank} ({judged} keeps {analysis.threshold:.0%} or more)."]
-
-
-_HEADER = "  rank      mean       min       max     whole   error of the whole"
-
-
-def _row_line(row: TableRow, recommended: bool) -> str:
-    values = "".join(f"{value:>10.2%}" for value in (row.mean, row.min, row.max, row.energy))
-    return f"  {row.rank:>4}{values}   {row.error:>8.2%}{'   <- recommended' if recommended else ''}"
 
 
 def compression_lines(compression: Compression) -> list[str]:
@@ -136,6 +131,6 @@ def compression_lines(compression: Compression) -> list[str]:
     return [
         f"Compressed from rank {compression.source_rank} to {rank}: "
         f"{compression.source_parameters:,} -> {compression.parameters:,} parameters ({saved:.0%} fewer).",
-        f"Reconstruction error: {compression.relative_error:.2%} of the whole update, and {compression.storage_error:.1e} by rounding.",
+        f"Reconstruction error: {compression.relative_error:.2%} of the whole update, and {compression.storage_error:.1e} from rounding.",
         f"Adapter: {compression.folder}",
     ]

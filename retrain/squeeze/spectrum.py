@@ -27,28 +27,28 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpectrum:
-    """What one layer's update is made of."""
+    """The singular values of one layer's update."""
 
     name: str
     rank: int
     singular_values: tuple[float, ...]
-    """Of B A without its scale, descending; min(rank, d_in, d_out) of them."""
+    """Singular values of B A without its scale, descending; min(rank, d_in, d_out) of them."""
     scale: float = 1.0
     """s of the update s B A. It cancels in `retained` and weighs the layers against each other."""
 
     @property
     def effective_rank(self) -> int:
-        """No update of these shapes has more; fewer than `rank` where the layer is narrower than its adapter."""
+        """The highest rank of an update with these shapes; below `rank` where the layer is narrower than its adapter."""
         return len(self.singular_values)
 
     @property
     def is_zero(self) -> bool:
-        """An untrained layer (B = 0 at the start): it has no variance, so none of it is retained or lost."""
+        """True for an untrained layer (B = 0 at the start), which has no variance to retain or lose."""
         return self.scale * self.singular_values[0] == 0.0
 
     @cached_property
     def _cumulative(self) -> tuple[float, ...]:
-        """Sums of the squares relative to the largest, so that tiny adapters do not underflow."""
+        """Cumulative sums of squares, relative to the largest value, so that tiny adapters do not underflow."""
         return tuple(accumulate((value / self.singular_values[0]) ** 2 for value in self.singular_values))
 
     @property
@@ -68,9 +68,9 @@ class LayerSpectrum:
         return 1.0 if k >= self.effective_rank else self._cumulative[k - 1] / self._cumulative[-1]
 
     def lost(self, k: int) -> float:
-        """1 - V(k), summed from what rank k cuts off, so that a small loss keeps its digits; 0 for a layer of zeros, which has none.
+        """1 - V(k), summed over the values that rank k cuts off, so that a small loss keeps its digits; 0 for a layer of zeros.
 
-        Raises ValueError for k < 1.
+        Its square root is the relative Frobenius error of the update at rank k. Raises ValueError for k < 1.
         """
         if k < 1:
             raise ValueError(f"rank {k} is not a rank; give 1 or more")
@@ -78,10 +78,6 @@ class LayerSpectrum:
             return 0.0
         cut = self.singular_values[k:]
         return math.fsum((value / self.singular_values[0]) ** 2 for value in cut) / self._cumulative[-1]
-
-    def error(self, k: int) -> float:
-        """Relative Frobenius error of the update cut to rank k; 0.95 kept is an error of 22%."""
-        return math.sqrt(self.lost(k))
 
     def smallest_rank(self, threshold: float) -> int:
         """The smallest k whose V(k) reaches the threshold; 1 for a layer of zeros, which loses nothing at any rank."""
@@ -95,7 +91,7 @@ def reaches(retained: float, threshold: float) -> bool:
 
 
 _ROUNDING = 1e-12
-"""A V(k) that is the threshold but for the last digits of its sum counts as reaching it."""
+"""A V(k) below the threshold only by the rounding of its sum counts as reaching it."""
 
 
 def layer_spectrum(lora_a: Tensor, lora_b: Tensor, *, name: str = "layer", scale: float = 1.0) -> LayerSpectrum:
@@ -105,7 +101,7 @@ def layer_spectrum(lora_a: Tensor, lora_b: Tensor, *, name: str = "layer", scale
 
 
 def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> Factors:
-    """The SVD of B A as thin factors; errors as `layer_spectrum`."""
+    """The SVD of B A as thin factors. Raises the errors of `layer_spectrum`."""
     a, b = _checked(lora_a, lora_b, name)
     q_a, r_a = torch.linalg.qr(a.T)
     q_b, r_b = torch.linalg.qr(b)

@@ -1,58 +1,54 @@
-"""Rows from files and from the hub, each with the name that a message about it needs."""
+"""Rows of data files and of hub data sets, each with its place for messages."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from retrain.config.names import DATA_FILE_SUFFIXES
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.parsing import parse_json
 
 Split = Literal["train", "heldout"]
 
-SUFFIXES = (".jsonl", ".parquet")
 HELDOUT_WORDS = (("test",), ("heldout", "held"), ("validation", "valid", "val", "dev", "eval"))
-"""Words in a file's name that mark held-out data; where several kinds lie in one folder, the first kind is used."""
+"""Words in a file's name that mark held-out data. If a folder has several kinds, the first kind is used."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """One row, or what stood in its place."""
+class RawRow:
+    """One row of a data set, not yet an example."""
 
     where: str
     """For messages: "train.jsonl line 17"."""
     example_id: str
-    """For an example made of it: "train-16"."""
-    values: dict[str, Any] | None
-    """None for a line that is no JSON object."""
+    """The id of an example made from it: "train-16"."""
+    columns: dict[str, Any] | None
+    """None for a line that is not a JSON object."""
 
 
-@dataclass(frozen=True)
-class Files:
-    """The data files of a folder by split, or one file, whose split is unknown."""
+# ---- files -------------------------------------------------------------------------------------------------------------------------
 
-    train: tuple[Path, ...] = ()
-    heldout: tuple[Path, ...] = ()
-    sole: tuple[Path, ...] = ()
-    """All the files, where they are one split only."""
+Files = tuple[Path, ...]
 
 
-def find_files(path: Path, key: str, suffixes: Iterable[str] = SUFFIXES, prefer: str = "") -> Files:
-    """The data files at `path`, a file or a folder (searched through).
+def find_files(path: Path, key: str, suffixes: Sequence[str] = DATA_FILE_SUFFIXES, prefer: str = "") -> tuple[Files, Files]:
+    """The training files and the held-out files at `path`, a file or a folder (searched recursively).
 
-    The split stands in a file's name (train*.jsonl; test*, heldout*, validation*) or in its folder's. Where some files carry `prefer` in
-    their names, others are left alone: several data sets may share a folder. `key` says in messages where the path was given.
+    The split is part of a file's name (train*.jsonl; test*, heldout*, validation*) or of its folder's. Where no file is held out, all
+    files are one split: they are returned first, and the second tuple is empty. If the names of some files contain `prefer`, the others
+    are ignored, since several data sets may share a folder. `key` says in messages where the path was given.
     Raises ConfigurationError if nothing is there.
     """
     if path.is_file():
-        return Files(sole=(path,))
+        return (path,), ()
     if not path.is_dir():
         raise ConfigurationError(
             f"{key} does not exist; name a .jsonl or .parquet file or a folder of them, or hub:NAME for a hub data set."
         )
-    files = sorted(file for file in path.rglob("*") if file.suffix in set(suffixes) and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
     files = [file for file in files if prefer and prefer in file.name.lower()] or files
     if not files:
         raise ConfigurationError(f"{key} holds no {' or '.join(suffixes)} file; name a file, or a folder of them.")
@@ -63,18 +59,18 @@ def find_files(path: Path, key: str, suffixes: Iterable[str] = SUFFIXES, prefer:
     return _by_split(path, files)
 
 
-def _by_split(folder: Path, files: list[Path]) -> Files:
+def _by_split(folder: Path, files: list[Path]) -> tuple[Files, Files]:
     words = {file: _split_word(file.relative_to(folder)) for file in files}
     train = tuple(file for file in files if words[file] == "train")
     for kind in HELDOUT_WORDS:
         heldout = tuple(file for file in files if words[file] in kind)
         if heldout and train:
-            return Files(train=train, heldout=heldout)
-    return Files(sole=train or tuple(files))
+            return train, heldout
+    return train or tuple(files), ()
 
 
 def _split_word(relative: Path) -> str:
-    """The word that names a file's split: in its own name, else in its nearest folder's."""
+    """The word that names a file's split, in its own name or else in the nearest folder's; "" if there is none."""
     known = {"train", *(word for kind in HELDOUT_WORDS for word in kind)}
     for part in (relative.stem, *reversed(relative.parent.parts)):
         found = [word for word in re.split(r"[^a-z]+", part.lower()) if word in known]
@@ -83,8 +79,8 @@ def _split_word(relative: Path) -> str:
     return ""
 
 
-def read_files(files: Iterable[Path]) -> Iterator[Record]:
-    """Every row of .jsonl and .parquet files, in order."""
+def read_files(files: Iterable[Path]) -> Iterator[RawRow]:
+    """The rows of .jsonl and .parquet files, in order."""
     for file in files:
         if file.suffix == ".parquet":
             yield from _read_parquet(file)
@@ -92,7 +88,7 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
             yield from _read_jsonl(file)
 
 
-def _read_jsonl(file: Path) -> Iterator[Record]:
+def _read_jsonl(file: Path) -> Iterator[RawRow]:
     with file.open("rb") as lines:
         for index, line in enumerate(lines):
             if not line.strip():
@@ -101,10 +97,10 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
                 values = parse_json(line.decode("utf-8-sig" if index == 0 else "utf-8"))
             except ValueError:  # not UTF-8, or not JSON
                 values = None
-            yield Record(f"{file.name} line {index + 1}", f"{file.stem}-{index}", values if isinstance(values, dict) else None)
+            yield RawRow(f"{file.name} line {index + 1}", f"{file.stem}-{index}", values if isinstance(values, dict) else None)
 
 
-def _read_parquet(file: Path) -> Iterator[Record]:
+def _read_parquet(file: Path) -> Iterator[RawRow]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -113,9 +109,16 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         table = parquet.ParquetFile(file)
         rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
         for index, row in enumerate(rows):
-            yield Record(f"{file.name} row {index}", f"{file.stem}-{index}", row)
+            yield RawRow(f"{file.name} row {index}", f"{file.stem}-{index}", row)
     except (ArrowException, OSError) as error:
         raise ConfigurationError(f"{file} is not a readable parquet file: {first_line(error)}") from error
+
+
+# ---- the hub -----------------------------------------------------------------------------------------------------------------------
+
+
+class NoSplit(ConfigurationError):
+    """The data set lacks the split that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class HubData:
 
     @classmethod
     def parse(cls, source: str) -> "HubData":
-        """A single part behind the name is a split if it is called like one, else a configuration; hub:NAME::SPLIT is unmistakable."""
+        """One part after the name is a split if it is named like one, else a configuration; hub:NAME::SPLIT is always a split."""
         parts = source.removeprefix("hub:").split(":")
         if not parts[0] or len(parts) > 3:
             raise ConfigurationError(
@@ -143,10 +146,10 @@ class HubData:
         return ":".join(part for part in (f"hub:{self.name}", self.config, self.split) if part)
 
 
-def read_hub(data: HubData, splits: Iterable[str]) -> Iterator[Record]:
-    """Every row of the first of `splits` that the data set has.
+def read_hub(data: HubData, splits: Iterable[str]) -> Iterator[RawRow]:
+    """The rows of the first of `splits` that the data set has.
 
-    Raises EnvironmentFailure where the hub cannot be reached and the data set is not in its cache, NoSplit where it has none of `splits`,
+    Raises NoSplit if it has none of them, EnvironmentFailure if the hub cannot be reached and the data set is not in its cache, and
     ConfigurationError for any other reason that the hub gives.
     """
     for split in splits:
@@ -155,13 +158,9 @@ def read_hub(data: HubData, splits: Iterable[str]) -> Iterator[Record]:
             continue
         stem = "-".join(part for part in (data.name.rpartition("/")[2], data.config, split) if part)
         for index, row in enumerate(rows):
-            yield Record(f"{data.name} {split} row {index}", f"{stem}-{index}", row)
+            yield RawRow(f"{data.name} {split} row {index}", f"{stem}-{index}", row)
         return
     raise NoSplit(f"{data} has no split named {' or '.join(splits)}")
-
-
-class NoSplit(ConfigurationError):
-    """A data set lacks the split that was asked for."""
 
 
 def _load_split(data: HubData, split: str) -> Any:

@@ -1,0 +1,100 @@
+"""Whole messages over a connected socket: between the trainer's process and a reward worker."""
+
+import json
+import socket
+import struct
+import time
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
+
+Message = dict[str, Any]
+"""One JSON object. NaN and infinities travel as Python's json writes them, lone surrogates escaped."""
+
+_HEADER = struct.Struct("<I")
+"""The length of the JSON text that follows, in bytes."""
+
+
+class ChannelClosed(EOFError):
+    """The other side is gone."""
+
+
+class BadMessage(ValueError):
+    """The bytes received are not a message. Nothing that follows them can be understood either."""
+
+
+def encode(message: Message) -> bytes:
+    """The message as bytes, header included. numpy values become plain ones; TypeError names any other type that JSON lacks."""
+    body = json.dumps(message, default=_plain).encode()
+    return _HEADER.pack(len(body)) + body
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, datetime | date):
+        return value.isoformat()
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
+
+
+class Channel:
+    """A connected stream socket that carries messages; one thread on each side."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._received = bytearray()
+
+    def send(self, message: Message) -> None:
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, message: bytes) -> None:
+        try:
+            self._socket.settimeout(None)
+            self._socket.sendall(message)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, timeout: float | None, longest: int = 1 << 32) -> Message:
+        """The next message, of at most `longest` bytes. Raises BadMessage for anything else.
+
+        Raises TimeoutError if the message is incomplete after `timeout` seconds; the next call continues with what has arrived.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while (message := self._take(longest)) is None:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:  # bytes that drip in must not extend the time
+                raise TimeoutError
+            self._socket.settimeout(left)
+            try:
+                chunk = self._socket.recv(1 << 16)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            if not chunk:
+                raise ChannelClosed("end of stream")
+            self._received += chunk
+        return message
+
+    def _take(self, longest: int) -> Message | None:
+        """Remove the first message from what has arrived; None if it is incomplete."""
+        if len(self._received) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._received)
+        if length > longest:
+            raise BadMessage(f"it claims to have {length} bytes")
+        end = _HEADER.size + length
+        if len(self._received) < end:
+            return None
+        try:
+            message = json.loads(self._received[_HEADER.size : end])
+        except (ValueError, RecursionError) as error:
+            raise BadMessage("it is not JSON") from error
+        if not isinstance(message, dict):
+            raise BadMessage("it is not a JSON object")
+        del self._received[:end]
+        return message
+
+    def close(self) -> None:
+        self._socket.close()

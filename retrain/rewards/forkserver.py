@@ -1,0 +1,204 @@
+"""A fork server: one process that has imported the libraries, and forks a reward worker within milliseconds when asked.
+
+Workers are forked from this process and never from the trainer, whose threads and accelerator a fork would break. The server ends
+when the trainer is gone, and its workers with it.
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from retrain.processes import die_with_parent
+from retrain.rewards.channel import Channel
+
+STARTUP_LIMIT_S = 120.0
+"""A server that has not imported its libraries by then is given up."""
+
+_REQUEST = struct.Struct("<ci")
+"""Operation and process id."""
+_REPLY = struct.Struct("<i")
+"""The process id of a new worker, or the exit code of one that was ended."""
+_SPAWN, _END = b"s", b"e"
+_PARENT_POLL_S = 1.0
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.forkserver import main; main(sys.argv[2:])"
+
+
+class ForkServerLost(RuntimeError):
+    """The server's process is gone or does not answer."""
+
+
+# ---- the trainer's side ------------------------------------------------------------------------------------------------------------
+
+
+class ForkServer:
+    """The trainer's side. Any thread may call it."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        """`preload` names the modules that all workers share. Returns at once; the server imports them in the meantime."""
+        self._preload = tuple(preload)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._start()
+
+    def spawn(self) -> tuple[int, Channel]:
+        """Fork a worker: its process id and the channel to it. A lost server is restarted once; then ForkServerLost is raised."""
+        with self._lock:
+            try:
+                return self._spawn()
+            except ForkServerLost:
+                if self._closed:
+                    raise
+                self._stop()
+                self._start()
+                return self._spawn()
+
+    def end(self, pid: int) -> int | None:
+        """Kill a worker with everything it started and return its exit code (negative: the signal); None if the server is lost."""
+        with self._lock:
+            try:
+                return self._ask(_END, pid, None)
+            except ForkServerLost:
+                return None  # its workers die with it
+
+    def close(self) -> None:
+        """End the server and all its workers, without waiting for imports."""
+        self._closed = True
+        if not self._ready:
+            self._process.kill()
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(STARTUP_LIMIT_S)
+        self._ready = False
+        command = [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), *self._preload]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what user code prints is progress; standard output is the run's result
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env={"OMP_NUM_THREADS": "1"} | os.environ,
+        )
+        theirs.close()
+
+    def _stop(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(timeout=2 * _PARENT_POLL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _spawn(self) -> tuple[int, Channel]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                return self._ask(_SPAWN, 0, theirs), Channel(ours)
+            except ForkServerLost:
+                ours.close()
+                raise
+
+    def _ask(self, operation: bytes, pid: int, passed: socket.socket | None) -> int:
+        try:
+            if not self._ready:
+                self._read_reply()
+                self._ready = True
+            socket.send_fds(self._control, [_REQUEST.pack(operation, pid)], [passed.fileno()] if passed else [])
+            return self._read_reply()
+        except OSError as error:
+            raise ForkServerLost(str(error)) from error
+
+    def _read_reply(self) -> int:
+        reply = self._control.recv(_REPLY.size, socket.MSG_WAITALL)
+        if len(reply) < _REPLY.size:
+            raise ForkServerLost("the process that starts reward workers ended")
+        (value,) = _REPLY.unpack(reply)
+        return int(value)
+
+
+# ---- the server's process ----------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> None:
+    """Import, say so, then fork and kill on request until the trainer is gone."""
+    descriptor, parent, *preload = arguments
+    control = socket.socket(fileno=int(descriptor))
+    for name in preload:
+        importlib.import_module(name)
+    children: set[int] = set()
+    try:
+        control.sendall(_REPLY.pack(0))
+        while os.getppid() == int(parent):
+            readable, _, _ = select.select([control], [], [], _PARENT_POLL_S)
+            if readable and not _answer(control, children):
+                break
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the trainer is gone
+    finally:
+        for pid in children:
+            _kill_session(pid)
+
+
+def _answer(control: socket.socket, children: set[int]) -> bool:
+    """Serve one request; False when the trainer closed the connection."""
+    request, descriptors, _, _ = socket.recv_fds(control, _REQUEST.size, 1)
+    if not request:
+        return False
+    operation, pid = _REQUEST.unpack(request)
+    if operation == _SPAWN:
+        reply = _fork(control, descriptors[0])
+        children.add(reply)
+    else:
+        _kill_session(pid)
+        reply = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        children.discard(pid)
+    control.sendall(_REPLY.pack(reply))
+    return True
+
+
+def _fork(control: socket.socket, descriptor: int) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _be_a_worker(control, descriptor, server)
+    os.close(descriptor)
+    return pid
+
+
+def _be_a_worker(control: socket.socket, descriptor: int, server: int) -> NoReturn:
+    """The forked side. It must never return into the server's loop, so an exception ends the process here."""
+    status = 1
+    try:
+        control.close()
+        os.setsid()
+        die_with_parent(server)  # elsewhere than on Linux the server kills its workers on its way out
+        from retrain.rewards.worker import serve
+
+        serve(Channel(socket.socket(fileno=descriptor)))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(status)
+
+
+def _kill_session(pid: int) -> None:
+    """Kill the worker and whatever it started. A worker forked a moment ago may not lead its session yet."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
