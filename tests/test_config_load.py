@@ -304,7 +304,7 @@ def test_every_other_difference_is_refused_with_both_values() -> None:
     stored, current = TrainConfig(), config_from_mapping({"training": {"lr": 1.0}, "loss": {"clip_low": 0.1}, "data": {"params": {"a": 1}}})
     differences = resume_differences(stored, current)
     assert len(differences) == 3
-    assert differences[0].startswith("[training] lr = 1.0 differs from 4e-05, with which the run was started")
+    assert differences[0].startswith("[training] lr = 1.0 differs from 4e-05, the run's own value")
     assert "[loss] clip_low = 0.1 differs from unset" in differences[1]
     assert config_hash(stored) != config_hash(current)
 

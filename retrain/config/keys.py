@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from retrain.config.names import ALIASES, BUILTIN_NAMES
-from retrain.config.schema import Condition, Section, TrainConfig
+from retrain.config.schema import NO_TRAITS, Condition, Section, TrainConfig, Traits, traits_of
 from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
@@ -36,6 +36,8 @@ class Key:
     name: str
     field: FieldInfo
     default: Any
+    traits: Traits = NO_TRAITS
+    """Its own and those of its section."""
 
     @property
     def path(self) -> str:
@@ -64,11 +66,6 @@ class Key:
     def choices(self) -> tuple[str, ...]:
         """The names that a mistyped value is compared with."""
         return _choices(self.field.annotation, self.field.metadata)
-
-    @property
-    def meaningful_unset(self) -> bool:
-        extra = self.field.json_schema_extra
-        return isinstance(extra, dict) and bool(extra.get("meaningful_unset"))
 
     @property
     def type_name(self) -> str:
@@ -105,7 +102,7 @@ def section_models() -> dict[str, type[Section]]:
 @cache
 def all_keys() -> tuple[Key, ...]:
     return tuple(
-        Key(section, field.alias or name, field, field.get_default(call_default_factory=True))
+        Key(section, field.alias or name, field, field.get_default(call_default_factory=True), traits_of(field) | model.traits)
         for section, model in section_models().items()
         for name, field in model.model_fields.items()
     )
@@ -127,6 +124,21 @@ def _homes() -> dict[str, tuple[str, ...]]:
 def homes_of(name: str) -> tuple[str, ...]:
     """The paths of every section's key that is called `name`."""
     return _homes().get(name, ())
+
+
+CONDITION_KEYS = tuple(field.alias or name for name, field in Condition.model_fields.items() if name != "sets")
+"""What a condition says about itself; everything else in its table is a key of a run that it sets."""
+
+
+def condition_homes(name: str) -> list[str]:
+    """The keys of a run that are called `name`."""
+    return [path for path in homes_of(name) if not keys_by_path()[path].traits.whole_campaign]
+
+
+def is_settable(path: str) -> bool:
+    """Whether a condition may set the key "section.key"."""
+    key = keys_by_path().get(path)
+    return key is not None and not key.traits.whole_campaign and not key.traits.not_for_a_condition
 
 
 def key_meant(name: str) -> Key | None:

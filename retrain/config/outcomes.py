@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.config.conditions import arms
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
+from retrain.config.load import arms
 from retrain.config.names import BUILTIN_NAMES, is_data_location, table, transforms_with
-from retrain.config.rules import modes_of
+from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
 from retrain.config.schema import PrimeRLOptions, TrainConfig
-from retrain.config.toml import toml_value
+from retrain.parsing import toml_value
 
 Test = Callable[[TrainConfig], bool]
 
@@ -149,17 +149,6 @@ def _campaign(config: TrainConfig) -> bool:
 def _campaign_where(test: Callable[[Any], bool]) -> Test:
     return lambda config: config.campaign is not None and test(config.campaign)
 
-
-def is_read(config: TrainConfig, path: str) -> bool:
-    """Whether the section of a key is read: a squeeze job does not train, and reads few without evaluate."""
-    section = path.partition(".")[0]
-    if config.kind != "squeeze":
-        return True
-    return section in EVALUATION_SECTIONS if config.squeeze.evaluate and config.squeeze.output_path else section == "squeeze"
-
-
-EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
-"""What a squeeze job with evaluate looks at."""
 
 SQUEEZE_TRACKING = tuple(
     f"logging.{name}" for name in ("trackers", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags", "log_dir")

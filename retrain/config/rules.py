@@ -6,25 +6,46 @@ of them, so they need neither the model nor the machine; what needs those is ref
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, table, transforms_with
 from retrain.config.suggestions import nearest
-from retrain.config.toml import toml_value
 from retrain.config.values import MOST_COMPLETIONS
-from retrain.config.violations import Violation
 from retrain.errors import MOST_SENTENCES
+from retrain.parsing import toml_value
 
 if TYPE_CHECKING:
     from retrain.config.schema import Condition, TrainConfig
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken rule, as data until the loader knows which file it stands in."""
+
+    keys: tuple[str, ...]
+    """The keys that the rule reads, as "section.key"; the first is the one to mend."""
+    message: str
+    """One sentence without its full stop."""
+
+
+class RuleViolations(ValueError):
+    """Rules that a configuration breaks although each value alone is allowed."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("; ".join(violation.message for violation in violations))
+
 
 Rule = Callable[["TrainConfig"], Iterator[Violation]]
 _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """About a campaign as a whole; the others are about its runs."""
+EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
+"""What a squeeze job with evaluate reads."""
 
 
 def _rule(function: Rule) -> Rule:
@@ -41,10 +62,16 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
     """Every violation once, in the order of the rules. Conditions that set keys of their own are judged one by one (`arm_problems`)."""
     own_keys = config.campaign is not None and any(condition.sets for condition in config.campaign.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
-    from retrain.config.outcomes import is_read
-
     found = dict.fromkeys(violation for rule in rules for violation in rule(config))
     return [violation for violation in found if is_read(config, violation.keys[0])]
+
+
+def is_read(config: "TrainConfig", path: str) -> bool:
+    """Whether the section of a key is read: a squeeze job does not train, and reads few without evaluate."""
+    section = path.partition(".")[0]
+    if config.kind != "squeeze":
+        return True
+    return section in EVALUATION_SECTIONS if config.squeeze.evaluate and config.squeeze.output_path else section == "squeeze"
 
 
 def modes_of(condition: "Condition") -> tuple[str, str]:
