@@ -5,7 +5,7 @@ Two accuracies compare only if one reward said what is right in both.
 
 from retrain.config.keys import all_keys
 from retrain.config.load import replaced
-from retrain.config.names import BUILTIN_NAMES
+from retrain.config.names import builtin_names
 from retrain.config.schema import Reward, TrainConfig
 from retrain.parsing import toml_value
 
@@ -50,7 +50,7 @@ def judging_note(judging: TrainConfig) -> str:
 def judge_words(judges: list[tuple[str, float]], reward: Reward) -> str:
     """Judges with every parameter that decides what is right: match, custom (custom_module = "mine"), 0.9 math + 0.1 match."""
     named = " + ".join(kind if weight == 1 else f"{weight:g} {kind}" for kind, weight in sorted(judges))
-    kinds = {kind if kind in BUILTIN_NAMES["reward"] else "plugin" for kind, _ in judges}
+    kinds = {kind if kind in builtin_names("reward") else "plugin" for kind, _ in judges}
     relevant = [key for key in all_keys() if kinds & {*key.traits.parameter_of} or key.path == "reward.correct_threshold"]
     given = [(key, getattr(reward, key.name)) for key in relevant]
     parts = [f"{key.name} = {toml_value(value)}" for key, value in given if value != key.default]

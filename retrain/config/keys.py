@@ -9,7 +9,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from retrain.config.names import ALIASES, BUILTIN_NAMES
+from retrain.config.names import ALIASES, builtin_names, names_of
 from retrain.config.schema import NO_TRAITS, Condition, Section, TrainConfig, Traits, traits_of
 from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
@@ -65,7 +65,7 @@ class Key:
     @property
     def choices(self) -> tuple[str, ...]:
         """The names that a mistyped value is compared with."""
-        return _choices(self.field.annotation, self.field.metadata)
+        return choices_of(self.field)
 
     @property
     def type_name(self) -> str:
@@ -167,6 +167,11 @@ def _add(table: dict[str, str], flag: str, path: str) -> None:
     table[flag] = path
 
 
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The names that a field takes: of a closed set, built in, or registered."""
+    return _choices(field.annotation, field.metadata)
+
+
 def describe_field(field: FieldInfo) -> str:
     """What a field takes, in words: "an integer of at least 1", '"mean" or "min"'."""
     return _describe(field.annotation, list(field.metadata))
@@ -207,7 +212,7 @@ def _choices(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
     found: list[str] = []
     for item in metadata:
         if isinstance(item, OpenName):
-            found.extend(BUILTIN_NAMES[item.kind])
+            found.extend(names_of(item.kind))
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
         return (*found, *_choices(inner, extra))
@@ -255,7 +260,7 @@ _SPECIAL = {
 
 
 def _describe_open(item: OpenName) -> str:
-    names = ", ".join(BUILTIN_NAMES[item.kind])
+    names = ", ".join(builtin_names(item.kind))
     empty = "empty, " if item.may_be_empty else ""
     if item.kind == "data":
         return f"{empty}{names}, hub:NAME[:config][:split], a path, or a dotted plugin path"

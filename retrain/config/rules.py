@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, table, transforms_with
+from retrain.config.names import builtin_names, canonical_uncertainty, table, transforms_with
 from retrain.config.suggestions import nearest
 from retrain.config.values import MOST_COMPLETIONS
 from retrain.errors import MOST_SENTENCES
@@ -127,7 +127,7 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
 
 def _has_entropies(engine: str) -> bool:
     """Of a built-in engine; a plugin's declaration is read when the run starts."""
-    if engine not in BUILTIN_NAMES["engine"]:
+    if engine not in builtin_names("engine"):
         return True
     declared = table("engine")[engine]
     return declared is not None and declared.entropy
@@ -319,7 +319,7 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
             ("reward.weights", "reward.type"),
             f"[reward] weights has {len(reward.weights)} numbers and type has {len(reward.types)} rewards; give one weight for each",
         )
-    if repeated := [name for name in BUILTIN_NAMES["reward"] if reward.types.count(name) > 1]:
+    if repeated := [name for name in builtin_names("reward") if reward.types.count(name) > 1]:
         yield Violation(("reward.type",), f'[reward] type names "{repeated[0]}" twice; give it once, with its weight')
 
 
@@ -444,7 +444,7 @@ def _dr_grpo_aggregates_by_a_constant(config: "TrainConfig") -> Iterator[Violati
 @_rule
 def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
     """The options of prime_rl are checked whatever the backend, so that a file can be switched over."""
-    if config.backend.backend not in BUILTIN_NAMES["backend"] or not config.backend.options:
+    if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
     try:
         options = config.backend.prime_rl

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from retrain.config.keys import CONDITION_KEYS, Key, all_keys, condition_homes, key_meant, keys_by_path, section_models
+from retrain.config.keys import CONDITION_KEYS, Key, all_keys, choices_of, condition_homes, key_meant, keys_by_path, section_models
 from retrain.config.names import ALIASES
 from retrain.config.rules import RuleViolations, Violation
-from retrain.config.schema import Provenance
+from retrain.config.schema import Condition, Provenance
 from retrain.config.suggestions import nearest, synonym
 from retrain.errors import MOST_SENTENCES
 from retrain.parsing import toml_value
@@ -150,9 +150,10 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
     context = details[0].get("ctx", {})
     if name == "label":
         return f"{where}: label = {_shown(details[0]['input'])} {context.get('problem', 'is not a string')}"
-    hint = str(context.get("hint") or "")
-    suffix = f'; did you mean "{hint}"?' if hint else "; give a built-in name or a dotted plugin path"
-    return f"{where}: {name} = {_shown(details[0]['input'])} is not known{suffix}"
+    value = details[0]["input"]
+    near = nearest(value, choices_of(Condition.model_fields[name])) if isinstance(value, str) else None
+    suffix = f'did you mean "{near}"?' if near else "give a built-in name or a dotted plugin path"
+    return f"{where}: {name} = {_shown(value)} is not known; {suffix}"
 
 
 def _unknown_setting(name: str) -> str:
@@ -170,13 +171,11 @@ def _unknown_setting(name: str) -> str:
 
 
 def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
-    refusal = next((detail["ctx"] for detail in details if detail["type"] == "refused"), None)
-    hint = str(refusal["hint"]) if refusal else ""
-    word = details[0]["input"] if isinstance(value, list) else value
-    if not hint and isinstance(word, str):
-        hint = nearest(word, key.choices) or ""
-    wrong = str(refusal["problem"]) if refusal else _what_is_wrong(key, value, details[0])
-    suffix = f'; did you mean "{hint}"?' if hint and hint != value else ""
+    refusal = next((detail for detail in details if detail["type"] == "refused"), None)
+    word = (refusal or details[0])["input"] if isinstance(value, list) else value
+    near = nearest(word, key.choices) if isinstance(word, str) else None
+    wrong = str(refusal["ctx"]["problem"]) if refusal else _what_is_wrong(key, value, details[0])
+    suffix = f'; did you mean "{near}"?' if near and near != value else ""
     return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
 
 

@@ -272,9 +272,9 @@ _registered: dict[str, DataLoader] = {}
 
 def register_source(name: str, loader: DataLoader) -> None:
     """Make `[data] source = name` call `loader(**params)`, as a data plugin is called. Raises ValueError for a name that is taken."""
-    from retrain.config.names import BUILTIN_NAMES, register_name
+    from retrain.config.names import builtin_names, register_name
 
-    if name in _registered or name in BUILTIN_NAMES["data"]:
+    if name in _registered or name in builtin_names("data"):
         raise ValueError(f"data source {name!r} exists already; choose another name")
     _registered[name] = loader
     register_name("data", name)
