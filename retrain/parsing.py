@@ -1,12 +1,14 @@
-"""TOML and JSON from outside, as data whose depth and numbers every later step can hold.
+"""TOML and JSON: texts from outside become data whose depth and numbers every later step can hold, and values become TOML.
 
 The standard parsers raise RecursionError for deep nesting and a bare ValueError for an integer of more than 4,300 digits, and they let
 through nesting and integers on which a later step would fail. Here everything that is wrong with a text is one ParseError.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Callable
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from retrain.errors import RunFailed
 MAX_DEPTH = 100
 MAX_INTEGER = 2**63 - 1
 """What TOML promises, and what a tensor or a column of a table holds."""
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class ParseError(ValueError):
@@ -64,7 +67,8 @@ def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any
     except RecursionError:
         raise ParseError(f"nests deeper than {MAX_DEPTH} levels") from None
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ParseError(f"is not valid {language}: {_lower_first(str(error))}") from error
+        reason = str(error)
+        raise ParseError(f"is not valid {language}: {reason[:1].lower()}{reason[1:]}") from error
     except ValueError:  # Python converts no longer digits to an integer
         raise ParseError("holds an integer of more than 4,300 digits; integers have at most 64 bits") from None
     if problem := unholdable(value):
@@ -86,5 +90,25 @@ def unholdable(value: Any, depth: int = 0) -> str:
     return ""
 
 
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
+def toml_value(value: Any) -> str:
+    """A value on one line, as TOML writes it; what TOML has no form for, as Python does."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return repr(value)
+
+
+def _string(text: str) -> str:
+    """JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else _string(name)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from retrain.config import config_from_mapping, config_from_toml, load_config
-from retrain.config.names import BUILTIN_NAMES
+from retrain.config.names import builtin_names
 from retrain.errors import ConfigurationError
 
 WRONG: list[tuple[str, str, str]] = [
@@ -131,7 +131,7 @@ def test_a_wrong_value_is_not_reported_again_by_a_rule_about_its_default() -> No
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize("engine", [name for name in BUILTIN_NAMES["engine"] if name != "pytorch"])
+@pytest.mark.parametrize("engine", [name for name in builtin_names("engine") if name != "pytorch"])
 @pytest.mark.parametrize("kind", ["shannon_entropy", "entropy", "token_entropy"])
 def test_shannon_entropy_is_refused_with_every_built_in_engine_but_pytorch(engine: str, kind: str) -> None:
     with pytest.raises(ConfigurationError, match=f'needs .inference. engine = "pytorch", and "{engine}" returns log-probs only'):

@@ -23,7 +23,7 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.config.keys import Key, all_keys, flags
-from retrain.config.names import BUILTIN_NAMES, register_name
+from retrain.config.names import builtin_names, register_name
 from retrain.config.outcomes import per_token_refusals
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError
@@ -304,7 +304,7 @@ def test_every_other_difference_is_refused_with_both_values() -> None:
     stored, current = TrainConfig(), config_from_mapping({"training": {"lr": 1.0}, "loss": {"clip_low": 0.1}, "data": {"params": {"a": 1}}})
     differences = resume_differences(stored, current)
     assert len(differences) == 3
-    assert differences[0].startswith("[training] lr = 1.0 differs from 4e-05, with which the run was started")
+    assert differences[0].startswith("[training] lr = 1.0 differs from 4e-05, the run's own value")
     assert "[loss] clip_low = 0.1 differs from unset" in differences[1]
     assert config_hash(stored) != config_hash(current)
 
@@ -397,7 +397,7 @@ def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, 
         {"planning": {"detector": "semantic"}},
         {"backpressure": {"enabled": True}},
         {"campaign": {}, "planning": {"detector": "semantic"}},
-        *({"inference": {"engine": name}} for name in BUILTIN_NAMES["engine"] if name != "pytorch"),
+        *({"inference": {"engine": name}} for name in builtin_names("engine") if name != "pytorch"),
     ],
     ids=json.dumps,
 )

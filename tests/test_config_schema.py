@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from retrain.config import TrainConfig, config_from_mapping, config_from_toml, dump_toml, load_config
 from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_models
 from retrain.config.reference import annotated_toml, artefacts, help_text, json_schema
-from retrain.config.toml import toml_value
 from retrain.config.values import OpenName
 from retrain.errors import ConfigurationError
+from retrain.parsing import toml_value
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = sorted((ROOT / "tests" / "data" / "config_blocks").glob("*.toml"))
@@ -144,7 +144,7 @@ def test_a_stored_configuration_loads_as_the_same(chosen: list[tuple[Key, Any]])
     stored = config_from_toml(dump_toml(config))
     assert stored == config
     assert stored.kind == config.kind
-    assert all(stored.is_set(key.path) == config.is_set(key.path) for key in KEYS if key.meaningful_unset)
+    assert all(stored.is_set(key.path) == config.is_set(key.path) for key in KEYS if key.traits.meaningful_unset)
 
 
 @given(
@@ -166,7 +166,7 @@ def test_the_annotated_file_loads_as_the_defaults_and_sets_nothing_by_accident()
     config = load_config(ROOT / "retrain.toml", environ={})
     assert config == TrainConfig()
     assert config.kind == "run"
-    assert not any(config.is_set(key.path) for key in all_keys() if key.meaningful_unset)
+    assert not any(config.is_set(key.path) for key in all_keys() if key.traits.meaningful_unset)
 
 
 def test_the_annotated_file_shows_every_key_and_its_commented_lines_load() -> None:
@@ -198,7 +198,7 @@ def test_the_help_and_the_json_schema_know_every_key() -> None:
     for key in all_keys():
         assert f"  {key.flag}" in text
         assert key.name in schema["$defs"][key.section.capitalize()]["properties"]
-    assert "meaningful_unset" not in json.dumps(schema)
+    assert "traits" not in json.dumps(schema)
     assert "entropy_mask_rho" in schema["$defs"]["Algorithm"]["properties"]
 
 

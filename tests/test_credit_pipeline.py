@@ -25,7 +25,7 @@ from retrain.advantages.transforms import (
     sepa_pool,
 )
 from retrain.config import TrainConfig
-from retrain.config.names import BUILTIN_NAMES
+from retrain.config.names import builtin_names
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Prompt, Score, Scored
 
@@ -165,10 +165,10 @@ def test_inverse_weighting_punishes_confident_mistakes_more() -> None:
 
 
 def test_every_built_in_name_of_the_configuration_is_built() -> None:
-    assert set(TRANSFORMS) == set(BUILTIN_NAMES["transform"])
-    for advantage in BUILTIN_NAMES["advantage"]:
+    assert set(TRANSFORMS) == set(builtin_names("transform"))
+    for advantage in builtin_names("advantage"):
         assert tokens_of(assign(config("none", advantage), [mixed()]))
-    for algorithm in BUILTIN_NAMES["algorithm"]:
+    for algorithm in builtin_names("algorithm"):
         assert algorithm in RECIPES
         assert tokens_of(assign(config(algorithm={"algorithm_mode": algorithm}), [mixed()]))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from retrain.cli.main import main
 from retrain.cli.usage import COMMANDS
-from retrain.config import config_from_mapping, config_from_toml, dump_toml, load_config
+from retrain.config import config_from_mapping, config_from_toml, dump_toml, load_config, names
 from retrain.config.keys import flags, keys_by_path
 from retrain.config.overrides import parse_overrides
 from retrain.config.suggestions import SYNONYMS
@@ -129,6 +129,17 @@ def test_a_hundred_thousand_unknown_flags_get_twenty_sentences_at_once() -> None
         parse_overrides([f"--k{n}" for n in range(100_000)])
     assert time.process_time() - began < 5
     assert len(caught.value.problems) == 21
+
+
+def test_a_list_of_unknown_rewards_reads_the_installed_plugins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    monkeypatch.setattr(names, "entry_points", lambda group: reads.append(group) or [])
+    names._entry_point_names.cache_clear()
+    with pytest.raises(ConfigurationError, match=r'type = \["r0", "r1".* is not known') as caught:
+        config_from_mapping({"reward": {"type": [f"r{n}" for n in range(1000)]}})
+    names._entry_point_names.cache_clear()
+    assert len(caught.value.problems) == 1
+    assert reads == ["retrain.plugins"]
 
 
 # -- what a name was meant to be -----------------------------------------------------------------------------------------

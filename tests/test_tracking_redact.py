@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config import config_from_mapping, config_from_toml, dump_toml
-from retrain.config.toml import toml_value
+from retrain.parsing import toml_value
 from retrain.records.redact import MASK, Redactor
 
 PLAIN = Redactor({})

@@ -11,9 +11,6 @@ from retrain.config.keys import all_keys
 from retrain.errors import ConfigurationError
 
 _PROMPT_KEYS = ("training.batch_size", "training.max_examples", "model.model")
-_OWN_KEYS = frozenset({"training.seed", "training.max_hours", "training.save_every", "training.keep_checkpoints", "reward.workers"})
-_OWN_SECTIONS = frozenset({"logging", "resume", "campaign", "squeeze", "backend"})
-"""What may differ between the runs of a pair without being a difference of their training."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ def _same_prompts(one: TrainConfig, other: TrainConfig) -> bool:
 
 def differing_keys(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> list[str]:
     """The keys in which the runs of some pair differ, beside seeds, paths and what does not change the training."""
-    keys = [key.path for key in all_keys() if key.path not in _OWN_KEYS and key.section not in _OWN_SECTIONS]
+    keys = [key.path for key in all_keys() if not key.traits.own_to_a_run]
     return [key for key in keys if any(one.config.value(key) != other.config.value(key) for one, other in pairs)]
 
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config import TrainConfig, config_from_mapping
-from retrain.config.conditions import arms
-from retrain.config.load import given_values
-from retrain.config.schema import Campaign
-from retrain.config.violations import Provenance
+from retrain.config.load import arms, given_values
+from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError
 from retrain.tracking.base import tracker_names
 

@@ -19,8 +19,7 @@ from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.campaign.subprocesses import start_worker
 from retrain.config import config_from_mapping, replaced
 from retrain.config.load import given_values
-from retrain.config.schema import Campaign
-from retrain.config.violations import Provenance
+from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError, EnvironmentFailure
 
 _POLL_S = 0.2

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrain.config.identity import config_hash, resume_differences
     from retrain.config.load import config_from_mapping, config_from_toml, load_config, load_stored, replaced, with_drawn_seed
     from retrain.config.outcomes import not_built, unused_keys
     from retrain.config.schema import Condition, TrainConfig
-    from retrain.config.toml import dump_toml
+    from retrain.config.stored import config_hash, dump_toml, resume_differences
+
 
 __all__ = [
     "Condition",
@@ -29,14 +29,14 @@ _HOMES = {
     "Condition": "schema",
     "TrainConfig": "schema",
     "config_from_mapping": "load",
-    "config_hash": "identity",
-    "dump_toml": "toml",
+    "config_hash": "stored",
+    "dump_toml": "stored",
     "load_config": "load",
     "load_stored": "load",
     "config_from_toml": "load",
     "not_built": "outcomes",
     "replaced": "load",
-    "resume_differences": "identity",
+    "resume_differences": "stored",
     "unused_keys": "outcomes",
     "with_drawn_seed": "load",
 }

@@ -9,8 +9,8 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from retrain.config.names import ALIASES, BUILTIN_NAMES
-from retrain.config.schema import Condition, Section, TrainConfig
+from retrain.config.names import ALIASES, builtin_names, names_of
+from retrain.config.schema import NO_TRAITS, Condition, Section, TrainConfig, Traits, traits_of
 from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
@@ -36,6 +36,8 @@ class Key:
     name: str
     field: FieldInfo
     default: Any
+    traits: Traits = NO_TRAITS
+    """Its own and those of its section."""
 
     @property
     def path(self) -> str:
@@ -63,12 +65,7 @@ class Key:
     @property
     def choices(self) -> tuple[str, ...]:
         """The names that a mistyped value is compared with."""
-        return _choices(self.field.annotation, self.field.metadata)
-
-    @property
-    def meaningful_unset(self) -> bool:
-        extra = self.field.json_schema_extra
-        return isinstance(extra, dict) and bool(extra.get("meaningful_unset"))
+        return choices_of(self.field)
 
     @property
     def type_name(self) -> str:
@@ -105,7 +102,7 @@ def section_models() -> dict[str, type[Section]]:
 @cache
 def all_keys() -> tuple[Key, ...]:
     return tuple(
-        Key(section, field.alias or name, field, field.get_default(call_default_factory=True))
+        Key(section, field.alias or name, field, field.get_default(call_default_factory=True), traits_of(field) | model.traits)
         for section, model in section_models().items()
         for name, field in model.model_fields.items()
     )
@@ -127,6 +124,21 @@ def _homes() -> dict[str, tuple[str, ...]]:
 def homes_of(name: str) -> tuple[str, ...]:
     """The paths of every section's key that is called `name`."""
     return _homes().get(name, ())
+
+
+CONDITION_KEYS = tuple(field.alias or name for name, field in Condition.model_fields.items() if name != "sets")
+"""What a condition says about itself; everything else in its table is a key of a run that it sets."""
+
+
+def condition_homes(name: str) -> list[str]:
+    """The keys of a run that are called `name`."""
+    return [path for path in homes_of(name) if not keys_by_path()[path].traits.whole_campaign]
+
+
+def is_settable(path: str) -> bool:
+    """Whether a condition may set the key "section.key"."""
+    key = keys_by_path().get(path)
+    return key is not None and not key.traits.whole_campaign and not key.traits.not_for_a_condition
 
 
 def key_meant(name: str) -> Key | None:
@@ -153,6 +165,11 @@ def _add(table: dict[str, str], flag: str, path: str) -> None:
     if flag in table:
         raise ValueError(f"the flag {flag} would mean both {table[flag]} and {path}")
     table[flag] = path
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The names that a field takes: of a closed set, built in, or registered."""
+    return _choices(field.annotation, field.metadata)
 
 
 def describe_field(field: FieldInfo) -> str:
@@ -195,7 +212,7 @@ def _choices(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
     found: list[str] = []
     for item in metadata:
         if isinstance(item, OpenName):
-            found.extend(BUILTIN_NAMES[item.kind])
+            found.extend(names_of(item.kind))
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
         return (*found, *_choices(inner, extra))
@@ -243,7 +260,7 @@ _SPECIAL = {
 
 
 def _describe_open(item: OpenName) -> str:
-    names = ", ".join(BUILTIN_NAMES[item.kind])
+    names = ", ".join(builtin_names(item.kind))
     empty = "empty, " if item.may_be_empty else ""
     if item.kind == "data":
         return f"{empty}{names}, hub:NAME[:config][:split], a path, or a dotted plugin path"

@@ -5,19 +5,18 @@ Precedence: defaults < file < RETRAIN_<SECTION>_<KEY> < flags. No plugin is impo
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from retrain.config.conditions import arm_problems
+from retrain.config.keys import CONDITION_KEYS, condition_homes, is_settable, section_models
 from retrain.config.names import ALIASES, moved_aliases
 from retrain.config.overrides import Override, Overrides, deep_merge, parse_overrides, variable_overrides
-from retrain.config.schema import TrainConfig
+from retrain.config.schema import Condition, Provenance, TrainConfig
 from retrain.config.sentences import Place, details_of, field_sentences, violations_of, wrong_paths
-from retrain.config.violations import Provenance
 from retrain.errors import ConfigurationError
 from retrain.parsing import ParseError, parse_toml
 
@@ -163,13 +162,13 @@ def _merge(data: Sections, given: Sequence[Override]) -> Sections:
 
 
 def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> TrainConfig:
-    place = Place(provenance)
+    data = _gather_conditions(data)
     try:
         config = TrainConfig.model_validate(data, context={"rules": rules})
     except ValidationError as error:
-        raise ConfigurationError(*_all_problems(error, data, place)) from error
+        raise ConfigurationError(*_all_problems(error, data, Place(provenance))) from error
     config._provenance = provenance
-    if problems := arm_problems(config):
+    if problems := _arm_problems(config):
         raise ConfigurationError(problems)
     return config
 
@@ -197,3 +196,78 @@ def _without(data: Sections, paths: set[str]) -> Sections:
             continue
         kept[section] = {n: v for n, v in keys.items() if f"{section}.{n}" not in paths} if isinstance(keys, dict) else keys
     return kept
+
+
+# -- the conditions of a campaign ----------------------------------------------------------------------------------------
+
+
+def arms(config: TrainConfig) -> tuple[TrainConfig, ...]:
+    """The campaign once for each condition: with it alone, and what it sets put over the base. A single run is its own only arm.
+
+    Raises ConfigurationError for values and combinations that a condition makes wrong.
+    """
+    return tuple(_arm(config, condition) for condition in config.conditions) if config.campaign else (config,)
+
+
+def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
+    data = given_values(config)
+    for path, value in condition.sets.items():
+        section, _, name = path.partition(".")
+        data[section] = {**data.get(section, {}), name: value}
+    own = {name: value for name, value in condition.model_dump(exclude_unset=True).items() if name in CONDITION_KEYS}
+    data["campaign"] = {**data["campaign"], "conditions": [own | {"label": condition.label}]}
+    return config_from_mapping(data, provenance=Provenance(config.source_path, config._provenance.origins))
+
+
+def _arm_problems(config: TrainConfig) -> list[str]:
+    """The sentences of every condition that sets something wrong, each with the condition's number; once where it is all of them."""
+    if not any(condition.sets for condition in config.conditions):
+        return []
+    found: dict[str, list[int]] = {}
+    for number, condition in enumerate(config.conditions, start=1):
+        try:
+            _arm(config, condition)
+        except ConfigurationError as error:
+            for problem in error.problems:
+                found.setdefault(problem, []).append(number)
+    return [_with_numbers(problem, numbers, len(config.conditions)) for problem, numbers in found.items()]
+
+
+def _with_numbers(problem: str, numbers: list[int], conditions: int) -> str:
+    if len(numbers) == conditions > 1:
+        return problem
+    place, _, sentence = problem.partition(": ")
+    which = f"number {numbers[0]}" if len(numbers) == 1 else f"numbers {', '.join(map(str, numbers))}"
+    return f"{place}: [[campaign.conditions]] {which}: {sentence}"
+
+
+def _gather_conditions(data: Sections) -> Sections:
+    """What each condition sets stands under its `sets`, by "section.key"; names that are no key of a run stay, to be refused."""
+    campaign = data.get("campaign")
+    if not isinstance(campaign, dict) or not isinstance(campaign.get("conditions"), list):
+        return data
+    conditions = [_gathered(table) if isinstance(table, dict) else table for table in campaign["conditions"]]
+    return {**data, "campaign": {**campaign, "conditions": conditions}}
+
+
+def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:
+    """One condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode = "ppo" }`), or by its bare name where
+    one section alone has it (`lr = 1e-4`)."""
+    own = {name: value for name, value in table.items() if name in (*CONDITION_KEYS, "sets")}
+    sets: dict[str, Any] = {}
+    for name, setting in table.items():
+        if name not in (*CONDITION_KEYS, "sets"):
+            for path, value in _paths(name, setting):
+                (sets if is_settable(path) else own)[path] = value
+    return own | ({"sets": {**own.get("sets", {}), **sets}} if sets else {})
+
+
+def _paths(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """ "section.key" and value of each setting that one name of the table stands for."""
+    if name in section_models() and isinstance(value, dict):
+        settings = {f"{name}.{key}": item for key, item in value.items()}
+    else:
+        homes = condition_homes(name)
+        settings = {homes[0] if len(homes) == 1 else name: value}
+    for path, item in settings.items():
+        yield ALIASES.get(path, path), item

@@ -1,38 +1,25 @@
-"""The built-in names of everything that a plugin can also be, and the form of a plugin's name.
+"""Names: of everything that can be built in or a plugin, and of keys that have a second one.
 
-A value is accepted when it is built in, registered from Python, an installed entry point, or has the form of a dotted
-path. No plugin is imported here: a dotted path that leads nowhere is found when the run starts.
+A value is accepted when it is built in, registered from Python, an installed entry point, or has the form of a dotted path. No plugin is
+imported here: a dotted path that leads nowhere is found when the run starts.
 """
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
-
-from retrain.config.violations import RuleViolations, Violation
 
 ALIASES: dict[str, str] = {
     "algorithm.entropy_mask_rho": "algorithm.surprisal_mask_rho",
     "logging.strategic_grams": "planning.strategic_grams",
 }
-"""Accepted keys beside the canonical ones; giving both is an error."""
-
-
-def canonical_keys(data: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `data` in which aliases have moved, and an algorithm has brought its aggregation along.
-
-    Raises RuleViolations where a key and its alias are both given.
-    """
-    data, both = moved_aliases(data)
-    if both:
-        raise RuleViolations([Violation((alias, ALIASES[alias]), _both_given(alias, ALIASES[alias])) for alias in both])
-    _complete_aggregation(data)
-    return data
+"""Second names of keys -> the canonical ones; giving both is an error."""
 
 
 def moved_aliases(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy of `data` with aliases under their canonical key, and the aliases that stayed because both are given."""
+    """A copy of `data` with aliases moved to their canonical key, and the aliases left in place because both are given."""
     copy = {name: dict(section) if isinstance(section, dict) else section for name, section in data.items()}
     return copy, [alias for alias, canonical in ALIASES.items() if not _move(copy, alias, canonical)]
 
@@ -49,19 +36,6 @@ def _move(data: dict[str, Any], alias: str, canonical: str) -> bool:
     return True
 
 
-def _both_given(alias: str, canonical: str) -> str:
-    return f"{bracketed(alias)} is another name of {bracketed(canonical)} and both are given; keep the second"
-
-
-def _complete_aggregation(data: dict[str, Any]) -> None:
-    """An aggregation that was not given follows from an algorithm that fixes it."""
-    algorithm, loss = data.get("algorithm"), data.get("loss", {})
-    mode = algorithm.get("algorithm_mode") if isinstance(algorithm, dict) else None
-    fixed = fixed_aggregation(mode) if isinstance(mode, str) else ""
-    if fixed and isinstance(loss, dict):
-        data["loss"] = {"aggregation": fixed, **loss}
-
-
 def fixed_aggregation(algorithm_mode: str) -> str:
     """The value of `[loss] aggregation` that belongs to a built-in algorithm; "" where the user chooses it."""
     recipe = table("algorithm").get(algorithm_mode)
@@ -74,41 +48,33 @@ def bracketed(path: str) -> str:
     return f"[{section}] {name}"
 
 
-_TABLES: dict[str, tuple[str, str]] = {
-    "advantage": ("retrain.advantages.episode", "ADVANTAGES"),
-    "transform": ("retrain.advantages.transforms", "TRANSFORMS"),
-    "uncertainty": ("retrain.advantages.uncertainty", "KINDS"),
-    "algorithm": ("retrain.advantages.algorithms", "RECIPES"),
-    "reward": ("retrain.rewards.scoring", "REWARDS"),
-    "data": ("retrain.data.sources", "SOURCES"),
-    "engine": ("retrain.inference_engine.base", "ENGINES"),
-    "backend": ("retrain.backends.base", "BACKENDS"),
+# -- built-in names ------------------------------------------------------------------------------------------------------
+
+_TABLES: dict[str, str] = {
+    "advantage": "retrain.advantages.episode.ADVANTAGES",
+    "transform": "retrain.advantages.transforms.TRANSFORMS",
+    "uncertainty": "retrain.advantages.uncertainty.KINDS",
+    "algorithm": "retrain.advantages.algorithms.RECIPES",
+    "reward": "retrain.rewards.scoring.REWARDS",
+    "data": "retrain.data.sources.SOURCES",
+    "engine": "retrain.inference_engine.base.ENGINES",
+    "backend": "retrain.backends.base.BACKENDS",
 }
-"""Where the table of each kind stands, beside the functions: the only list of its names and their traits. None of these modules imports a
-model library, and they are imported when the first configuration is checked.
+"""Kind -> the table beside the functions, which is the only list of its names and their traits.
+
+The tables stand above the configuration, so they are imported by name, and only when the first configuration is checked. None of their
+modules imports a model library.
 """
 
 
 def table(kind: str) -> Any:
-    """The names of a kind, most of them mapped to what they mean."""
-    module, name = _TABLES[kind]
+    """The built-in names of a kind, most of them mapped to what they mean."""
+    module, _, name = _TABLES[kind].rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
-class _BuiltinNames(Mapping[str, tuple[str, ...]]):
-    """Kind -> its names, read from the tables when they are asked for."""
-
-    def __getitem__(self, kind: str) -> tuple[str, ...]:
-        return tuple(table(kind))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_TABLES)
-
-    def __len__(self) -> int:
-        return len(_TABLES)
-
-
-BUILTIN_NAMES: Mapping[str, tuple[str, ...]] = _BuiltinNames()
+def builtin_names(kind: str) -> tuple[str, ...]:
+    return tuple(table(kind))
 
 
 def transforms_with(trait: str) -> frozenset[str]:
@@ -122,8 +88,11 @@ def canonical_uncertainty(name: str) -> str:
     return str(from_alias(name))
 
 
+# -- names that are not built in -----------------------------------------------------------------------------------------
+
 DATA_FILE_SUFFIXES = (".jsonl", ".parquet")
 PLUGIN_GROUP = "retrain.plugins"
+"""The group of entry points under which installed packages offer plugins."""
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _registered: dict[str, set[str]] = {}
@@ -134,37 +103,39 @@ def register_name(kind: str, name: str) -> None:
     _registered.setdefault(kind, set()).add(name)
 
 
+def names_of(kind: str) -> tuple[str, ...]:
+    """The built-in names of a kind, then the registered ones."""
+    return builtin_names(kind) + tuple(sorted(_registered.get(kind, ())))
+
+
+def is_known(kind: str, name: str) -> bool:
+    """Whether the configuration accepts `name`."""
+    if name in table(kind) or name in _registered.get(kind, ()) or is_dotted(name):
+        return True
+    if kind == "data" and is_data_location(name):
+        return True
+    return name in _entry_point_names(tuple(sys.path))  # last, since the first look takes milliseconds
+
+
+@cache
+def _entry_point_names(search_path: tuple[str, ...]) -> frozenset[str]:
+    """The installed plugins, read once for each state of sys.path."""
+    return frozenset(point.name for point in entry_points(group=PLUGIN_GROUP))
+
+
 def is_dotted(name: str) -> bool:
     """Whether `name` has the form of a plugin's path, such as my_module.my_advantage."""
     return _DOTTED.fullmatch(name) is not None
 
 
-def is_known(kind: str, name: str) -> bool:
-    """Whether the schema accepts `name`; entry points are looked up last, since reading them costs milliseconds."""
-    if name in BUILTIN_NAMES[kind] or name in _registered.get(kind, ()):
-        return True
-    if kind == "data" and is_data_location(name):
-        return True
-    return is_dotted(name) or any(point.name == name for point in entry_points(group=PLUGIN_GROUP))
-
-
 def is_data_location(source: str) -> bool:
-    """A hub data set (hub:NAME), or a file or folder rather than a name."""
+    """Whether `source` is a hub data set (hub:NAME), a file or a folder rather than a name."""
     if source.startswith("hub:"):
         return len(source) > len("hub:")
     return "/" in source or source.endswith(DATA_FILE_SUFFIXES)
 
 
-def names_of(kind: str) -> tuple[str, ...]:
-    return BUILTIN_NAMES[kind] + tuple(sorted(_registered.get(kind, ())))
-
-
-def last_part(name: str) -> str:
-    return name.rpartition(".")[2] if is_dotted(name) else name
-
-
 def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: str = "") -> str:
-    """The name of a condition: `{advantage}+{transform}`, the last part of dotted paths, or the algorithm."""
-    if algorithm_mode:
-        return last_part(algorithm_mode)
-    return f"{last_part(advantage_mode)}+{last_part(transform_mode)}"
+    """The name of a condition: the algorithm, or `{advantage}+{transform}`; of a dotted path, the last part."""
+    modes = [algorithm_mode] if algorithm_mode else [advantage_mode, transform_mode]
+    return "+".join(mode.rpartition(".")[2] if is_dotted(mode) else mode for mode in modes)

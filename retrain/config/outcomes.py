@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.config.conditions import arms
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
-from retrain.config.names import BUILTIN_NAMES, fixed_aggregation, is_data_location, table, transforms_with
-from retrain.config.rules import modes_of
+from retrain.config.load import arms
+from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, table, transforms_with
+from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
 from retrain.config.schema import PrimeRLOptions, TrainConfig
-from retrain.config.toml import toml_value
+from retrain.parsing import toml_value
 
 Test = Callable[[TrainConfig], bool]
 
@@ -65,7 +65,7 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unused_options(config: TrainConfig) -> Iterator[str]:
-    if config.kind == "squeeze" or config.backend.backend not in BUILTIN_NAMES["backend"]:
+    if config.kind == "squeeze" or config.backend.backend not in builtin_names("backend"):
         return
     defaults = PrimeRLOptions().model_dump()
     backend = config.backend.backend
@@ -84,7 +84,7 @@ def _backend_is(*names: str) -> Test:
 
 
 def _backend_is_not(name: str) -> Test:
-    return lambda config: config.backend.backend in BUILTIN_NAMES["backend"] and config.backend.backend != name
+    return lambda config: config.backend.backend in builtin_names("backend") and config.backend.backend != name
 
 
 def _no_transform_with(trait: str) -> Test:
@@ -93,7 +93,7 @@ def _no_transform_with(trait: str) -> Test:
     def test(config: TrainConfig) -> bool:
         names = transforms_with(trait)
         transforms = [modes_of(condition)[1] for condition in config.conditions]
-        return all(transform in BUILTIN_NAMES["transform"] and transform not in names for transform in transforms)
+        return all(transform in builtin_names("transform") and transform not in names for transform in transforms)
 
     return test
 
@@ -117,7 +117,7 @@ def _no_reward(*names: str) -> Test:
 
 
 def _only_builtin_rewards_but_custom(config: TrainConfig) -> bool:
-    return _rewards(config) <= set(BUILTIN_NAMES["reward"]) - {"custom"}
+    return _rewards(config) <= set(builtin_names("reward")) - {"custom"}
 
 
 def _source_has_no_path(config: TrainConfig) -> bool:
@@ -125,7 +125,7 @@ def _source_has_no_path(config: TrainConfig) -> bool:
 
 
 def _source_is_builtin(config: TrainConfig) -> bool:
-    return config.data.source in BUILTIN_NAMES["data"] or is_data_location(config.data.source)
+    return config.data.source in builtin_names("data") or is_data_location(config.data.source)
 
 
 def _source_has_fixed_columns(config: TrainConfig) -> bool:
@@ -149,17 +149,6 @@ def _campaign(config: TrainConfig) -> bool:
 def _campaign_where(test: Callable[[Any], bool]) -> Test:
     return lambda config: config.campaign is not None and test(config.campaign)
 
-
-def is_read(config: TrainConfig, path: str) -> bool:
-    """Whether the section of a key is read: a squeeze job does not train, and reads few without evaluate."""
-    section = path.partition(".")[0]
-    if config.kind != "squeeze":
-        return True
-    return section in EVALUATION_SECTIONS if config.squeeze.evaluate and config.squeeze.output_path else section == "squeeze"
-
-
-EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
-"""What a squeeze job with evaluate looks at."""
 
 SQUEEZE_TRACKING = tuple(
     f"logging.{name}" for name in ("trackers", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags", "log_dir")

@@ -13,7 +13,7 @@ from typing import Any
 from retrain.config.keys import SHORT_TABLE_FLAGS, Key, all_keys, section_models
 from retrain.config.names import ALIASES, bracketed
 from retrain.config.schema import DEFAULT_CONDITIONS, PrimeRLOptions, TrainConfig
-from retrain.config.toml import PRESENCE_SECTIONS, toml_value
+from retrain.parsing import toml_value
 
 WIDTH = 110
 """Columns of comments."""
@@ -33,7 +33,7 @@ def annotated_toml() -> str:
 
 
 def _annotated_section(section: str) -> Iterator[str]:
-    off = "# " if section in PRESENCE_SECTIONS else ""
+    off = "# " if section_models()[section].traits.acts_by_presence else ""
     yield from _comment(_doc_of_section(section))
     yield f"{off}[{section}]"
     for key in _keys_of(section):
@@ -41,7 +41,7 @@ def _annotated_section(section: str) -> Iterator[str]:
             continue
         yield from _comment(_doc_with_choices(key))
         example = (key.field.examples or [None])[0] if key.default is None else key.default
-        yield f"{off or ('# ' if key.meaningful_unset else '')}{key.name} = {toml_value(example)}"
+        yield f"{off or ('# ' if key.traits.meaningful_unset else '')}{key.name} = {toml_value(example)}"
     if section == "campaign":
         yield "# The conditions; without any, these five."
         for condition in DEFAULT_CONDITIONS:
@@ -137,7 +137,7 @@ def json_schema() -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Without our own marks."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items() if name != "meaningful_unset"}
+        return {name: _plain(item) for name, item in value.items() if name != "traits"}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 

@@ -6,25 +6,46 @@ of them, so they need neither the model nor the machine; what needs those is ref
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, fixed_aggregation, table, transforms_with
+from retrain.config.names import builtin_names, canonical_uncertainty, fixed_aggregation, table, transforms_with
 from retrain.config.suggestions import nearest
-from retrain.config.toml import toml_value
 from retrain.config.values import MOST_COMPLETIONS
-from retrain.config.violations import Violation
 from retrain.errors import MOST_SENTENCES
+from retrain.parsing import toml_value
 
 if TYPE_CHECKING:
     from retrain.config.schema import Condition, TrainConfig
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken rule, as data until the loader knows which file it stands in."""
+
+    keys: tuple[str, ...]
+    """The keys that the rule reads, as "section.key"; the first is the one to mend."""
+    message: str
+    """One sentence without its full stop."""
+
+
+class RuleViolations(ValueError):
+    """Rules that a configuration breaks although each value alone is allowed."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("; ".join(violation.message for violation in violations))
+
 
 Rule = Callable[["TrainConfig"], Iterator[Violation]]
 _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """About a campaign as a whole; the others are about its runs."""
+EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
+"""What a squeeze job with evaluate reads."""
 
 
 def _rule(function: Rule) -> Rule:
@@ -41,10 +62,16 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
     """Every violation once, in the order of the rules. Conditions that set keys of their own are judged one by one (`arm_problems`)."""
     own_keys = config.campaign is not None and any(condition.sets for condition in config.campaign.conditions)
     rules = [*([] if own_keys else _RULES), *_CAMPAIGN_RULES]
-    from retrain.config.outcomes import is_read
-
     found = dict.fromkeys(violation for rule in rules for violation in rule(config))
     return [violation for violation in found if is_read(config, violation.keys[0])]
+
+
+def is_read(config: "TrainConfig", path: str) -> bool:
+    """Whether the section of a key is read: a squeeze job does not train, and reads few without evaluate."""
+    section = path.partition(".")[0]
+    if config.kind != "squeeze":
+        return True
+    return section in EVALUATION_SECTIONS if config.squeeze.evaluate and config.squeeze.output_path else section == "squeeze"
 
 
 def modes_of(condition: "Condition") -> tuple[str, str]:
@@ -100,7 +127,7 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
 
 def _has_entropies(engine: str) -> bool:
     """Of a built-in engine; a plugin's declaration is read when the run starts."""
-    if engine not in BUILTIN_NAMES["engine"]:
+    if engine not in builtin_names("engine"):
         return True
     declared = table("engine")[engine]
     return declared is not None and declared.entropy
@@ -292,7 +319,7 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
             ("reward.weights", "reward.type"),
             f"[reward] weights has {len(reward.weights)} numbers and type has {len(reward.types)} rewards; give one weight for each",
         )
-    if repeated := [name for name in BUILTIN_NAMES["reward"] if reward.types.count(name) > 1]:
+    if repeated := [name for name in builtin_names("reward") if reward.types.count(name) > 1]:
         yield Violation(("reward.type",), f'[reward] type names "{repeated[0]}" twice; give it once, with its weight')
 
 
@@ -418,7 +445,7 @@ def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Viola
 @_rule
 def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
     """The options of prime_rl are checked whatever the backend, so that a file can be switched over."""
-    if config.backend.backend not in BUILTIN_NAMES["backend"] or not config.backend.options:
+    if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
     try:
         options = config.backend.prime_rl

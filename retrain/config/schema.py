@@ -4,8 +4,10 @@ Flags, the manual, the documentation's tables, the JSON Schema, the annotated re
 these classes. A key's documentation says what it does; its type and range say what is allowed, so the sentence does not.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,10 +22,10 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
-from retrain.config.conditions import gather_sets
-from retrain.config.names import canonical_keys, condition_label
-from retrain.config.rules import broken_rules
+from retrain.config.names import ALIASES, bracketed, condition_label, fixed_aggregation, moved_aliases
+from retrain.config.rules import RuleViolations, Violation, broken_rules
 from retrain.config.values import (
     MAX_SEED,
     MOST_COMPLETIONS,
@@ -40,18 +42,64 @@ from retrain.config.values import (
     parse_grams,
     table_from_json,
 )
-from retrain.config.violations import Provenance, RuleViolations
 
 
-def key(default: Any, doc: str, *, meaningful_unset: bool = False, example: Any = None, **constraints: Any) -> Any:
+@dataclass(frozen=True)
+class Provenance:
+    """Where a configuration came from: its file, and what gave each value."""
+
+    path: Path | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """ "section.key" to "file", "environment NAME" or "flag --name"; keys left to their default are absent."""
+    foreign: bool = False
+    """Found in a run's folder, which anyone may have made: code that it names is not run."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is true of a key, or of every key of a section, beside its values. Lists of keys are made from these (`Key.traits`)."""
+
+    meaningful_unset: bool = False
+    """Leaving the key out does something that no value can say, so a written configuration leaves it out too."""
+    acts_by_presence: bool = False
+    """A section that does something by being there, so a written configuration leaves it out while it is unset."""
+    may_change_at_resume: bool = False
+    own_to_a_run: bool = False
+    """May differ between two runs that are compared without being a difference of their training."""
+    sizes_memory: bool = False
+    sets_step_time: bool = False
+    """The time of a step depends on it most."""
+    whole_campaign: bool = False
+    """Says something about a campaign as a whole, so a condition cannot set it."""
+    not_for_a_condition: str = ""
+    """Why a condition cannot set it, and what does."""
+    parameter_of: tuple[str, ...] = ()
+    """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
+
+    def __or__(self, other: "Traits") -> "Traits":
+        """The traits of either: those of a key and those of its section."""
+        return Traits(**{trait.name: getattr(self, trait.name) or getattr(other, trait.name) for trait in fields(Traits)})
+
+
+NO_TRAITS = Traits()
+_TRAITS = tuple(trait.name for trait in fields(Traits))
+
+
+def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
     """A key with its default and its documentation.
 
-    `meaningful_unset`: leaving the key out does something that no value can say, so a written configuration leaves it out
-    too; `example` stands in the annotated file where there is no default. `constraints` are pydantic's ge, gt, le, lt,
-    min_length, alias.
+    `example` stands in the annotated file where there is no default. `marks` are the key's Traits, and pydantic's ge, gt, le, lt,
+    min_length and alias.
     """
-    extra: dict[str, Any] = {"meaningful_unset": meaningful_unset}
-    return Field(default, description=doc, examples=None if example is None else [example], json_schema_extra=extra, **constraints)
+    traits = {name: marks.pop(name) for name in _TRAITS if name in marks}
+    examples = None if example is None else [example]
+    return Field(default, description=doc, examples=examples, json_schema_extra={"traits": traits}, **marks)
+
+
+def traits_of(field: FieldInfo) -> Traits:
+    """The traits that `key` was given."""
+    extra: Any = field.json_schema_extra
+    return Traits(**extra["traits"]) if extra else NO_TRAITS
 
 
 Strings = list[str]
@@ -65,6 +113,8 @@ class Section(BaseModel):
     """Strict, frozen, and closed: an unknown key is an error, "5" is not 5, and nan and inf are not numbers."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    traits: ClassVar[Traits] = NO_TRAITS
+    """Those of every key of the section."""
 
     @field_validator("*")
     @classmethod
@@ -75,6 +125,8 @@ class Section(BaseModel):
 class Backend(Section):
     """Where the model is trained."""
 
+    traits = Traits(own_to_a_run=True, sizes_memory=True)
+
     backend: Annotated[str, OpenName("backend")] = key(
         "local", "Training backend: local (PyTorch and PEFT), tinker (remote), prime_rl (external trainer and inference), or a plugin."
     )
@@ -82,19 +134,23 @@ class Backend(Section):
         "gpu:0",
         "Comma-separated devices; two mean split mode, inference on the first and training on the last; unset falls back to cpu.",
         meaningful_unset=True,
+        sets_step_time=True,
+        not_for_a_condition="[campaign] devices_per_run and workers_per_device share the devices out",
     )
     shard_base: bool = key(
         False,
         "Under torchrun, for a model too big for one GPU: each process holds a part of the frozen layers and gathers one at a time.",
+        may_change_at_resume=True,
     )
     adapter_path: PathText = key(
         "",
         "Folder under which checkpoints go, in a subfolder named like the run; unset means <log_dir>/checkpoints.",
         meaningful_unset=True,
+        may_change_at_resume=True,
     )
     options: Table = key({}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire.")
-    max_concurrent: int = key(4, "Simultaneous Tinker calls over all workers of a campaign.", ge=1)
-    throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.")
+    max_concurrent: int = key(4, "Simultaneous Tinker calls over all workers of a campaign.", ge=1, may_change_at_resume=True)
+    throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
 
     @property
     def device_list(self) -> tuple[str, ...]:
@@ -123,11 +179,17 @@ class PrimeRLOptions(Section):
 class Model(Section):
     """The base model."""
 
-    model: PathText = key("Qwen/Qwen3-4B-Instruct-2507", 'Model id on the Hugging Face hub, a local folder, or "lab".', min_length=1)
-    base_url: str = key("", "Tinker service URL (tinker backend only).")
-    lora_rank: int = key(32, "LoRA rank; alpha is twice the rank unless [lora] alpha is set.", ge=1)
+    traits = Traits(sizes_memory=True)
+
+    model: PathText = key(
+        "Qwen/Qwen3-4B-Instruct-2507", 'Model id on the Hugging Face hub, a local folder, or "lab".', min_length=1, sets_step_time=True
+    )
+    base_url: str = key("", "Tinker service URL (tinker backend only).", may_change_at_resume=True)
+    lora_rank: int = key(32, "LoRA rank; alpha is twice the rank unless [lora] alpha is set.", ge=1, sets_step_time=True)
     revision: str = key("", "Branch, tag or commit of the model on the hub; empty means the default branch.")
-    dtype: Literal["auto", "bf16", "fp32"] = key("auto", "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere.")
+    dtype: Literal["auto", "bf16", "fp32"] = key(
+        "auto", "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere.", sets_step_time=True
+    )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model.")
     load_in_4bit: bool = key(False, "Hold the frozen weights in 4 bits (CUDA, needs bitsandbytes).")
 
@@ -136,13 +198,17 @@ class Algorithm(Section):
     """How rewards become token advantages."""
 
     algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key(
-        "", "A whole algorithm, built in or a plugin; when set it replaces advantage_mode and transform_mode."
+        "",
+        "A whole algorithm, built in or a plugin; when set it replaces advantage_mode and transform_mode.",
+        not_for_a_condition="write algorithm_mode",
     )
     advantage_mode: Annotated[str, OpenName("advantage")] = key(
-        "maxrl", "Advantage of a completion within its group, built in or a plugin."
+        "maxrl", "Advantage of a completion within its group, built in or a plugin.", not_for_a_condition="write advantage_mode"
     )
     transform_mode: Annotated[str, OpenName("transform")] = key(
-        "gtpo_sepa", "How a completion's advantage is spread over its tokens, built in or a plugin."
+        "gtpo_sepa",
+        "How a completion's advantage is spread over its tokens, built in or a plugin.",
+        not_for_a_condition="write transform_mode",
     )
     uncertainty_kind: Annotated[str, OpenName("uncertainty")] = key(
         "surprisal", "Per-token uncertainty that GTPO weights by; shannon_entropy needs engine pytorch and backend local."
@@ -170,11 +236,26 @@ class Plugins(Section):
 class Training(Section):
     """The loop."""
 
-    seed: int = key(-1, "Seed of everything random; -1 draws one, prints and stores it.", ge=-1, le=MAX_SEED)
-    max_steps: int = key(500, "Training steps in all.", ge=1)
-    batch_size: int = key(8, "Prompts a step.", ge=1, le=MOST_COMPLETIONS)
-    group_size: int = key(16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS)
-    max_tokens: int = key(10240, "New tokens per completion at most.", ge=1)
+    traits = Traits(sizes_memory=True)
+
+    seed: int = key(
+        -1,
+        "Seed of everything random; -1 draws one, prints and stores it.",
+        ge=-1,
+        le=MAX_SEED,
+        own_to_a_run=True,
+        not_for_a_condition="[campaign] seeds gives it",
+    )
+    max_steps: int = key(
+        500,
+        "Training steps in all.",
+        ge=1,
+        may_change_at_resume=True,
+        not_for_a_condition="conditions are compared after the same steps, so [campaign] max_steps gives it",
+    )
+    batch_size: int = key(8, "Prompts a step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
+    group_size: int = key(16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
+    max_tokens: int = key(10240, "New tokens per completion at most.", ge=1, sets_step_time=True)
     temperature: float = key(0.7, "Sampling temperature; the policy that is trained is the one at this temperature.", gt=0)
     top_k: int = key(0, "Sample from, and train over, the k most probable tokens at each position, renormalised; 0 is off.", ge=0)
     top_p: float = key(
@@ -190,7 +271,7 @@ class Training(Section):
     )
     lr_warmup_steps: int = key(0, "Steps over which the learning rate rises from 0.", ge=0)
     weight_decay: float = key(0.0, "AdamW weight decay.", ge=0)
-    updates_per_batch: int = key(1, "Passes over each batch.", ge=1)
+    updates_per_batch: int = key(1, "Passes over each batch.", ge=1, sets_step_time=True)
     minibatches: int = key(1, "Optimizer updates that one pass is cut into.", ge=1)
     micro_batch_tokens: int = key(0, "Tokens of one forward and backward pass at most; 0 chooses from the machine.", ge=0)
     gradient_checkpointing: Literal["auto"] | bool = key(
@@ -204,9 +285,15 @@ class Training(Section):
         le=1000,
     )
     max_examples: int = key(0, "Examples used of the data source; 0 uses all.", ge=0)
-    save_every: int = key(20, "Steps between checkpoints.", ge=1)
-    keep_checkpoints: int = key(0, "Newest checkpoints that are kept; 0 keeps all, and at least two are needed to survive a crash.", ge=0)
-    max_hours: float = key(0.0, "Stop and save after so many hours; 0 is no limit.", ge=0)
+    save_every: int = key(20, "Steps between checkpoints.", ge=1, may_change_at_resume=True, own_to_a_run=True)
+    keep_checkpoints: int = key(
+        0,
+        "Newest checkpoints that are kept; 0 keeps all, and at least two are needed to survive a crash.",
+        ge=0,
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    max_hours: float = key(0.0, "Stop and save after so many hours; 0 is no limit.", ge=0, may_change_at_resume=True, own_to_a_run=True)
 
     @property
     def truncated(self) -> bool:
@@ -224,6 +311,8 @@ class Optimizer(Section):
 
 class Lora(Section):
     """The adapter."""
+
+    traits = Traits(sizes_memory=True)
 
     alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0)
     dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1)
@@ -299,6 +388,8 @@ class Loss(Section):
 class Evaluation(Section):
     """Accuracy on held-out problems."""
 
+    traits = Traits(may_change_at_resume=True, sizes_memory=True)
+
     every: int = key(0, "Evaluate after every so many steps; 0 is off.", ge=0)
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(False, "Evaluate after the last step; unset is true in campaigns.", meaningful_unset=True)
@@ -372,8 +463,10 @@ class Planning(Section):
 class Inference(Section):
     """What samples the completions."""
 
-    engine: Annotated[str, OpenName("engine")] = key("pytorch", "Inference engine, built in or a plugin.")
-    url: str = key("", "Server URL of the engines other than pytorch.")
+    traits = Traits(sizes_memory=True)
+
+    engine: Annotated[str, OpenName("engine")] = key("pytorch", "Inference engine, built in or a plugin.", sets_step_time=True)
+    url: str = key("", "Server URL of the engines other than pytorch.", may_change_at_resume=True)
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
@@ -385,6 +478,7 @@ class Inference(Section):
         ge=0,
         meaningful_unset=True,
         example=0.02,
+        may_change_at_resume=True,
     )
 
 
@@ -432,19 +526,23 @@ class Reward(Section):
         "match", "Reward, or a list of rewards whose weighted sum counts."
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
-    judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.")
-    custom_module: str = key("", "Python module of the custom reward.")
-    custom_function: str = key("score", "Function in that module.", min_length=1)
-    random_p: float = key(0.5, "Probability of 1 in the random reward.", ge=0, le=1)
-    params: Table = key({}, "Parameters of a custom or plugin reward.")
-    after_think: bool = key(True, "Count a box only after the last </think>, where there is one.")
-    normalize: Literal["none", "hendrycks"] = key("none", "Normalisation of both sides before match compares them.")
+    judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
+    custom_module: str = key("", "Python module of the custom reward.", parameter_of=("custom",))
+    custom_function: str = key("score", "Function in that module.", min_length=1, parameter_of=("custom",))
+    random_p: float = key(0.5, "Probability of 1 in the random reward.", ge=0, le=1, parameter_of=("random",))
+    params: Table = key({}, "Parameters of a custom or plugin reward.", parameter_of=("custom", "plugin"))
+    after_think: bool = key(True, "Count a box only after the last </think>, where there is one.", parameter_of=("match", "math"))
+    normalize: Literal["none", "hendrycks"] = key(
+        "none", "Normalisation of both sides before match compares them.", parameter_of=("match",)
+    )
     correct_threshold: float = key(0.5, "A reward above this is correct.")
     max_failure_rate: float = key(
         0.05, "Stop when more than this fraction could not be judged over the last 20 steps; 1 is off.", ge=0, le=1
     )
     deadline_s: float = key(5.0, "Seconds after which a verification is killed.", gt=0)
-    workers: int = key(0, "Worker processes that verify; 0 chooses from the machine.", ge=0, le=1024)
+    workers: int = key(
+        0, "Worker processes that verify; 0 chooses from the machine.", ge=0, le=1024, may_change_at_resume=True, own_to_a_run=True
+    )
 
     @property
     def types(self) -> list[str]:
@@ -475,6 +573,8 @@ class Backpressure(Section):
 class Squeeze(Section):
     """Rank analysis and compression of an adapter."""
 
+    traits = Traits(own_to_a_run=True, whole_campaign=True, acts_by_presence=True)
+
     min_variance_retention: float = key(0.95, "Variance that the recommended rank must keep.", gt=0, le=1)
     adapter_path: PathText = key("", "Adapter to analyse; a file with this key and no [campaign] is a squeeze job.")
     source_rank: int = key(0, "Expected rank of the adapter; 0 reads it from the weights.", ge=0)
@@ -490,15 +590,26 @@ class Squeeze(Section):
 class Resume(Section):
     """Going on with a run."""
 
-    from_: PathText = key("", "Folder of the run to go on with (it holds trainer_state.json).", alias="from")
+    traits = Traits(own_to_a_run=True, whole_campaign=True)
+
+    from_: PathText = key("", "Folder of the run to go on with (it holds trainer_state.json).", alias="from", may_change_at_resume=True)
 
 
 class Logging(Section):
     """What a run writes."""
 
-    log_dir: PathText = key("logs/train", "The run's folder; of a campaign, its folder (unset: logs/campaign_<time>).", min_length=1)
+    traits = Traits(may_change_at_resume=True, own_to_a_run=True)
+
+    log_dir: PathText = key(
+        "logs/train",
+        "The run's folder; of a campaign, its folder (unset: logs/campaign_<time>).",
+        min_length=1,
+        not_for_a_condition="each run has its own folder",
+    )
     label: Annotated[str, AfterValidator(check_label)] = key(
-        "", "Name of the condition in metrics and on the screen; empty means {advantage}+{transform}; campaigns set it."
+        "",
+        "Name of the condition in metrics and on the screen; empty means {advantage}+{transform}; campaigns set it.",
+        not_for_a_condition="label names the condition",
     )
     wandb_project: str = key("", "Weights & Biases project; setting it switches wandb on.")
     wandb_run_name: str = key("", "Name of the wandb run; empty means the condition's label.")
@@ -535,11 +646,6 @@ class Condition(Section):
     sets: dict[str, Any] = Field(default={})
     """ "section.key" to value: every other key that the table holds. Their values are checked with the base under them."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _gather(cls, data: Any) -> Any:
-        return gather_sets(data) if isinstance(data, dict) else data
-
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """As a file holds it: `loss.mode` beside `label`."""
@@ -564,6 +670,8 @@ DEFAULT_CONDITIONS = tuple(
 class Campaign(Section):
     """Conditions times seeds."""
 
+    traits = Traits(own_to_a_run=True, whole_campaign=True, acts_by_presence=True)
+
     seeds: Annotated[list[Seed], Field(min_length=1)] = key([42, 101, 202, 303, 404, 505, 606, 707], "Seeds that each condition runs with.")
     max_steps: int | None = key(
         None, "Steps of each run; unset means [training] max_steps (500).", ge=1, meaningful_unset=True, example=500
@@ -578,6 +686,11 @@ class Campaign(Section):
     devices_per_run: int = key(1, "Devices of one run.", ge=1)
     workers_per_device: int = key(1, "Runs that share one device.", ge=1)
     price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)
+
+
+def _both_given(alias: str, canonical: str) -> Violation:
+    message = f"{bracketed(alias)} is another name of {bracketed(canonical)} and both are given; keep the second"
+    return Violation((alias, canonical), message)
 
 
 class TrainConfig(Section):
@@ -611,7 +724,18 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: Any) -> Any:
-        return canonical_keys(data) if isinstance(data, dict) else data
+        """Aliases under their canonical key, and the aggregation that an algorithm such as dr_grpo brings along."""
+        if not isinstance(data, dict):
+            return data
+        data, both = moved_aliases(data)
+        if both:
+            raise RuleViolations([_both_given(alias, ALIASES[alias]) for alias in both])
+        algorithm, loss = data.get("algorithm"), data.get("loss", {})
+        mode = algorithm.get("algorithm_mode") if isinstance(algorithm, dict) else None
+        aggregation = fixed_aggregation(mode) if isinstance(mode, str) else ""
+        if aggregation and isinstance(loss, dict):
+            data["loss"] = {"aggregation": aggregation, **loss}
+        return data
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "TrainConfig":

@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from retrain.config.conditions import unknown_setting
-from retrain.config.keys import Key, all_keys, keys_by_path, section_models
+from retrain.config.keys import CONDITION_KEYS, Key, all_keys, choices_of, condition_homes, key_meant, keys_by_path, section_models
 from retrain.config.names import ALIASES
+from retrain.config.rules import RuleViolations, Violation
+from retrain.config.schema import Condition, Provenance
 from retrain.config.suggestions import nearest, synonym
-from retrain.config.toml import toml_value
-from retrain.config.violations import Provenance, RuleViolations, Violation
 from retrain.errors import MOST_SENTENCES
+from retrain.parsing import toml_value
 
 LEGACY_PREFIX = "prime_rl_"
 LONGEST_VALUE = 80
@@ -146,23 +146,36 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
     number, name = int(loc[2]) + 1, str(loc[3])
     where = f"[[campaign.conditions]] number {number}"
     if details[0]["type"] == "extra_forbidden":
-        return f"{where}: {unknown_setting(name)}"
+        return f"{where}: {_unknown_setting(name)}"
     context = details[0].get("ctx", {})
     if name == "label":
         return f"{where}: label = {_shown(details[0]['input'])} {context.get('problem', 'is not a string')}"
-    hint = str(context.get("hint") or "")
-    suffix = f'; did you mean "{hint}"?' if hint else "; give a built-in name or a dotted plugin path"
-    return f"{where}: {name} = {_shown(details[0]['input'])} is not known{suffix}"
+    value = details[0]["input"]
+    near = nearest(value, choices_of(Condition.model_fields[name])) if isinstance(value, str) else None
+    suffix = f'did you mean "{near}"?' if near else "give a built-in name or a dotted plugin path"
+    return f"{where}: {name} = {_shown(value)} is not known; {suffix}"
+
+
+def _unknown_setting(name: str) -> str:
+    """Why a condition cannot set `name`."""
+    known = keys_by_path().get(name)
+    if known is not None:
+        reason = known.traits.not_for_a_condition or f"[{known.section}] belongs to the whole campaign"
+        return f"{name} is not for a condition; {reason}"
+    if homes := condition_homes(name):
+        return f"{name} is a key of several sections; write {' or '.join(homes)}"
+    meant = key_meant(name.rpartition(".")[2])
+    near = meant.path if meant else nearest(name, [*CONDITION_KEYS, *keys_by_path(), *(key.name for key in all_keys())])
+    hint = f"did you mean {near}?" if near else "a condition has advantage_mode and transform_mode, or algorithm_mode, a label, and any key"
+    return f"{name} is not a key of a condition; {hint}"
 
 
 def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
-    refusal = next((detail["ctx"] for detail in details if detail["type"] == "refused"), None)
-    hint = str(refusal["hint"]) if refusal else ""
-    word = details[0]["input"] if isinstance(value, list) else value
-    if not hint and isinstance(word, str):
-        hint = nearest(word, key.choices) or ""
-    wrong = str(refusal["problem"]) if refusal else _what_is_wrong(key, value, details[0])
-    suffix = f'; did you mean "{hint}"?' if hint and hint != value else ""
+    refusal = next((detail for detail in details if detail["type"] == "refused"), None)
+    word = (refusal or details[0])["input"] if isinstance(value, list) else value
+    near = nearest(word, key.choices) if isinstance(word, str) else None
+    wrong = str(refusal["ctx"]["problem"]) if refusal else _what_is_wrong(key, value, details[0])
+    suffix = f'; did you mean "{near}"?' if near and near != value else ""
     return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
 
 

@@ -10,8 +10,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from retrain.config.names import BUILTIN_NAMES, canonical_uncertainty, is_known, names_of
-from retrain.config.suggestions import nearest
+from retrain.config.names import builtin_names, canonical_uncertainty, is_known
 from retrain.parsing import ParseError, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
@@ -22,10 +21,10 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
-def refuse(problem: str, hint: str = "") -> PydanticCustomError:
-    """A refusal that the loader turns into a sentence: what is wrong with the value, and what else could be meant."""
+def refuse(problem: str) -> PydanticCustomError:
+    """A refusal that the loader turns into a sentence about the value: `problem` is its predicate, such as "is not a device"."""
     printable = problem.encode(errors="backslashreplace").decode()  # pydantic cannot hold a lone surrogate
-    return PydanticCustomError("refused", "{problem}", {"problem": printable, "hint": hint})
+    return PydanticCustomError("refused", "{problem}", {"problem": printable})
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class OpenName:
         if self.kind == "uncertainty":
             value = canonical_uncertainty(value)
         if not is_known(self.kind, value):
-            raise refuse("is not known", nearest(value, names_of(self.kind)) or "")
+            raise refuse("is not known")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -49,7 +48,7 @@ class OpenName:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Editors offer the built-in names and accept any other."""
-        return {**handler(schema), "examples": list(BUILTIN_NAMES[self.kind])}
+        return {**handler(schema), "examples": list(builtin_names(self.kind))}
 
 
 def normalise_device(name: str) -> str:

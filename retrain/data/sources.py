@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.names import BUILTIN_NAMES, DATA_FILE_SUFFIXES, register_name
+from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, register_name
 from retrain.data import lab
 from retrain.data.readers import HubData, NoSplit, RawRow, Split, find_files, read_files, read_hub
 from retrain.errors import ConfigurationError
@@ -269,7 +269,7 @@ _registered: dict[str, DataLoader] = {}
 
 def register_source(name: str, loader: DataLoader) -> None:
     """Make `[data] source = name` call `loader(**params)`, as a data plugin is called. Raises ValueError if the name is taken."""
-    if name in _registered or name in BUILTIN_NAMES["data"]:
+    if name in _registered or name in builtin_names("data"):
         raise ValueError(f"data source {name!r} exists already; choose another name")
     _registered[name] = loader
     register_name("data", name)

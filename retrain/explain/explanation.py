@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 CAMPAIGN_FOLDER = Path("logs/campaign_<time>")
 """Stands for the folder that is named by the time of the start."""
-_SIZING = ("model", "lora", "training", "inference", "evaluation", "backend")
-"""Sections whose keys change a run's memory."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,7 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
 
 def _sizing(config: TrainConfig) -> str:
     """Equal for runs of equal memory."""
-    return str([getattr(config, section).model_dump(exclude={"seed"}) for section in _SIZING])
+    return str([config.value(key.path) for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"])
 
 
 def _adapter_of(config: TrainConfig) -> "tuple[LoraAdapter | None, list[str]]":

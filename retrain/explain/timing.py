@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from retrain.model.memory import Memory
 
 
-_SAME = (
-    "model.model", "model.lora_rank", "model.dtype", "training.batch_size", "training.group_size", "training.max_tokens",
-    "training.updates_per_batch", "backend.devices", "inference.engine",
-)  # fmt: skip
-"""What a step's time hangs on most."""
 _NO_TRACE: dict[str, object] = {
     "evaluation.every": 0,
     "evaluation.at_start": False,
@@ -61,10 +56,11 @@ def from_pilot(folder: Path) -> StepTime:
 def pilot_differences(folder: Path, config: "TrainConfig") -> Iterator[str]:
     """One sentence for each key that a step's time hangs on and that the pilot had otherwise."""
     from retrain.analysis.runs import find_runs
-    from retrain.config.toml import toml_value
+    from retrain.config.keys import all_keys
+    from retrain.parsing import toml_value
 
     pilots = [run.config for run in find_runs(folder)]
-    for path in _SAME:
+    for path in [key.path for key in all_keys() if key.traits.sets_step_time]:
         values = list(dict.fromkeys(toml_value(pilot.value(path)) for pilot in pilots))
         if values != [toml_value(config.value(path))]:
             section, _, name = path.partition(".")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from retrain.config import TrainConfig
-from retrain.config.violations import Provenance
+from retrain.config.schema import Provenance
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import inspect_call, load_plugin, user_code
 from retrain.rewards.channel import Message

@@ -1,0 +1,81 @@
+"""A configuration as a run's folder stores it: its text, its hash, and what may differ when the run is resumed."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from retrain.config.keys import all_keys, section_models
+from retrain.config.schema import TrainConfig
+from retrain.parsing import toml_value
+
+
+def dump_toml(config: TrainConfig) -> str:
+    """Every key with its value, under canonical names. Loading the text gives an equal configuration.
+
+    Keys whose being unset says something that no value can say are left out while they are unset, and so are the sections that act by
+    being there.
+    """
+    sections = [name for name, model in section_models().items() if not model.traits.acts_by_presence or config.is_set(name)]
+    return "\n\n".join("\n".join(_section(config, name)) for name in sections) + "\n"
+
+
+def _section(config: TrainConfig, section: str) -> Iterator[str]:
+    yield f"[{section}]"
+    for key in all_keys():
+        unset = key.traits.meaningful_unset and not config.is_set(key.path)
+        if key.section == section and key.path != "campaign.conditions" and not unset:
+            yield f"{key.name} = {_stored_value(key.path, config.value(key.path))}"
+    if section == "campaign" and config.campaign is not None:
+        for condition in config.campaign.conditions:
+            yield "\n[[campaign.conditions]]"
+            settings = condition.model_dump(exclude_unset=True).items()
+            yield from (f"{path} = {_stored_value(path, value)}" for path, value in settings)
+
+
+def _stored_value(path: str, value: Any) -> str:
+    """environment.args may hold null, for which TOML has no form, so it is stored as JSON then."""
+    as_json = path == "environment.args" and _holds_none(value)
+    return toml_value(json.dumps(value, ensure_ascii=False) if as_json else value)
+
+
+def _holds_none(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_none, value.values()))
+    return any(map(_holds_none, value)) if isinstance(value, list) else value is None
+
+
+def config_hash(config: TrainConfig) -> str:
+    """sha256 (hex) over every value that must not change at resume; equal runs on other devices of a kind hash equal."""
+    fixed = [key.path for key in all_keys() if not key.traits.may_change_at_resume and key.path != "backend.devices"]
+    values = {path: _jsonable(config.value(path)) for path in fixed}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
+    """One sentence for each value that a resumed run may not change, with both values; empty when it may be resumed."""
+    return [
+        f"[{key.section}] {key.name} = {_shown(current, key.path)} differs from {_shown(stored, key.path)}, the run's own value, and "
+        "cannot change at resume; restore it, or start a new run."
+        for key in all_keys()
+        if not key.traits.may_change_at_resume and _differs(key.path, stored, current)
+    ]
+
+
+def _differs(path: str, stored: TrainConfig, current: TrainConfig) -> bool:
+    if path == "backend.devices":  # those of the same kind are as good, and an unset device is chosen by the machine
+        return stored.is_set(path) and current.is_set(path) and _device_kinds(stored) != _device_kinds(current)
+    return bool(_jsonable(stored.value(path)) != _jsonable(current.value(path)))
+
+
+def _device_kinds(config: TrainConfig) -> list[str]:
+    return [device.partition(":")[0] for device in config.backend.device_list]
+
+
+def _jsonable(value: Any) -> Any:
+    return [item.model_dump() if hasattr(item, "model_dump") else item for item in value] if isinstance(value, list) else value
+
+
+def _shown(config: TrainConfig, path: str) -> str:
+    value = config.value(path)
+    return "unset" if value is None else toml_value(_jsonable(value))
