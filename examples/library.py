@@ -7,6 +7,7 @@ r"""The library in one page: the same loop as rl_loop.py from retrain's own part
 """
 
 import argparse
+from contextlib import closing
 
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.config import config_from_mapping
@@ -32,9 +33,8 @@ def main(steps: int = 10, **training: int) -> list[float]:
     text = load_text_model(config.model)
     prompts = encode_prompts(config, text, load_examples(config, "train"))
     credit = CreditPipeline(config, text.vocabulary.pieces)
-    backend = build_backend(config, text.eos_ids, None, say=print)
     history, watcher = [], Watcher(check=lambda: None, completion=lambda completion: None)
-    with build_scorer(config) as scorer:
+    with build_scorer(config) as scorer, closing(build_backend(config, text.eos_ids, None, say=print)) as backend:
         sampler = Sampler(backend.engine, scorer, text.vocabulary.text)
         for step in range(steps):
             batch = prompts.batch(step * config.training.batch_size, config.training.batch_size, config.training.seed)
@@ -44,7 +44,6 @@ def main(steps: int = 10, **training: int) -> list[float]:
             rewards = [reward for group in rollout.groups for reward in group.judged().rewards]
             history.append(sum(rewards) / len(rewards))
             print(f"Step {step} | reward={history[-1]:.3f} | loss={result.loss} | ratio_max={result.ratio_max} | rows={len(rows)}")
-    backend.close()
     return history
 
 
