@@ -2,11 +2,12 @@ r"""The library in one page: the same loop as rl_loop.py from retrain's own part
 
     python examples/library.py --steps 10
 
-`episodes = rollout(...)`, `credit = assign(...)`, `result = train(...)`: one noun of `retrain/types.py` goes into each call and the
-next comes out. What `retrain my.toml` adds around them is the run: its folder, checkpoints, evaluation, and signals.
+`rollout = draw(...)`, `rows = assign(...).rows()`, `result = train(...)`: the nouns of `retrain/types.py` go from call to call. What
+`retrain my.toml` adds is the run around them: its folder, checkpoints, evaluation, parity gate and signals.
 """
 
 import argparse
+from contextlib import closing
 
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.config import config_from_mapping
@@ -15,7 +16,6 @@ from retrain.model.text import load_text_model
 from retrain.rewards import build_scorer
 from retrain.run.parts import build_backend, training_plan
 from retrain.run.rollout import Sampler, Watcher
-from retrain.run.session import usable_groups
 
 CONFIG = {
     "model": {"model": "lab", "lora_rank": 16},
@@ -33,19 +33,17 @@ def main(steps: int = 10, **training: int) -> list[float]:
     text = load_text_model(config.model)
     prompts = encode_prompts(config, text, load_examples(config, "train"))
     credit = CreditPipeline(config, text.vocabulary.pieces)
-    backend = build_backend(config, text.eos_ids, None, say=print)
     history, watcher = [], Watcher(check=lambda: None, completion=lambda completion: None)
-    with build_scorer(config) as scorer:
+    with build_scorer(config) as scorer, closing(build_backend(config, text.eos_ids, None, say=print)) as backend:
         sampler = Sampler(backend.engine, scorer, text.vocabulary.text)
         for step in range(steps):
             batch = prompts.batch(step * config.training.batch_size, config.training.batch_size, config.training.seed)
             rollout = sampler.draw(batch, step, training_plan(config), watcher)  # groups: token ids, log-probs, texts, scores
-            rows = credit.assign(usable_groups(rollout), step, sepa_lambda=0.0).rows()  # one advantage per token
+            rows = credit.assign(rollout.usable_groups, step, sepa_lambda=0.0).rows()  # one advantage per token
             result = backend.train(rows, step)  # one optimizer step, normalised once
             rewards = [reward for group in rollout.groups for reward in group.judged().rewards]
             history.append(sum(rewards) / len(rewards))
             print(f"Step {step} | reward={history[-1]:.3f} | loss={result.loss} | ratio_max={result.ratio_max} | rows={len(rows)}")
-    backend.close()
     return history
 
 

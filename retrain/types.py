@@ -127,6 +127,11 @@ class Group:
         """Rewards of the completions that were judged; [G] in a judged group."""
         return [member.score.reward for member in self.members if member.score.reward is not None]
 
+    @property
+    def correct(self) -> int:
+        """Completions that are right."""
+        return sum(member.score.outcome is Outcome.RIGHT for member in self.members)
+
     def __len__(self) -> int:
         return len(self.members)
 

@@ -1,4 +1,4 @@
-"""The examples that show the algorithm and the library: they run, and what they say of themselves holds."""
+"""The two pages that show the algorithm and the library: they run, and what they say of themselves holds."""
 
 import importlib.util
 import sys
@@ -39,6 +39,14 @@ def test_the_page_samples_and_learns_one_policy(rl_loop: ModuleType, capsys: pyt
     ratios = [float(line.split("|ratio-1|<=")[1].split(" ")[0]) for line in capsys.readouterr().out.splitlines()]
     assert len(history) == 2 and any(0 < mean < 1 for mean in history)
     assert all(0 < ratio < 1e-4 for ratio in ratios)
+
+
+def test_the_library_page_samples_and_learns_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (EXAMPLES / "library.py").read_text(encoding="utf-8").count("\n") <= 60
+    history = load("library").main(steps=2, batch_size=8)
+    steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Step ")]
+    assert len(history) == len(steps) == 2 and any(0 < mean < 1 for mean in history)
+    assert all("rows=32" in line and abs(float(line.split("ratio_max=")[1].split(" ")[0]) - 1) < 1e-4 for line in steps)
 
 
 def test_the_pages_gradient_does_not_depend_on_its_micro_batches(rl_loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

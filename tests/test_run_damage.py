@@ -16,7 +16,7 @@ from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.checkpoint import CheckpointStore
 from retrain.records.run_folder import RunFolder
 from retrain.run.evaluate import evaluate_run
-from retrain.run.opening import Opening, open_run
+from retrain.run.opening import OpenedRun, open_run
 from tests.runs import lines, small
 
 SECTIONS = {"evaluation": {"every": 2, "max_examples": 2}, "logging": {"tokens_every": 2}}
@@ -39,7 +39,7 @@ def resumed(folder: Path, **more: dict[str, object]) -> TrainConfig:
     return small(folder, **SECTIONS, resume={"from": str(folder)}, **more)
 
 
-def opened(config: TrainConfig, *, overwrite: bool = False) -> Opening:
+def opened(config: TrainConfig, *, overwrite: bool = False) -> OpenedRun:
     with open_run(config, overwrite=overwrite) as opening:
         return opening
 

@@ -1,4 +1,4 @@
-"""The run's folder at start: whose it is, who writes it, where its checkpoints lie, and what an earlier session left in it."""
+"""Opens a run's folder: whether it is ours, the lock of its one writer, where its checkpoints lie, and what an earlier session left."""
 
 import json
 import os
@@ -25,28 +25,28 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
 
 @dataclass(frozen=True)
-class Opening:
+class OpenedRun:
     """A run folder that is ours, with what an earlier session left in it."""
 
     config: TrainConfig
-    """With the seed drawn, and with the log_dir of the run that is gone on with."""
+    """With the seed drawn, and the log_dir of the resumed run."""
     folder: RunFolder
     store: CheckpointStore
     state: TrainerState
     checkpoint: Checkpoint | None
-    """What to load; None starts from step 0."""
+    """What to load; None starts at step 0."""
     notes: tuple[str, ...]
 
 
 @contextmanager
-def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
+def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
     """Hold the run folder's lock for as long as the context lasts.
 
     Raises ConfigurationError for a folder that may not be used, and for keys that may not change at resume.
     """
     if config.kind == "campaign":
         raise ConfigurationError(
-            f"{config.source_path or 'the configuration'} is a campaign and no single run; start it by `retrain FILE` or "
+            f"{config.source_path or 'the configuration'} is a campaign and no single run; start it with `retrain FILE` or "
             "retrain.campaign.run_campaign."
         )
     resuming = bool(config.resume.from_)
@@ -54,15 +54,15 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
     kind = kind_of(folder.path)
     if kind == "campaign":
         raise ConfigurationError(
-            f"{folder.path} holds a campaign and no single run; go on with it by its own file, or name another folder."
+            f"{folder.path} holds a campaign and no single run; resume it with the campaign's own file, or name another folder."
         )
     if kind not in ("", "run"):
-        raise ConfigurationError(f"{folder.path} is a folder of {kind} that retrain made, and holds no run; name another folder.")
+        raise ConfigurationError(f"{folder.path} is a folder of {kind} that retrain made, and contains no run; name another folder.")
     if resuming and not kind:
         raise ConfigurationError(f"[resume] from = {str(folder.path)!r} holds no run of retrain (no {MARKER}); name a run's folder.")
     if not kind and (taken := [path.name for path in folder.written() if path.exists()]):
         raise ConfigurationError(
-            f"{folder.path} holds {', '.join(taken)} and was not made by retrain (no {MARKER}), so nothing there is overwritten; "
+            f"{folder.path} holds {', '.join(taken)} and was not made by retrain (no {MARKER}), so nothing in it is overwritten; "
             "choose another [logging] log_dir or move them away."
         )
     folder.create()
@@ -71,7 +71,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
             yield _reopen(config, folder)
         elif folder.holds_run() and not overwrite:
             raise ConfigurationError(
-                f"{folder.path} already holds a run: go on with it by --resume {folder.path}, start it anew with --overwrite, "
+                f"{folder.path} already holds a run: continue it with --resume {folder.path}, start it anew with --overwrite, "
                 "or choose another [logging] log_dir."
             )
         else:
@@ -80,7 +80,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
 
 @contextmanager
 def writer_lock(folder: RunFolder) -> Iterator[None]:
-    """One writer a run."""
+    """Hold the lock that makes this process the run's only writer. Raises ConfigurationError where another process holds it."""
     owner = folder.lock_owner
     lock = FileLock(folder.lock)
     try:
@@ -96,7 +96,7 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         lock.release()
 
 
-def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> Opening:
+def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> OpenedRun:
     config = with_drawn_seed(config)
     checkpoints = _checkpoint_folder(config, folder, overwrite)
     folder.empty()
@@ -104,11 +104,11 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
         _claim(checkpoints, folder)
     state = TrainerState(seed=config.training.seed, config_hash=config_hash(config), batch_size=config.training.batch_size)
     notes = (f"{folder.path} has no checkpoint yet: starting at step 0.",) if resuming else ()
-    return Opening(config, folder, CheckpointStore(checkpoints, config.training.keep_checkpoints), state, None, notes)
+    return OpenedRun(config, folder, CheckpointStore(checkpoints, config.training.keep_checkpoints), state, None, notes)
 
 
-def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
-    """Nothing in the folder is changed before it is known that the run can go on."""
+def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
+    """Nothing in the folder changes before it is certain that the run can continue."""
     if links := folder.links():
         raise _not_resumable(folder, f"{links[0]} is a link, and nothing behind a link is changed", "put the file or folder itself there")
     if not folder.config.is_file():
@@ -118,8 +118,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
     if config.training.seed == -1:  # drawn when the run began
         changes["training.seed"] = stored.training.seed
     config = replaced(config, changes)
-    differences = resume_differences(stored, _as_stored(config))
-    if differences:
+    masked = config_from_toml(dump_toml(Redactor().config(config)))  # config.toml masks credentials, so they must not count as a difference
+    if differences := resume_differences(stored, masked):
         raise ConfigurationError(differences)
     notes: list[str] = []
     store = CheckpointStore(stored_checkpoints(folder), config.training.keep_checkpoints)
@@ -135,18 +135,18 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
         notes.append(f"{folder.path} has no checkpoint yet: starting at step 0.")
         folder.forget_steps()
     store.make_room_after(state.step, notes.append)
-    return Opening(config, folder, store, state, checkpoint, tuple(notes))
+    return OpenedRun(config, folder, store, state, checkpoint, tuple(notes))
 
 
 def _newest(store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint to go on from; None where none was made. Raises ConfigurationError where those that were made cannot be used."""
+    """The checkpoint to resume from; None where none was made. Raises ConfigurationError where none of those made can be used."""
     put_back(store.folder)
     passed_over: list[str] = []
     found = store.newest(passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state()))
     if found is None and passed_over:
         raise _not_resumable(folder, " ".join(passed_over).removesuffix("; trying the one before."))
     if found is None and folder.trainer_state.exists():
-        raise _not_resumable(folder, f"{folder.trainer_state.name} says that a checkpoint was made, and {store.folder} holds none")
+        raise _not_resumable(folder, f"{folder.trainer_state.name} says that a checkpoint was made, but {store.folder} holds none")
     for line in passed_over:
         say(line)
     return found
@@ -159,23 +159,18 @@ def _not_resumable(folder: RunFolder, problem: str, remedy: str = "put back what
     )
 
 
-def _as_stored(config: TrainConfig) -> TrainConfig:
-    """The configuration as config.toml holds it: credentials in it are masked there, so they must not count as a difference."""
-    return config_from_toml(dump_toml(Redactor().config(config)))
-
-
 # -- checkpoints outside the run's folder --------------------------------------------------------------------------------
 
 
 def _checkpoint_folder(config: TrainConfig, folder: RunFolder, overwrite: bool) -> Path:
-    """`<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises ConfigurationError where another run's checkpoints lie."""
+    """`<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises ConfigurationError where it holds another run's."""
     if not config.backend.adapter_path:
         return folder.checkpoints
     name = folder.path.resolve().name
     if not _SAFE_NAME.fullmatch(name):
         raise ConfigurationError(
             f"[logging] log_dir ends in {name!r}, which cannot name a folder under [backend] adapter_path; "
-            "use letters, digits and ._+=- there."
+            "use letters, digits and ._+=- in its last part."
         )
     target = (expanded(config.backend.adapter_path, "[backend] adapter_path") / name).resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
@@ -209,7 +204,7 @@ def _claim(target: Path, folder: RunFolder) -> None:
 
 
 def _sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
-    """Write into the marker at `target` whose the checkpoints are: a run that was moved is found under its new name."""
+    """Write the run's folder into the marker at `target`, so that a run that was moved is found under its new name."""
     here = {"run": str(folder.path.resolve())} | ({"run_id": run_id} if run_id else {})
     marker = read_marker(target)
     if marker | here != marker:
@@ -217,7 +212,7 @@ def _sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
 
 
 def stored_checkpoints(folder: RunFolder) -> Path:
-    """Where the checkpoints of an existing run lie. Raises ConfigurationError where the pointer names a folder that is not this run's."""
+    """The checkpoint folder of an existing run. Raises ConfigurationError where the pointer names another run's."""
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
     target, run_id = _pointer(folder)
@@ -230,7 +225,7 @@ def stored_checkpoints(folder: RunFolder) -> Path:
 
 
 def _pointer(folder: RunFolder) -> tuple[Path, str]:
-    """The folder of the checkpoints and the run's id. Raises RunFailed for a file that names none."""
+    """The path and run id in checkpoint_pointer. Raises RunFailed for a file without them."""
     content = read_object(folder.checkpoint_pointer)
     path, run_id = content.get("path"), content.get("run_id")
     if not is_path_text(path) or not isinstance(run_id, str):
@@ -239,10 +234,10 @@ def _pointer(folder: RunFolder) -> tuple[Path, str]:
 
 
 def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
-    """Why the checkpoints at `target` are not those of the run in `folder`; "" where they are.
+    """Why the checkpoints at `target` do not belong to the run in `folder`; "" where they do.
 
-    Their marker names the run's id and its folder. Where that is another folder, the run was moved, unless the one that is named is
-    still there: then this one is a copy.
+    Their marker names the run's id and its folder. If it names another folder, the run was moved; if that folder still exists, this one
+    is a copy.
     """
     marker = read_marker(target)
     if marker.get("kind") != "checkpoints" or marker.get("run_id") != run_id:

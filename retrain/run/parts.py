@@ -1,11 +1,11 @@
-"""The parts of a run, loaded in the order that the screen shows, and the gate that they must pass."""
+"""The parts of a run, loaded in the order in which the screen reports them, and the parity gate that they must pass."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from time import monotonic
 
 from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import Backend
 from retrain.backends.declared import backend_class, capability_notes, incapable
 from retrain.config import TrainConfig
@@ -26,7 +26,7 @@ from retrain.types import MachineChoices, Prompt
 Say = Callable[[str], None]
 
 _EVALUATION_ORDER_SEED = 0
-"""Sources are sorted by subject, so the problems are taken in a shuffled order, which is no run's own."""
+"""Sources are sorted by subject, so held-out problems are shuffled; the seed is the same for every run."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ class Parts:
     backend: Backend
     scorer: Scorer
     judge: Scorer
-    """Of held-out answers; the scorer itself unless that is random."""
+    """Scores held-out answers; the scorer itself unless that has a random part."""
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
+    sepa: SEPAController
     evaluator: Evaluator | None
 
     def close(self) -> None:
@@ -51,9 +52,9 @@ class Parts:
 
 
 def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, world: World = ALONE, *, learns: bool = True) -> Parts:
-    """Tokenizer, data, model, rewards, credit; cheap parts first, so that a mistake shows before a model is loaded.
+    """Tokenizer, data, rewards, credit, model; cheap parts first, so that a mistake shows before a model is loaded.
 
-    `learns`: steps will be made, so what they take is said.
+    `learns` is False where nothing will be trained, so the memory of training is not predicted.
     """
     if problems := incapable(config):
         raise ConfigurationError(problems)
@@ -75,15 +76,15 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
         undo.pop_all()
-    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic, world)
-    examiner = Sampler(backend.engine, judge, text.vocabulary.text, monotonic, world)
+    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world)
+    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world)
     evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
     guard = FailureGuard(config.reward.max_failure_rate)
-    return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, evaluator)
+    return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, SEPAController(config.sepa), evaluator)
 
 
 def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE) -> Backend:
-    """`choices` are the stored ones of a resumed run, None at its first start."""
+    """`choices` are the stored ones of a resumed run; None at its first start."""
     if config.backend.backend == "local":
         return _local_backend(config, eos_ids, choices, say, world)
     if world.size > 1:
@@ -120,7 +121,7 @@ def load_text(config: TrainConfig, say: Say) -> TextModel:
 
 
 def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Sequence[Prompt], say: Say, world: World = ALONE) -> None:
-    """What the run will take, before the weights are loaded. Raises EnvironmentFailure where not even one completion would fit."""
+    """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure where not even one completion would fit."""
     if config.backend.backend != "local":
         return
     from retrain.model.memory import NotPredictable, predict_memory  # torch, which other backends do without
@@ -157,7 +158,7 @@ def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say
 
 
 def load_judge(config: TrainConfig, scorer: Scorer, say: Say) -> Scorer:
-    """The scorer of held-out answers: the run's own unless chance has a part in it."""
+    """The scorer of held-out answers: the run's own, unless that has a random part."""
     judging = with_judging_reward(config)
     if judging is config:
         return scorer
@@ -179,7 +180,7 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def truncation(config: TrainConfig) -> Truncation:
-    """That of training, which evaluation shares."""
+    """Of training and of evaluation."""
     return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
 
 
@@ -196,14 +197,14 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def is_rounded(config: TrainConfig, backend: Backend) -> bool:
-    """Whether sampler or learner computes, or keeps its KV cache, in 16 bits or fewer."""
+    """True where sampler or learner computes, or caches keys and values, in 16 bits or fewer."""
     return backend.half_precision or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
 
 
 def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bool = False) -> GateResult:
-    """On the first prompts of the data order, so that a resumed run is judged on the same ones.
+    """Check the first prompts of the data order, so that a resumed run is checked on the same ones.
 
-    `step` counts the training steps behind the weights; `trained`: the engine has been given them already, and answers by them first.
+    `step` counts the training steps behind the weights. `trained`: the engine already serves these weights and is checked with them first.
     """
     inputs = GateInputs(
         backend=parts.backend,

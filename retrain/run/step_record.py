@@ -1,7 +1,7 @@
 """One step written down: the numbers of rollout, credit, learning and machine in the names of the records."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
 
@@ -12,24 +12,20 @@ from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable
 from retrain.run.rollout import Rollout
-from retrain.types import FinishReason, Float32Array, Group, Outcome, StepResult
+from retrain.types import FinishReason, Float32Array, Group, Row, StepResult
 
 
-@dataclass
 class StepClock:
-    """Monotonic seconds of the phases of one step; `mark` ends one phase and names the next."""
+    """Monotonic seconds of the phases of one step, from `StepClock(first phase)` to `stop`."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    _phase: str = ""
-    _since: float = 0.0
-
-    def start(self) -> None:
-        self.seconds = {}
-        self._phase, self._since = "sample", monotonic()
+    def __init__(self, phase: str) -> None:
+        self.seconds: dict[str, float] = {}
+        self._phase, self._since = phase, monotonic()
 
     def mark(self, phase: str) -> None:
+        """End one phase and begin another."""
         now = monotonic()
-        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
+        self.seconds[self._phase] = now - self._since
         self._phase, self._since = phase, now
 
     def stop(self) -> None:
@@ -38,6 +34,23 @@ class StepClock:
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as it was taken, from sampling to learning: what `StepObserver` writes down."""
+
+    number: int
+    """Counts from 0."""
+    rollout: Rollout
+    sepa_lambda: float
+    credit: Credit
+    rows: list[Row]
+    """Of all judged completions, in the order of `credit.sources`."""
+    log_ratios: Mapping[tuple[int, int], Float32Array] | None
+    """[T] of each row: learner - sampler log-prob before the step; None where nobody stores the tokens."""
+    result: StepResult
+    clock: StepClock
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ def reward_statistics(rollout: Rollout) -> RewardStatistics:
     return RewardStatistics(
         completions=len(members),
         judged=len(rewards),
-        correct=sum(member.score.outcome is Outcome.RIGHT for member in members),
+        correct=sum(group.correct for group in rollout.first_draws),
         mean_reward=mean_or_none(rewards),
         truncated=len(truncated),
         truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
