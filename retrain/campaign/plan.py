@@ -14,7 +14,7 @@ from retrain.config.load import given_values
 from retrain.config.schema import Campaign
 from retrain.config.violations import Origin
 from retrain.errors import ConfigurationError
-from retrain.tracking.base import tracker_names
+from retrain.tracking.build import tracker_names
 
 RUNS = "runs"
 THROTTLE = "tinker_throttle"

@@ -18,9 +18,10 @@ from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFailed
 from retrain.parsing import read_object
 from retrain.records.atomic import replace_file
-from retrain.records.entries import EvaluationRecord, RunSummary, StepRecord
+from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
+from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.gate import default_mismatch_limit
 from retrain.run.interrupts import Interrupts
@@ -39,6 +40,7 @@ from retrain.run.step_record import (
     token_table,
 )
 from retrain.tracking import Tracker, build_tracker
+from retrain.tracking.base import Generations, GroupScored, Progress, Started, Tokens
 from retrain.types import Float32Array, Group, Prompt, Row, StepResult
 
 _NONFINITE_LIMIT = 3
@@ -111,7 +113,7 @@ class Session:
         if self.state.choices not in (None, backend.choices):
             self.tracker.message("The choices from the machine differ from the stored ones: from here on this run is not byte-exact.")
         self.state.choices = backend.choices
-        self.tracker.start(backend.device_name)
+        self.tracker.emit(Started(backend.device_name))
 
     def _pass_gate(self) -> None:
         result = run_parity_gate(self.config, self.parts, self.state.step)
@@ -140,7 +142,7 @@ class Session:
         def count(_: object) -> None:
             nonlocal done
             done += 1
-            self.tracker.progress(label, done, completions)
+            self.tracker.emit(Progress(label, done, completions))
 
         return Watcher(check=self.interrupts.check if self.world.size == 1 else _never, completion=count)
 
@@ -174,7 +176,7 @@ class Session:
         for group in rollout.groups:
             judged = group.judged()
             correct = sum(reward > self.config.reward.correct_threshold for reward in judged.rewards)
-            self.tracker.group(correct, len(judged), group.prompt.example.reference)
+            self.tracker.emit(GroupScored(correct, len(judged), group.prompt.example.reference))
         return rollout
 
     def sample_ahead(self, drawn: int) -> None:
@@ -247,10 +249,10 @@ class Session:
             tokens_per_s=rollout.tokens / self.clock.total,
             peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
         )
-        self.tracker.generations(step, generation_records(step, rollout.groups, credit))
+        self.tracker.emit(Generations(step, generation_records(step, rollout.groups, credit)))
         if self.tracker.wants_tokens(step):
-            self.tracker.tokens(step, token_table(credit, self.parts.credit.needs_planning, log_ratios))
-        self.tracker.step(self._record)
+            self.tracker.emit(Tokens(step, token_table(credit, self.parts.credit.needs_planning, log_ratios)))
+        self.tracker.emit(self._record)
         state.cursor += len(rollout.groups)
         state.step += 1
         state.learning = False
@@ -317,7 +319,7 @@ class Session:
             return
         self._sync()
         result = evaluator.run(step, self.watch(f"Evaluation at step {step}", len(evaluator.prompts) * evaluation.samples))
-        self.tracker.evaluation(result)
+        self.tracker.emit(result)
         self._evaluations.append(result)
         self.state.last_evaluation = step
         self.state.seconds += self.world.from_leader(result.seconds)
@@ -378,7 +380,7 @@ class Session:
                 f"{self.config.training.max_steps} steps; go on with --resume {self.folder.path} and a higher max_hours."
             )
         summary = self.summary("done")
-        self.tracker.finish(summary)
+        self.tracker.emit(summary)
         return summary
 
     def _sum_up_failure(self, error: Exception) -> None:
@@ -388,7 +390,7 @@ class Session:
         ours = isinstance(error, RetrainError)
         summary = self.summary("interrupted" if isinstance(error, Interrupted) else "failed")
         with suppress(OSError, EnvironmentFailure):  # a full disk may be the reason itself, which is on its way to the screen
-            self.tracker.finish(replace(summary, reason=clean(str(error) if ours else f"{type(error).__name__}: {error}")))
+            self.tracker.emit(replace(summary, reason=clean(str(error) if ours else f"{type(error).__name__}: {error}")))
 
     def summary(self, status: str) -> RunSummary:
         final = self.store.folder / "final"

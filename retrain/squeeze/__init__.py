@@ -3,7 +3,8 @@
 A small core of each layer gives the exact singular values of its update, so nothing here is randomised and no update is ever built.
 """
 
-from retrain.squeeze.analysis import Analysis, TableRow, analyze_adapter, recommend_rank
+from retrain.records.summary import TableRow
+from retrain.squeeze.analysis import Analysis, analyze_adapter, recommend_rank
 from retrain.squeeze.compression import Compression, compress_adapter, compressed_alpha
 from retrain.squeeze.job import Squeezed, run_squeeze, squeeze_adapter
 from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum

@@ -12,14 +12,15 @@ from retrain.errors import ConfigurationError
 from retrain.records.atomic import replace_file
 from retrain.records.disk import expanded, safetensors_io, writing_to
 from retrain.records.run_folder import RunFolder
+from retrain.records.summary import TableRow
 from retrain.records.terminal import clean
 from retrain.run.notes import refuse_not_built, trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
-from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
+from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
-from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
+from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -58,7 +59,7 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
     squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         say(line)
-    track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis, progress)
+    track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis.summary(), progress)
     return squeezed
 
 
