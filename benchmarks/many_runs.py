@@ -22,9 +22,10 @@ import numpy as np
 from processes import start_child
 
 from retrain.config import config_from_mapping, dump_toml
-from retrain.records.entries import EvaluationRecord, RunSummary, StepRecord
+from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.jsonl import encode_line
 from retrain.records.run_folder import RunFolder
+from retrain.records.summary import RunSummary
 
 CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa")
 PROBLEMS = 200

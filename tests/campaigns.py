@@ -8,9 +8,10 @@ from typing import Any
 from runs import small
 
 from retrain.config import dump_toml
-from retrain.records.entries import EvaluationRecord, RunSummary, StepRecord
+from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.jsonl import JsonlWriter
 from retrain.records.run_folder import RunFolder
+from retrain.records.summary import RunSummary
 
 JUDGED = {"reward": {"type": "match"}}
 """In place of the small runs' random reward, which would make every arm a control."""

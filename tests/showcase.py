@@ -8,9 +8,10 @@ from campaigns import write_manifest
 from runs import small
 
 from retrain.config import dump_toml
-from retrain.records.entries import EvaluationRecord, GenerationRecord, RunSummary, StepRecord
+from retrain.records.entries import EvaluationRecord, GenerationRecord, StepRecord
 from retrain.records.jsonl import encode_line
 from retrain.records.run_folder import RunFolder
+from retrain.records.summary import RunSummary
 
 CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa")
 HOSTILE = (

@@ -11,7 +11,8 @@ from retrain.errors import EnvironmentFailure
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.tracking import build_tracker
-from retrain.tracking.base import Tracker, Trackers, tracker_names
+from retrain.tracking.base import Tracker, Trackers
+from retrain.tracking.build import tracker_names
 from retrain.tracking.external import import_extra, metric_name, metrics
 
 RECORD = StepRecord(step=4, condition="grpo+none", loss=0.5, exec_entropy_mean=1.0, bp_sigma=0.1, sepa_gate_open=True)

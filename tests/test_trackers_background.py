@@ -16,6 +16,7 @@ from retrain.config import TrainConfig
 from retrain.records.entries import StepRecord
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
+from retrain.tracking.base import Event, Started
 from retrain.tracking.external import Background, ExternalSettings, ExternalTracker
 
 RECORD = StepRecord(step=0, condition="grpo+none")
@@ -30,9 +31,10 @@ class Recorder(ExternalTracker):
         self.steps: list[int] = []
         self.closed = 0
 
-    def step(self, record: StepRecord) -> None:
-        self.hindrance()
-        self.steps.append(record.step)
+    def emit(self, event: Event) -> None:
+        if isinstance(event, StepRecord):
+            self.hindrance()
+            self.steps.append(event.step)
 
     def close(self) -> None:
         self.closed += 1
@@ -49,13 +51,13 @@ def never() -> Iterator[threading.Event]:
 def started(sink: Recorder, folder: Path) -> tuple[Background, list[str]]:
     said: list[str] = []
     tracker = Background("recorder", sink, said.append, folder)
-    tracker.start("cpu")
+    tracker.emit(Started("cpu"))
     return tracker, said
 
 
 def tell(tracker: Background, steps: int) -> None:
     for step in range(steps):
-        tracker.step(StepRecord(step=step, condition="grpo+none"))
+        tracker.emit(StepRecord(step=step, condition="grpo+none"))
 
 
 def fail() -> None:

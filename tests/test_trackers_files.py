@@ -20,9 +20,10 @@ from retrain.records.entries import EvaluationRecord, GenerationRecord, StepReco
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
-from retrain.squeeze.analysis import Analysis, TableRow, analyze_adapter
+from retrain.squeeze import Analysis, TableRow, analyze_adapter
 from retrain.tracking import build_tracker
-from retrain.tracking.base import track_squeeze
+from retrain.tracking.base import Generations, Started
+from retrain.tracking.build import track_squeeze
 from retrain.tracking.external import metrics
 
 
@@ -44,11 +45,11 @@ def session(folder: Path, settings: TrainConfig, steps: Sequence[int], resumed: 
     tracker = build_tracker(
         settings, RunFolder(folder), condition="grpo+none", quiet=True, resumed=resumed, first_step=steps[0] if resumed else 0
     )
-    tracker.start("cpu")
+    tracker.emit(Started("cpu"))
     state = tracker.state()
     for step in steps:
-        tracker.generations(step, [completion(step, f"answer {step} {SECRET}")])
-        tracker.step(StepRecord(step=step, condition="grpo+none", loss=step / 2))
+        tracker.emit(Generations(step, [completion(step, f"answer {step} {SECRET}")]))
+        tracker.emit(StepRecord(step=step, condition="grpo+none", loss=step / 2))
     tracker.close()
     return tracker.state() | state
 
@@ -182,11 +183,11 @@ def test_tensorboard_shows_a_step_that_was_made_again_once_and_keeps_the_evaluat
         tracker = build_tracker(
             config("tensorboard"), RunFolder(tmp_path), condition="grpo+none", quiet=True, resumed=resumed, first_step=first
         )
-        tracker.start("cpu")
+        tracker.emit(Started("cpu"))
         for step in steps:
             if step > first or first == 0:  # a checkpoint's evaluation is not made again
-                tracker.evaluation(Evaluation(step, [EvaluationRecord(step, "a", "sums", 1, 1, 0, 1.0)]))
-            tracker.step(StepRecord(step=step, condition="grpo+none", loss=step / 2))
+                tracker.emit(Evaluation(step, [EvaluationRecord(step, "a", "sums", 1, 1, 0, 1.0)]))
+            tracker.emit(StepRecord(step=step, condition="grpo+none", loss=step / 2))
         tracker.close()
         time.sleep(1.1)  # the library reads the files of a folder in the order of the seconds in their names
     assert points(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
@@ -242,7 +243,7 @@ def test_a_squeeze_analysis_is_a_run_of_its_own_with_its_curve_over_the_rank(tmp
     )
     settings = config("wandb", "trackio", "tensorboard", wandb_project="ranks", wandb_tags="mine")
     said: list[str] = []
-    track_squeeze(settings, RunFolder(tmp_path), analysis, said.append)
+    track_squeeze(settings, RunFolder(tmp_path), analysis.summary(), said.append)
     assert said == []
     (log,) = wandb_logs(tmp_path)
     seen = json.loads(wandb_read(log, "--summary"))

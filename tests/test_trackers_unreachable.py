@@ -16,6 +16,7 @@ import retrain.tracking.wandb
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.tracking import build_tracker
+from retrain.tracking.base import Started
 
 LEAVING = """
 import sys
@@ -25,6 +26,7 @@ import retrain.tracking.wandb
 from retrain.config import TrainConfig
 from retrain.records.run_folder import RunFolder
 from retrain.tracking import build_tracker
+from retrain.tracking.base import Started
 from retrain.tracking.external import Background
 
 Background.patience_s = 0.5
@@ -32,7 +34,7 @@ retrain.tracking.wandb._INIT_S = 60.0
 folder = Path(sys.argv[1])
 folder.mkdir()
 tracker = build_tracker(TrainConfig.model_validate({"logging": {"wandb_project": "p"}}), RunFolder(folder), condition="grpo+none")
-tracker.start("cpu")
+tracker.emit(Started("cpu"))
 tracker.close()
 """
 """A run that ends while wandb still waits for the server to answer its first question."""
@@ -46,11 +48,11 @@ time.sleep(1)
 service._proc._process.kill()
 service._proc._process.wait()
 for step in range(50):
-    tracker.step(StepRecord(step=step, condition="grpo+none", loss=0.5))
+    tracker.emit(StepRecord(step=step, condition="grpo+none", loss=0.5))
     time.sleep(0.02)
 tracker.close()
 """,
-).replace("RunFolder,", "RunFolder, StepRecord,")
+).replace("from retrain.records.run_folder", "from retrain.records.entries import StepRecord\nfrom retrain.records.run_folder")
 """One whose wandb service process is killed in the middle."""
 
 
@@ -75,8 +77,8 @@ def test_the_run_is_kept_on_disk_and_how_to_send_it_is_said_once(
     tracker = build_tracker(config(wandb_project="p"), RunFolder(tmp_path / "run"), condition="grpo+none")
     (tmp_path / "run").mkdir()
     began = time.monotonic()
-    tracker.start("cpu")
-    tracker.step(StepRecord(step=0, condition="grpo+none", loss=0.5))
+    tracker.emit(Started("cpu"))
+    tracker.emit(StepRecord(step=0, condition="grpo+none", loss=0.5))
     assert time.monotonic() - began < 1, "the run waits for nobody"
     tracker.close()
     assert time.monotonic() - began < 15

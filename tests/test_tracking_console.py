@@ -2,16 +2,19 @@
 
 import io
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.records.entries import EvaluationRecord, RunSummary, StepRecord
+from retrain.records.entries import EvaluationRecord, StepRecord
+from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
+from retrain.records.summary import RunSummary
 from retrain.records.terminal import encodable, one_line
+from retrain.tracking.base import GroupScored, Progress
 from retrain.tracking.console import Console, evaluation_line, group_line, step_line, summary_lines
 
 STEP = StepRecord(
@@ -25,16 +28,12 @@ class Terminal(io.StringIO):
         return True
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    step: int
-    pass_at: dict[int, float]
-    interval: tuple[float, float] = (0.3, 0.44)
-    problems: tuple[EvaluationRecord, ...] = (EvaluationRecord(0, "a", "t", 4, 2, 1, 0.5), EvaluationRecord(0, "b", "t", 4, 1, 0, 0.25))
-    seconds: float = 3.21
+def evaluation(step: int, *problems: EvaluationRecord) -> Evaluation:
+    return Evaluation(step, problems, ks=(1, 4), seconds=3.21)
 
-    def summary(self) -> dict[str, Any]:
-        return {"pass@1": self.pass_at[1]}
+
+def problem(samples: int, correct: int, could_not_judge: int = 0) -> EvaluationRecord:
+    return EvaluationRecord(0, "a", "t", samples, correct, could_not_judge, 0.5)
 
 
 def console(out: io.StringIO, error: io.StringIO | None = None, *, quiet: bool = False, clock: Any = None) -> Console:
@@ -43,8 +42,8 @@ def console(out: io.StringIO, error: io.StringIO | None = None, *, quiet: bool =
 
 
 def test_lines_are_those_of_the_documentation() -> None:
-    assert group_line(3, 8, "120") == "  group: 3/8 correct | answer=120"
-    assert group_line(0, 8, r"\frac{1}{4}") == r"  group: 0/8 correct | answer=\frac{1}{4}"
+    assert group_line(GroupScored(3, 8, "120")) == "  group: 3/8 correct | answer=120"
+    assert group_line(GroupScored(0, 8, r"\frac{1}{4}")) == r"  group: 0/8 correct | answer=\frac{1}{4}"
     assert step_line(STEP) == (
         "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 | bs=4 | gs=8 | sepa_l=0.0000 | time=45.2s"
     )
@@ -61,14 +60,15 @@ def test_what_is_absent_is_a_dash_and_no_zero() -> None:
 
 
 def test_evaluation_line_shows_the_interval_and_what_could_not_be_judged() -> None:
-    line = evaluation_line(Evaluated(20, {1: 0.37, 4: 0.8}))
+    line = evaluation_line(evaluation(20, problem(4, 2, could_not_judge=1), problem(4, 1)))
     assert line == (
-        "Evaluation at step 20 | pass@1=37.0% [30.0%, 44.0%] | pass@4=80.0% | problems=2 | samples=8 | could_not_judge=1 | time=3.2s"
+        "Evaluation at step 20 | pass@1=37.5% [13.7%, 69.4%] | pass@4=100.0% | problems=2 | samples=8 | could_not_judge=1 | time=3.2s"
     )
 
 
 def test_the_end_compares_before_and_after() -> None:
-    summary = RunSummary("done", "a+b", 0, 70, 140.0, 1234567, Evaluated(0, {1: 0.37}), Evaluated(70, {1: 0.8}), STEP, "checkpoints/final")
+    before, after = evaluation(0, problem(100, 37)), evaluation(70, problem(10, 8))
+    summary = RunSummary("done", "a+b", 0, 70, 140.0, 1234567, before, after, STEP, "checkpoints/final")
     text = "\n".join(summary_lines(summary, Path("logs/lab")))
     assert "70 steps" in text and "1,234,567 tokens" in text
     assert re.search(r"pass@1=37\.0%.* -> pass@1=80\.0%", text)
@@ -79,14 +79,14 @@ def test_quiet_prints_nothing() -> None:
     out, error = io.StringIO(), Terminal()
     sink = console(out, error, quiet=True)
     sink.message("hello")
-    sink.step(STEP)
-    sink.progress("sampling", 1, 10)
+    sink.emit(STEP)
+    sink.emit(Progress("sampling", 1, 10))
     assert out.getvalue() == "" and error.getvalue() == ""
 
 
 def test_markup_of_a_model_is_printed_as_it_is() -> None:
     out = io.StringIO()
-    console(out).group(1, 2, "[bold red]x[/bold red]")
+    console(out).emit(GroupScored(1, 2, "[bold red]x[/bold red]"))
     assert "answer=[bold red]x[/bold red]" in out.getvalue()
 
 
@@ -137,7 +137,7 @@ def test_the_bar_stands_on_standard_error_of_a_terminal_only() -> None:
     for error in (plain, terminal):
         sink = console(out, error, clock=lambda: float(next(times)))
         for done in range(5):
-            sink.progress("sampling", done, 10)
+            sink.emit(Progress("sampling", done, 10))
         sink.close()
     assert plain.getvalue() == "" and out.getvalue() == ""
     assert "sampling" in terminal.getvalue() and "ETA" in terminal.getvalue()
@@ -147,7 +147,7 @@ def test_a_short_step_shows_no_bar() -> None:
     error = Terminal()
     sink = console(io.StringIO(), error, clock=lambda: 0.0)
     for done in range(10):
-        sink.progress("sampling", done, 10)
+        sink.emit(Progress("sampling", done, 10))
     sink.close()
     assert error.getvalue() == ""
 
@@ -159,6 +159,6 @@ def test_no_color_leaves_the_bar_without_colour(monkeypatch: Any) -> None:
     error = Terminal()
     sink = console(io.StringIO(), error, clock=lambda: float(next(times)))
     for done in range(5):
-        sink.progress("sampling", done, 10)
+        sink.emit(Progress("sampling", done, 10))
     sink.close()
     assert "sampling" in error.getvalue() and not re.search(r"\x1b\[[0-9;]*3[0-9]m", error.getvalue())

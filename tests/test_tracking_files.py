@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from retrain.config import TrainConfig
 from retrain.errors import RunFailed
 from retrain.records.checkpoint import TrainerState
-from retrain.records.entries import EMERGENCE_FIELDS, EvaluationRecord, GenerationRecord, RunSummary, StepRecord
+from retrain.records.entries import EMERGENCE_FIELDS, EvaluationRecord, GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import Extent, JsonlWriter, encode_line, read_jsonl, truncate_to_step
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
+from retrain.records.summary import RunSummary
 from retrain.records.token_table import TokenTable, read_tokens, write_tokens
+from retrain.tracking.base import Generations, Started
 from retrain.tracking.files import RunFiles, spread
 
 CONTRACT_NAMES = """step condition loss reported_loss loss_is_placeholder mean_reward correct_rate running_correct_rate sepa_lambda
@@ -126,8 +128,8 @@ def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path, sealed: b
     for step in range(6):
         if step == 4:
             extents = files.sync()
-        files.generations(step, [generation(step)])
-        files.step(StepRecord(step=step, condition="grpo+none"))
+        files.emit(Generations(step, [generation(step)]))
+        files.emit(StepRecord(step=step, condition="grpo+none"))
     files.close()
     for step in (0, 3, 4):
         folder.step_tokens(step).parent.mkdir(exist_ok=True)
@@ -144,9 +146,9 @@ def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path, sealed: b
 def test_an_evaluation_that_was_cut_while_it_was_written_leaves_no_row(tmp_path: Path, sealed: bool) -> None:
     """A checkpoint of step 4 that a signal asked for during its evaluation; the next session was killed while it wrote the rows."""
     folder, files = RunFolder(tmp_path), run_files(tmp_path)
-    files.evaluation(Evaluation(2, problems(step=2), ks=[1]))
+    files.emit(Evaluation(2, problems(step=2), ks=[1]))
     extents = files.sync()
-    files.evaluation(Evaluation(4, problems(step=4), ks=[1]))
+    files.emit(Evaluation(4, problems(step=4), ks=[1]))
     files.close()
     last = TrainerState(seed=0, config_hash="", step=4, last_evaluation=2, files=extents if sealed else {})
     folder.cut_to(last, print)
@@ -201,7 +203,7 @@ def test_truncation_keeps_the_bytes_of_what_stays(tmp_path: Path) -> None:
 
 def test_a_step_is_written_to_metrics_and_emergence(tmp_path: Path) -> None:
     files = run_files(tmp_path)
-    files.step(StepRecord(step=0, condition="grpo+none", correct_rate=0.5, loss=math.nan))
+    files.emit(StepRecord(step=0, condition="grpo+none", correct_rate=0.5, loss=math.nan))
     files.close()
     [line] = read_jsonl(RunFolder(tmp_path).metrics)
     assert line["loss"] is None and line["nonfinite"] == ["loss"]
@@ -212,7 +214,7 @@ def test_a_step_is_written_to_metrics_and_emergence(tmp_path: Path) -> None:
 def test_generations_follow_their_two_keys(tmp_path: Path) -> None:
     files = run_files(tmp_path, generations_every=2, generations_per_step=3)
     for step in range(4):
-        files.generations(step, [generation(step, prompt_id, sample) for prompt_id in "ab" for sample in range(4)])
+        files.emit(Generations(step, [generation(step, prompt_id, sample) for prompt_id in "ab" for sample in range(4)]))
     files.close()
     lines = [(line["step"], line["prompt_id"], line["sample"]) for line in read_jsonl(RunFolder(tmp_path).generations)]
     assert lines == [(step, *place) for step in (0, 2) for place in (("a", 0), ("b", 0), ("a", 1))]
@@ -230,10 +232,10 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.argv", ["retrain", "--base-url", f"https://me:hunter22@host/?token={secret}"])
     monkeypatch.chdir(tmp_path)
     files = run_files(tmp_path / "run", wandb_run_name=f"run-{secret}")
-    files.start("cpu")
-    files.generations(0, [generation(completion=f"the key is {secret} and hf_abcdefghijklmnopqrst")])
-    files.step(StepRecord(step=0, condition="grpo+none"))
-    files.finish(RunSummary("done", "grpo+none", 0, 1, 1.0, 10, None, None, None, f"/x/{secret}"))
+    files.emit(Started("cpu"))
+    files.emit(Generations(0, [generation(completion=f"the key is {secret} and hf_abcdefghijklmnopqrst")]))
+    files.emit(StepRecord(step=0, condition="grpo+none"))
+    files.emit(RunSummary("done", "grpo+none", 0, 1, 1.0, 10, None, None, None, f"/x/{secret}"))
     files.close()
     written = {path.name: path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert {"config.toml", "environment.json", "generations.jsonl", "summary.json"} <= set(written)
@@ -246,12 +248,12 @@ def test_environment_holds_versions_and_no_environment_value(tmp_path: Path, mon
     monkeypatch.setenv("SOME_ORDINARY_VARIABLE", "a-value-of-the-environment")
     monkeypatch.chdir(tmp_path)
     files = run_files(tmp_path / "run")
-    files.start("cpu")
+    files.emit(Started("cpu"))
     text = (tmp_path / "run" / "environment.json").read_text()
     environment = json.loads(text)
     assert environment["packages"]["torch"].startswith("2.") and environment["device"] == "cpu" and environment["git"] is None
     assert "a-value-of-the-environment" not in text
-    files.start("cpu")
+    files.emit(Started("cpu"))
     assert len(json.loads((tmp_path / "run" / "environment.json").read_text())["resumed"]) == 1
 
 

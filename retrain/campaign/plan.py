@@ -12,7 +12,7 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.load import arms, given_values
 from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError
-from retrain.tracking.base import tracker_names
+from retrain.tracking.build import tracker_names
 
 RUNS = "runs"
 THROTTLE = "tinker_throttle"

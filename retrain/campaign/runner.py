@@ -26,7 +26,7 @@ from retrain.records.disk import writing_to
 from retrain.records.run_folder import RunFolder
 from retrain.run.interrupts import Interrupts
 from retrain.run.opening import stored_checkpoints
-from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
+from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 Say = Callable[[str], None]
 
@@ -247,7 +247,7 @@ class AutoSqueeze:
         adapter = stored_checkpoints(RunFolder(run.folder)) / FINAL
         try:
             squeezed = squeeze_adapter(config, adapter, progress=self._say)
-            track_squeeze(config, RunFolder(self._plan.folder / SQUEEZE_RUN), squeezed.analysis, self._say)
+            track_squeeze(config, RunFolder(self._plan.folder / SQUEEZE_RUN), squeezed.analysis.summary(), self._say)
         except Untrained as error:
             self._untrained.add(run.name)
             self._due = True

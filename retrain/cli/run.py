@@ -58,7 +58,7 @@ def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
 
 def _squeeze_picture(config: "TrainConfig") -> Path:
     """In the squeezed adapter's folder; an analysis alone has none, so it goes beside the runs, under the adapter's name."""
-    from retrain.tracking.base import SQUEEZE_RUN
+    from retrain.tracking.build import SQUEEZE_RUN
 
     if config.squeeze.output_path:
         return expanded(config.squeeze.output_path, "[squeeze] output_path") / "squeeze.png"

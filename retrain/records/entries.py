@@ -3,11 +3,11 @@
 Absent is None in memory and null in the file, never 0: a step without planning tokens has no planning entropy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from math import isfinite
-from typing import Any, Protocol, Self, get_args, get_type_hints
+from typing import Any, Self, get_args, get_type_hints
 
 from retrain.errors import RunFailed
 
@@ -214,97 +214,3 @@ EMERGENCE_FIELDS = (
     "plan_surprisal_mean", "plan_surprisal_var", "exec_surprisal_mean", "exec_surprisal_var", "sepa_lambda", "sepa_gate_open",
 )  # fmt: skip
 """The part of a StepRecord in emergence/steps.jsonl: how reasoning changes, without the machinery."""
-
-
-class EvaluationResult(Protocol):
-    """An evaluation as the sinks need it."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def problems(self) -> Sequence[EvaluationRecord]: ...
-    @property
-    def pass_at(self) -> Mapping[int, float]:
-        """k -> unbiased pass@k."""
-        ...
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95% interval of pass@1."""
-        ...
-
-    @property
-    def seconds(self) -> float: ...
-    def summary(self) -> dict[str, Any]: ...
-
-
-class SqueezeRow(Protocol):
-    """What one rank keeps of an adapter's variance, over its layers."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def mean(self) -> float: ...
-    @property
-    def min(self) -> float: ...
-    @property
-    def max(self) -> float: ...
-    @property
-    def energy(self) -> float:
-        """Of all layers as one update."""
-        ...
-
-    @property
-    def error(self) -> float: ...
-
-
-class SqueezeResult(Protocol):
-    """The analysis of an adapter as the sinks need it."""
-
-    @property
-    def source_rank(self) -> int: ...
-    @property
-    def recommended_rank(self) -> int: ...
-    @property
-    def threshold(self) -> float: ...
-    @property
-    def table(self) -> Sequence[SqueezeRow]: ...
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """What a finished or interrupted run amounts to: summary.json and the last lines on the screen."""
-
-    status: str
-    """done, interrupted, failed."""
-    condition: str
-    seed: int
-    steps: int
-    """Steps completed, over all sessions of the run."""
-    seconds: float
-    tokens: int
-    """Prompt and completion tokens sampled for training."""
-    before: EvaluationResult | None
-    after: EvaluationResult | None
-    last: StepRecord | None
-    adapter: str
-    """The last adapter's folder, relative to the run's folder where it lies inside; of a run that is done."""
-    reason: str = ""
-    """Why it is not done."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "status": self.status,
-            "reason": self.reason or None,
-            "condition": self.condition,
-            "seed": self.seed,
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-            "evaluation": {
-                "before": self.before.summary() if self.before else None,
-                "after": self.after.summary() if self.after else None,
-            },
-            "last": self.last.to_json() if self.last else None,
-            "adapter": self.adapter,
-        }

@@ -10,9 +10,10 @@ from pathlib import Path
 from retrain.config import TrainConfig
 from retrain.errors import Interrupted, RunFailed
 from retrain.records.disk import writing_to
-from retrain.records.entries import RunSummary, StepRecord
+from retrain.records.entries import StepRecord
 from retrain.records.jsonl import read_jsonl
 from retrain.records.run_folder import RunFolder
+from retrain.records.summary import RunSummary
 from retrain.run.session import Session
 from retrain.run.step_record import Step, StepClock
 

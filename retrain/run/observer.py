@@ -19,6 +19,7 @@ from retrain.run.step_record import (
     token_table,
 )
 from retrain.tracking import Tracker
+from retrain.tracking.base import Generations, Tokens
 from retrain.types import Float32Array, Row
 
 
@@ -55,10 +56,10 @@ class StepObserver:
         self.parts.sepa.observe(rewards.correct_rate, step.number)
         self.parts.sepa.update_auto(step.credit.exec_uncertainty)
         self.last = self._record(step, rewards)
-        self.tracker.generations(step.number, generation_records(step.number, step.rollout.groups, step.credit))
+        self.tracker.emit(Generations(step.number, generation_records(step.number, step.rollout.groups, step.credit)))
         if self.tracker.wants_tokens(step.number):
-            self.tracker.tokens(step.number, token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios))
-        self.tracker.step(self.last)
+            self.tracker.emit(Tokens(step.number, token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)))
+        self.tracker.emit(self.last)
         state.cursor += len(step.rollout.groups)
         state.step += 1
         state.learning = False

@@ -12,9 +12,10 @@ from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError
 from retrain.parsing import read_object
 from retrain.records.atomic import replace_file
-from retrain.records.entries import EvaluationRecord, RunSummary, StepRecord
+from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
+from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_built
@@ -25,6 +26,7 @@ from retrain.run.rollout import PrefetchedRollout, Rollout, Watcher
 from retrain.run.saver import Saver
 from retrain.run.schedule import Schedule
 from retrain.tracking import Tracker, build_tracker
+from retrain.tracking.base import GroupScored, Progress, Started
 from retrain.types import Prompt
 
 
@@ -91,7 +93,7 @@ class Session:
         if self.state.choices not in (None, backend.choices):
             self.tracker.message("The machine's choices differ from the stored ones: from here on this run is not byte-exact.")
         self.state.choices = backend.choices
-        self.tracker.start(backend.device_name)
+        self.tracker.emit(Started(backend.device_name))
 
     def _pass_gate(self) -> None:
         result = run_parity_gate(self.config, self.parts, self.state.step)
@@ -117,7 +119,7 @@ class Session:
             watcher = self._watch(f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size)
             rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
         for group in rollout.groups:
-            self.tracker.group(group.correct, len(group.rewards), group.prompt.example.reference)
+            self.tracker.emit(GroupScored(group.correct, len(group.rewards), group.prompt.example.reference))
         return rollout
 
     def turn_to_learning(self, used: int) -> None:
@@ -163,7 +165,7 @@ class Session:
         def count(_: object) -> None:
             nonlocal done
             done += 1
-            self.tracker.progress(label, done, share)
+            self.tracker.emit(Progress(label, done, share))
 
         return Watcher(check=self.interrupts.check if self.world.size == 1 else lambda: None, completion=count)
 
@@ -180,7 +182,7 @@ class Session:
             return
         self._sync()
         result = evaluator.run(step, self._watch(f"Evaluation at step {step}", len(evaluator.prompts) * evaluator.plan.group_size))
-        self.tracker.evaluation(result)
+        self.tracker.emit(result)
         self.evaluations.append(result)
         self.state.last_evaluation = step
         self.state.seconds += self.world.broadcast(result.seconds)
@@ -210,7 +212,7 @@ class Session:
                 f"continue with --resume {self.folder.path} and a higher max_hours."
             )
         summary = self._summary("done")
-        self.tracker.finish(summary)
+        self.tracker.emit(summary)
         return summary
 
     def _sum_up_failure(self, error: Exception) -> None:
@@ -220,7 +222,7 @@ class Session:
         reason = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
         summary = self._summary("interrupted" if isinstance(error, Interrupted) else "failed")
         with suppress(OSError, EnvironmentFailure):  # a full disk may be the reason itself, which is on its way to the screen
-            self.tracker.finish(replace(summary, reason=clean(reason)))
+            self.tracker.emit(replace(summary, reason=clean(reason)))
 
     def _summary(self, status: str) -> RunSummary:
         inside = self._adapter.is_relative_to(self.folder.path)

@@ -3,7 +3,8 @@
 The exact singular values of each layer's update follow from a small core, so nothing is randomised and no full update is built.
 """
 
-from retrain.squeeze.analysis import Analysis, TableRow, analyze_adapter, recommend_rank
+from retrain.records.summary import TableRow
+from retrain.squeeze.analysis import Analysis, analyze_adapter, recommend_rank
 from retrain.squeeze.compression import Compression, compress_adapter, compressed_alpha
 from retrain.squeeze.job import Squeezed, run_squeeze, squeeze_adapter
 from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.records.summary import SqueezeSummary, TableRow
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum, reaches
 
@@ -18,20 +19,6 @@ Rule = Literal["mean", "min"]
 
 class Untrained(ConfigurationError):
     """Every update of the adapter is zero."""
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """The variance V that one rank keeps, over the layers that are not zero."""
-
-    rank: int
-    mean: float
-    min: float
-    max: float
-    energy: float
-    """V of all layers as one update: each layer weighted by the squared norm of its s B A."""
-    error: float
-    """Relative Frobenius error of the whole update, sqrt(1 - energy)."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +35,10 @@ class Analysis:
     @property
     def zero_layers(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self.layers if layer.is_zero)
+
+    def summary(self) -> SqueezeSummary:
+        """What the trackers show."""
+        return SqueezeSummary(self.source_rank, self.recommended_rank, self.threshold, self.table)
 
     def ranks_per_layer(self) -> dict[str, int]:
         """For each layer, the smallest rank at which that layer reaches the threshold."""

@@ -19,7 +19,7 @@ from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
-from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
+from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -58,7 +58,7 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
     squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         say(line)
-    track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis, progress)
+    track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis.summary(), progress)
     return squeezed
 
 

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from retrain.records.disk import is_reader_gone
-from retrain.records.entries import EvaluationResult, RunSummary, StepRecord
+from retrain.records.entries import StepRecord
+from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
+from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, encodable, one_line
-from retrain.tracking.base import Tracker
+from retrain.tracking.base import Event, GroupScored, Message, Progress, Tracker
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich import progress as bars
 
 _BAR_DELAY_S = 1.0
 """A step that is over sooner shows no bar: it would only flicker."""
@@ -40,26 +42,23 @@ class Console(Tracker):
         self._quiet = quiet
         self._bar = None if quiet else _Bar(error or sys.stderr, clock)
 
-    def message(self, line: str) -> None:
-        self._print(line)
-
-    def group(self, correct: int, judged: int, reference: str) -> None:
-        self._print(group_line(correct, judged, reference))
-
-    def progress(self, label: str, done: int, total: int) -> None:
-        with self._watched():
-            if self._bar is not None:
-                self._bar.show(label, done, total)
-
-    def step(self, record: StepRecord) -> None:
-        self._print(step_line(record))
-
-    def evaluation(self, result: EvaluationResult) -> None:
-        self._print(evaluation_line(result))
-
-    def finish(self, summary: RunSummary) -> None:
-        for line in summary_lines(summary, self._folder):
-            self._print(line)
+    def emit(self, event: Event) -> None:
+        match event:
+            case Message(line):
+                self._print(line)
+            case GroupScored():
+                self._print(group_line(event))
+            case Progress():
+                with self._watched():
+                    if self._bar is not None:
+                        self._bar.show(event)
+            case StepRecord():
+                self._print(step_line(event))
+            case Evaluation():
+                self._print(evaluation_line(event))
+            case RunSummary():
+                for line in summary_lines(event, self._folder):
+                    self._print(line)
 
     def close(self) -> None:
         with self._watched():
@@ -87,8 +86,8 @@ class Console(Tracker):
             self._quiet, self._bar = True, None
 
 
-def group_line(correct: int, judged: int, reference: str) -> str:
-    return f"  group: {correct}/{judged} correct | answer={one_line(reference)}"
+def group_line(group: GroupScored) -> str:
+    return f"  group: {group.correct}/{group.judged} correct | answer={one_line(group.reference)}"
 
 
 def step_line(record: StepRecord) -> str:
@@ -116,7 +115,7 @@ def _number(value: float | int | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def evaluation_line(result: EvaluationResult) -> str:
+def evaluation_line(result: Evaluation) -> str:
     samples = sum(problem.samples for problem in result.problems)
     skipped = sum(problem.could_not_judge for problem in result.problems)
     fields = [f"Evaluation at step {result.step} | {pass_at_1(result)}"]
@@ -126,7 +125,7 @@ def evaluation_line(result: EvaluationResult) -> str:
     return " | ".join([*fields, f"time={result.seconds:.1f}s"])
 
 
-def pass_at_1(result: EvaluationResult) -> str:
+def pass_at_1(result: Evaluation) -> str:
     low, high = result.interval
     return f"pass@1={_number(result.pass_at.get(1), '.1%')} [{low:.1%}, {high:.1%}]"
 
@@ -151,43 +150,43 @@ class _Bar:
         self._clock = clock
         self._label = ""
         self._began = 0.0
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._bar: bars.Progress | None = None
+        self._task: bars.TaskID | None = None
 
-    def show(self, label: str, done: int, total: int) -> None:
+    def show(self, progress: Progress) -> None:
         if not self._terminal:
             return
-        if label != self._label:
+        if progress.label != self._label:
             self.hide()
-            self._label, self._began = label, self._clock()
-        if done >= total:
+            self._label, self._began = progress.label, self._clock()
+        if progress.done >= progress.total:
             self.hide()
-        elif self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=done, total=total)
+        elif self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=progress.done, total=progress.total)
         elif self._clock() - self._began >= _BAR_DELAY_S:
-            self._open(done, total)
+            self._open(progress)
 
-    def _open(self, done: int, total: int) -> None:
+    def _open(self, progress: Progress) -> None:
+        from rich import progress as bars
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("ETA", markup=False),
-            TimeRemainingColumn(),
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}", markup=False),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("ETA", markup=False),
+            bars.TimeRemainingColumn(),
             console=RichConsole(file=self._error, stderr=True),  # honours NO_COLOR
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._progress.start()
-        self._task = self._progress.add_task(one_line(self._label, 60), completed=done, total=total)
+        self._bar.start()
+        self._task = self._bar.add_task(one_line(progress.label, 60), completed=progress.done, total=progress.total)
 
     def hide(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress, self._task = None, None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar, self._task = None, None
         self._label = ""

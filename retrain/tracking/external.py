@@ -11,10 +11,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import EnvironmentFailure
-from retrain.records.entries import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, SqueezeRow, StepRecord
+from retrain.records.entries import GenerationRecord, StepRecord
+from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
-from retrain.tracking.base import Tracker
+from retrain.records.summary import RunSummary, SqueezeSummary, TableRow
+from retrain.tracking.base import Event, Generations, Started, Tracker
 from retrain.tracking.files import kept_generations
 
 if TYPE_CHECKING:
@@ -59,18 +61,15 @@ class ExternalSettings:
 
 
 class ExternalTracker(Tracker):
-    """A tracker that runs in a thread of its own (background.py) and may raise whatever its library raises.
+    """A tracker that runs in a thread of its own (`Background`) and may raise whatever its library raises.
 
-    `state` is asked for from another thread and before `start`, so it rests on what the constructor knows.
+    `state` is asked for from another thread and before `Started`, so it rests on what the constructor knows.
     """
 
     def __init__(self, settings: ExternalSettings) -> None:
         self.settings = settings
         self.outbox: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Lines for the person at the screen, which the run's own thread prints."""
-
-    def kept_generations(self, step: int, records: Sequence[GenerationRecord]) -> list[GenerationRecord]:
-        return kept_generations(self.settings.config.logging, step, records)
 
     def abandon(self) -> None:
         """It failed, or nobody waits for it any longer: what its library would still do at the end of the process must not delay that."""
@@ -98,13 +97,13 @@ def metric_name(field: str) -> str:
     return f"train/{field}"
 
 
-def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+def evaluation_metrics(result: Evaluation) -> dict[str, float]:
     low, high = result.interval
     values = {f"eval/pass@{k}": value for k, value in sorted(result.pass_at.items())}
     return values | {"eval/pass@1_low": low, "eval/pass@1_high": high}
 
 
-def squeeze_summary(result: SqueezeResult) -> dict[str, float]:
+def squeeze_summary(result: SqueezeSummary) -> dict[str, float]:
     return {
         "squeeze/recommended_rank": result.recommended_rank,
         "squeeze/source_rank": result.source_rank,
@@ -112,7 +111,7 @@ def squeeze_summary(result: SqueezeResult) -> dict[str, float]:
     }
 
 
-def squeeze_metrics(row: SqueezeRow) -> dict[str, float]:
+def squeeze_metrics(row: TableRow) -> dict[str, float]:
     """What one rank keeps: a point of each curve over RANK_METRIC."""
     return {f"squeeze/variance_{name}": getattr(row, name) for name in ("mean", "min", "max")} | {
         "squeeze/variance_whole": row.energy,
@@ -134,9 +133,6 @@ def import_extra(module: str, extra: str) -> ModuleType:
         raise EnvironmentFailure(
             f"[logging] trackers asks for {extra}, which cannot be imported ({error}); reinstall it or leave it out."
         ) from error
-
-
-Event = Callable[[], None]
 
 
 class Background(Tracker):
@@ -161,27 +157,18 @@ class Background(Tracker):
 
     # -- the caller's thread -----------------------------------------------------------------------------------------------
 
-    def start(self, device: str) -> None:
-        # A daemon: a tracker that hangs for ever must not keep the process alive either.
-        self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
-        self._thread.start()
-        self._hand_over(lambda: self._sink.start(device))
-
-    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
-        if kept := self._sink.kept_generations(step, records):  # before the queue, which would hold a whole step's texts
-            self._hand_over(lambda: self._sink.generations(step, kept))
-
-    def step(self, record: StepRecord) -> None:
-        self._hand_over(lambda: self._sink.step(record))
-
-    def evaluation(self, result: EvaluationResult) -> None:
-        self._hand_over(lambda: self._sink.evaluation(result))
-
-    def squeeze(self, result: SqueezeResult) -> None:
-        self._hand_over(lambda: self._sink.squeeze(result))
-
-    def finish(self, summary: RunSummary) -> None:
-        self._hand_over(lambda: self._sink.finish(summary))
+    def emit(self, event: Event) -> None:
+        match event:
+            case Started():
+                # A daemon: a tracker that hangs for ever must not keep the process alive either.
+                self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
+                self._thread.start()
+                self._hand_over(event)
+            case Generations(step, records):  # cut before the queue, which would hold a whole step's texts
+                if kept := kept_generations(self._sink.settings.config.logging, step, records):
+                    self._hand_over(Generations(step, kept))
+            case StepRecord() | Evaluation() | SqueezeSummary() | RunSummary():
+                self._hand_over(event)
 
     def close(self) -> None:
         """Wait until the sink has taken everything, and not for ever."""
@@ -225,7 +212,7 @@ class Background(Tracker):
     def _work(self) -> None:
         try:
             while (event := self._events.get()) is not None:
-                event()
+                self._sink.emit(event)
             self._sink.close()
         except Exception as error:  # whatever a library raises, it is not the run's end
             self._failure = error

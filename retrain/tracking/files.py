@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from retrain.parsing import read_object
 from retrain.records.atomic import replace_file, sync_folder
-from retrain.records.entries import EMERGENCE_FIELDS, EvaluationResult, GenerationRecord, RunSummary, StepRecord
+from retrain.records.entries import EMERGENCE_FIELDS, GenerationRecord, StepRecord
 from retrain.records.environment import describe_environment
+from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import Json, JsonlWriter, finite
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder
-from retrain.records.token_table import TokenTable, write_tokens
-from retrain.tracking.base import Tracker
+from retrain.records.summary import RunSummary
+from retrain.records.token_table import write_tokens
+from retrain.tracking.base import Event, Generations, Started, Tokens, Tracker
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -29,7 +31,24 @@ class RunFiles(Tracker):
         self._redactor = redactor
         self._writers: dict[Path, JsonlWriter] = {}
 
-    def start(self, device: str) -> None:
+    def emit(self, event: Event) -> None:
+        match event:
+            case Started(device):
+                self._start(device)
+            case Generations(step, records):
+                for record in kept_generations(self._config.logging, step, records):
+                    self._append(self._folder.generations, record.to_json())
+            case Tokens(step, table):
+                if self.wants_tokens(step):
+                    write_tokens(self._folder.step_tokens(step), table, step)
+            case StepRecord():
+                self._write_step(event)
+            case Evaluation():
+                self._write_evaluation(event)
+            case RunSummary():
+                replace_file(self._folder.summary, _pretty(self._redactor.json(event.to_json())))
+
+    def _start(self, device: str) -> None:
         """config.toml as this session resolved it; environment.json of the first session, later ones listed under `resumed`."""
         from retrain.config import dump_toml
 
@@ -44,29 +63,18 @@ class RunFiles(Tracker):
             environment = first | {"resumed": [*(before if isinstance(before, list) else []), environment]}
         replace_file(self._folder.environment, _pretty(environment))
 
-    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
-        for record in kept_generations(self._config.logging, step, records):
-            self._append(self._folder.generations, record.to_json())
-
     def wants_tokens(self, step: int) -> bool:
         every = self._config.logging.tokens_every
         return every > 0 and step % every == 0
 
-    def tokens(self, step: int, table: TokenTable) -> None:
-        if self.wants_tokens(step):
-            write_tokens(self._folder.step_tokens(step), table, step)
-
-    def step(self, record: StepRecord) -> None:
+    def _write_step(self, record: StepRecord) -> None:
         values = record.to_json()
         self._append(self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS})
         self._append(self._folder.metrics, values)
 
-    def evaluation(self, result: EvaluationResult) -> None:
-        for record in result.problems:
+    def _write_evaluation(self, evaluation: Evaluation) -> None:
+        for record in evaluation.problems:
             self._append(self._folder.evaluation, record.to_json())
-
-    def finish(self, summary: RunSummary) -> None:
-        replace_file(self._folder.summary, _pretty(self._redactor.json(summary.to_json())))
 
     def close(self) -> None:
         for writer in self._writers.values():

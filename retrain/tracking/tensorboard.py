@@ -1,9 +1,11 @@
 """TensorBoard event files, in `tensorboard/` of the run's folder: `tensorboard --logdir logs`."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
+from retrain.records.entries import StepRecord
+from retrain.records.evaluation import Evaluation
+from retrain.records.summary import SqueezeSummary
+from retrain.tracking.base import Event, Generations
 from retrain.tracking.external import (
     ExternalSettings,
     ExternalTracker,
@@ -21,21 +23,20 @@ class TensorboardTracker(ExternalTracker):
         import_extra("tensorboard", "tensorboard")
         self._writers: dict[str, Any] = {}
 
-    def step(self, record: StepRecord) -> None:
-        self._scalars(self._writer(), metrics(record), record.step)
-
-    def evaluation(self, result: EvaluationResult) -> None:
-        self._scalars(self._writer("eval"), evaluation_metrics(result), result.step)
-
-    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
-        lines = (f"{record.outcome} {record.prompt_id} ({record.num_tokens} tokens)\n{record.completion}" for record in records)
-        text = self.settings.redactor.text("\n\n".join(lines))
-        self._writer().add_text("completions", _as_code(text), step)
-
-    def squeeze(self, result: SqueezeResult) -> None:
-        for row in result.table:
-            self._scalars(self._writer(), squeeze_metrics(row), row.rank)
-        self._scalars(self._writer(), squeeze_summary(result), 0)
+    def emit(self, event: Event) -> None:
+        match event:
+            case StepRecord():
+                self._scalars(self._writer(), metrics(event), event.step)
+            case Evaluation():
+                self._scalars(self._writer("eval"), evaluation_metrics(event), event.step)
+            case Generations(step, records):
+                lines = (f"{record.outcome} {record.prompt_id} ({record.num_tokens} tokens)\n{record.completion}" for record in records)
+                text = self.settings.redactor.text("\n\n".join(lines))
+                self._writer().add_text("completions", _as_code(text), step)
+            case SqueezeSummary():
+                for row in event.table:
+                    self._scalars(self._writer(), squeeze_metrics(row), row.rank)
+                self._scalars(self._writer(), squeeze_summary(event), 0)
 
     def _writer(self, name: str = "") -> Any:
         """Evaluations have a writer of their own, since they count completed steps: one at step 20 is older than training step 20."""

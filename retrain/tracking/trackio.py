@@ -1,10 +1,12 @@
 """Trackio: the same picture as wandb, kept on this machine; `trackio show` opens it."""
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
-from retrain.records.entries import EvaluationResult, GenerationRecord, SqueezeResult, StepRecord
+from retrain.records.entries import StepRecord
+from retrain.records.evaluation import Evaluation
+from retrain.records.summary import SqueezeSummary
+from retrain.tracking.base import Event, Generations, Started
 from retrain.tracking.external import (
     GENERATION_COLUMNS,
     STEP_METRIC,
@@ -29,7 +31,21 @@ class TrackioTracker(ExternalTracker):
         self._name = settings.resumed.get(_RUN_NAME) or settings.run_name
         self._run_id = settings.resumed.get(_RUN_ID, "")
 
-    def start(self, device: str) -> None:
+    def emit(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._start()
+            case StepRecord():
+                self._run.log(metrics(event) | {STEP_METRIC: event.step}, step=event.step)
+            case Evaluation():
+                self._run.log(evaluation_metrics(event) | {STEP_METRIC: event.step}, step=event.step)
+            case Generations(step, records):
+                table = self._trackio.Table(columns=list(GENERATION_COLUMNS), data=self.settings.masked_rows(records))
+                self._run.log({"completions": table}, step=step)
+            case SqueezeSummary():
+                self._log_squeeze(event)
+
+    def _start(self) -> None:
         _keep_quiet()
         self._run = self._trackio.init(
             project=self.settings.project,
@@ -43,17 +59,7 @@ class TrackioTracker(ExternalTracker):
             self._run.id = self._run_id  # trackio resumes the newest run of that name, which may be another one's
         self._run_id = str(self._run.id)
 
-    def step(self, record: StepRecord) -> None:
-        self._run.log(metrics(record) | {STEP_METRIC: record.step}, step=record.step)
-
-    def evaluation(self, result: EvaluationResult) -> None:
-        self._run.log(evaluation_metrics(result) | {STEP_METRIC: result.step}, step=result.step)
-
-    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
-        table = self._trackio.Table(columns=list(GENERATION_COLUMNS), data=self.settings.masked_rows(records))
-        self._run.log({"completions": table}, step=step)
-
-    def squeeze(self, result: SqueezeResult) -> None:
+    def _log_squeeze(self, result: SqueezeSummary) -> None:
         for row in result.table:
             self._run.log(squeeze_metrics(row), step=row.rank)
         columns = ["rank", *squeeze_metrics(result.table[0])]

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from retrain.records.entries import EvaluationResult, GenerationRecord, RunSummary, SqueezeResult, StepRecord
+from retrain.records.entries import GenerationRecord, StepRecord
+from retrain.records.evaluation import Evaluation
+from retrain.records.summary import RunSummary, SqueezeSummary
+from retrain.tracking.base import Event, Generations, Started
 from retrain.tracking.external import (
     GENERATION_COLUMNS,
     RANK_METRIC,
@@ -48,7 +51,22 @@ class WandbTracker(ExternalTracker):
         self._completions: Any = None
         self._unsent_steps = 0
 
-    def start(self, device: str) -> None:
+    def emit(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._start()
+            case StepRecord():
+                self._run.log(metrics(event) | {STEP_METRIC: event.step})
+            case Evaluation():
+                self._run.log(evaluation_metrics(event) | {STEP_METRIC: event.step})
+            case Generations():
+                self._add_completions(event.records)
+            case SqueezeSummary():
+                self._log_squeeze(event)
+            case RunSummary():
+                self._finish(event)
+
+    def _start(self) -> None:
         excepthook = sys.excepthook
         self._wandb.setup(self._wandb.Settings(silent=True))  # the screen is ours, and nobody is there to answer a prompt for a key
         try:
@@ -93,13 +111,7 @@ class WandbTracker(ExternalTracker):
             ),
         )
 
-    def step(self, record: StepRecord) -> None:
-        self._run.log(metrics(record) | {STEP_METRIC: record.step})
-
-    def evaluation(self, result: EvaluationResult) -> None:
-        self._run.log(evaluation_metrics(result) | {STEP_METRIC: result.step})
-
-    def generations(self, step: int, records: Sequence[GenerationRecord]) -> None:
+    def _add_completions(self, records: Sequence[GenerationRecord]) -> None:
         """Rows of one growing table. A table of its own for every step would show the last step's alone."""
         if self._completions is None:
             self._completions = self._wandb.Table(columns=list(GENERATION_COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True)
@@ -118,7 +130,7 @@ class WandbTracker(ExternalTracker):
             self._run.log({key: self._completions, STEP_METRIC: self._completions.data[-1][0]})
             self._unsent_steps = 0
 
-    def squeeze(self, result: SqueezeResult) -> None:
+    def _log_squeeze(self, result: SqueezeSummary) -> None:
         for row in result.table:
             self._run.log(squeeze_metrics(row) | {RANK_METRIC: row.rank})
         columns = ["rank", *squeeze_metrics(result.table[0])]
@@ -126,14 +138,14 @@ class WandbTracker(ExternalTracker):
         self._run.log({"squeeze/table": self._wandb.Table(columns=columns, data=rows)})
         self._run.summary.update(squeeze_summary(result))
 
-    def finish(self, summary: RunSummary) -> None:
+    def _finish(self, summary: RunSummary) -> None:
         self._send_completions()
         values = {"status": summary.status, "steps": summary.steps, "seconds": summary.seconds, "tokens": summary.tokens}
         self._run.summary.update(self.settings.redactor.json(values | ({"reason": summary.reason} if summary.reason else {})))
         self._end(0 if summary.status == "done" else 1)
 
     def close(self) -> None:
-        """Without `finish` before it the run has not even begun."""
+        """A run without a `RunSummary` never began."""
         if self._run is not None:
             self._send_completions()
             self._end(1)

@@ -1,0 +1,73 @@
+"""What a job amounts to: summary.json of a run, and the analysis of an adapter as the trackers show it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retrain.records.entries import StepRecord
+from retrain.records.evaluation import Evaluation
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished or interrupted run amounts to: summary.json and the last lines on the screen."""
+
+    status: str
+    """done, interrupted, failed."""
+    condition: str
+    seed: int
+    steps: int
+    """Steps completed, over all sessions of the run."""
+    seconds: float
+    tokens: int
+    """Prompt and completion tokens sampled for training."""
+    before: Evaluation | None
+    after: Evaluation | None
+    last: StepRecord | None
+    adapter: str
+    """The last adapter's folder, relative to the run's folder where it lies inside; of a run that is done."""
+    reason: str = ""
+    """Why it is not done."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "reason": self.reason or None,
+            "condition": self.condition,
+            "seed": self.seed,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "evaluation": {
+                "before": self.before.summary() if self.before else None,
+                "after": self.after.summary() if self.after else None,
+            },
+            "last": self.last.to_json() if self.last else None,
+            "adapter": self.adapter,
+        }
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """What one rank keeps of an adapter's variance V, over the layers that are not zero."""
+
+    rank: int
+    mean: float
+    min: float
+    max: float
+    energy: float
+    """V of all layers as one update: each is weighted by the squared norm of its s B A."""
+    error: float
+    """Relative Frobenius error of the whole update, sqrt(1 - energy)."""
+
+
+@dataclass(frozen=True)
+class SqueezeSummary:
+    """The recommended rank of an adapter, and what it rests on."""
+
+    source_rank: int
+    """The largest rank of a layer."""
+    recommended_rank: int
+    threshold: float
+    """Least variance that the recommended rank keeps."""
+    table: Sequence[TableRow]

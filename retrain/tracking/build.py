@@ -1,0 +1,71 @@
+"""The sinks that a configuration asks for: the screen, the run's folder, and the trackers of `[logging] trackers`."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from retrain.records.redact import Redactor
+from retrain.records.run_folder import RunFolder
+from retrain.records.summary import RunSummary, SqueezeSummary
+from retrain.tracking.base import Started, Tracker, Trackers
+from retrain.tracking.console import Console
+from retrain.tracking.external import Background, ExternalSettings, ExternalTracker
+from retrain.tracking.files import RunFiles
+from retrain.tracking.tensorboard import TensorboardTracker
+from retrain.tracking.trackio import TrackioTracker
+from retrain.tracking.wandb import WandbTracker
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+_EXTERNAL: dict[str, type[ExternalTracker]] = {"wandb": WandbTracker, "trackio": TrackioTracker, "tensorboard": TensorboardTracker}
+"""Each imports its library when it is made."""
+
+SQUEEZE_RUN = "squeeze-analysis"
+
+
+def build_tracker(
+    config: "TrainConfig",
+    folder: RunFolder,
+    *,
+    condition: str,
+    quiet: bool = False,
+    resumed: Mapping[str, str] | None = None,
+    first_step: int = 0,
+) -> Tracker:
+    """The sinks of a run. `resumed` is the `state` of the run's earlier session, which ended before `first_step`.
+
+    Raises EnvironmentFailure, naming the extra, for a tracker whose package is not installed.
+    """
+    redactor = Redactor()
+    console = Console(quiet=quiet, redactor=redactor, folder=folder.path)
+    run_name = redactor.text(config.logging.wandb_run_name or condition)
+    settings = ExternalSettings(config, folder, run_name, redactor, resumed or {}, first_step)
+    return Trackers([console, RunFiles(config, folder, redactor), *_external_trackers(settings, console.message)])
+
+
+def track_squeeze(config: "TrainConfig", folder: RunFolder, summary: SqueezeSummary, say: Callable[[str], None]) -> None:
+    """Send the analysis of an adapter to the trackers that the configuration asks for, as a run `squeeze-analysis` of its own.
+
+    What the trackers keep on disk goes below `folder`. Raises EnvironmentFailure for a tracker whose package is not installed.
+    """
+    tracker = Trackers(_external_trackers(ExternalSettings(config, folder, SQUEEZE_RUN, Redactor(), {}, 0), say))
+    if not tracker.sinks:
+        return
+    folder.path.mkdir(parents=True, exist_ok=True)
+    try:
+        tracker.emit(Started(config.squeeze.device))
+        tracker.emit(summary)
+        tracker.emit(RunSummary("done", SQUEEZE_RUN, config.training.seed, 0, 0.0, 0, None, None, None, ""))
+    finally:
+        tracker.close()
+
+
+def _external_trackers(settings: ExternalSettings, say: Callable[[str], None]) -> list[Tracker]:
+    """Each runs in a thread of its own, so that its failures and delays do not reach the run."""
+    return [Background(name, _EXTERNAL[name](settings), say, settings.folder.path) for name in tracker_names(settings.config)]
+
+
+def tracker_names(config: "TrainConfig") -> list[str]:
+    """`[logging] trackers`; a wandb_project adds wandb."""
+    names: list[str] = list(dict.fromkeys(config.logging.trackers))
+    return [*names, "wandb"] if config.logging.wandb_project and "wandb" not in names else names
