@@ -20,6 +20,7 @@ from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
+from retrain.records.printing import counted
 from retrain.run.interrupts import Interrupts
 from retrain.run.opening import stored_checkpoints
 from retrain.tracking import RunFolder
@@ -151,13 +152,9 @@ def _launcher(plan: Plan) -> Launcher:
 
 def _opening_line(plan: Plan, manifest: Manifest) -> str:
     done = sum(is_finished(run) for run in plan.runs)
-    size = f"{_counted(len(plan.conditions), 'condition')} x {_counted(len(plan.seeds), 'seed')} = {_counted(len(plan.runs), 'run')}"
+    size = f"{counted(len(plan.conditions), 'condition')} x {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')}"
     resumed = f", {done} of them finished before" if done else ""
-    return f"Campaign {manifest.folder}: {size} of {_counted(plan.max_steps, 'step')}{resumed}."
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"Campaign {manifest.folder}: {size} of {counted(plan.max_steps, 'step')}{resumed}."
 
 
 def is_finished(run: CampaignRun) -> bool:

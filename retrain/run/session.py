@@ -19,6 +19,7 @@ from retrain.errors import EnvironmentFailure, Interrupted, RetrainError, RunFai
 from retrain.parsing import read_object
 from retrain.records.checkpoint import replace_file
 from retrain.records.evaluation import Evaluation
+from retrain.records.printing import counted
 from retrain.records.terminal import clean
 from retrain.run.gate import default_mismatch_limit
 from retrain.run.interrupts import Interrupts
@@ -260,7 +261,7 @@ class Session:
         state.nonfinite_streak = state.nonfinite_streak + 1 if result.updates == 0 and result.nonfinite_updates else 0
         if result.nonfinite_updates:
             self.tracker.message(
-                f"Step {state.step - 1}: {result.nonfinite_tensor} was not finite, so {result.nonfinite_updates} update(s) were skipped."
+                f"Step {state.step - 1}: {result.nonfinite_tensor} was not finite; skipped {counted(result.nonfinite_updates, 'update')}."
             )
         if state.nonfinite_streak >= _NONFINITE_LIMIT:
             raise RunFailed(
@@ -357,7 +358,7 @@ class Session:
             sentence = f"The checkpoint of step {self.state.step} could not be written to {where}: {error.strerror or error}"
             if self._failed_saves >= _SAVE_ATTEMPTS or self.finished:
                 raise EnvironmentFailure(
-                    f"{sentence}, {self._failed_saves} time(s) in a row; free space there, then go on with --resume {self.folder.path}."
+                    f"{sentence}, {counted(self._failed_saves, 'time')} in a row; free space there, then use --resume {self.folder.path}."
                 ) from error
             self.tracker.message(f"{sentence}; trying again after the next step.")
             return

@@ -11,12 +11,13 @@ from retrain.config.outcomes import unused_keys
 from retrain.errors import ConfigurationError
 from retrain.records.checkpoint import replace_file
 from retrain.records.disk import expanded, safetensors_io, writing_to
+from retrain.records.printing import GAP, table_lines
 from retrain.records.terminal import clean
 from retrain.run.notes import refuse_not_built, trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
-from retrain.squeeze.analysis import Analysis, TableRow, analyze, svd_device
+from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
 from retrain.tracking import RunFolder
 from retrain.tracking.base import SQUEEZE_RUN, track_squeeze
@@ -115,18 +116,13 @@ def analysis_lines(analysis: Analysis) -> list[str]:
     zero = len(analysis.zero_layers)
     count = len(analysis.layers)
     lines = [f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {count} layers{f', {zero} of them zero' if zero else ''}."]
-    lines += ["Variance kept (squared singular values) by rank:", _HEADER]
-    lines += [_row_line(row, row.rank == analysis.recommended_rank) for row in analysis.table]
+    rows: list[tuple[str, ...]] = [("rank", "mean", "min", "max", "whole", "error of the whole", "")]
+    for row in analysis.table:
+        values = (f"{value:.2%}" for value in (row.mean, row.min, row.max, row.energy, row.error))
+        rows.append((str(row.rank), *values, "<- recommended" if row.rank == analysis.recommended_rank else ""))
+    lines += ["Variance kept (squared singular values) by rank:", *table_lines(rows, right=range(6), indent=GAP)]
     judged = "the mean over the layers" if analysis.rule == "mean" else "the worst layer"
     return [*lines, f"Recommended rank: {analysis.recommended_rank} ({judged} keeps {analysis.threshold:.0%} or more)."]
-
-
-_HEADER = "  rank      mean       min       max     whole   error of the whole"
-
-
-def _row_line(row: TableRow, recommended: bool) -> str:
-    values = "".join(f"{value:>10.2%}" for value in (row.mean, row.min, row.max, row.energy))
-    return f"  {row.rank:>4}{values}   {row.error:>8.2%}{'   <- recommended' if recommended else ''}"
 
 
 def compression_lines(compression: Compression) -> list[str]:
