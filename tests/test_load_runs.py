@@ -137,7 +137,7 @@ def test_a_checkpoint_is_no_campaign(trained: Path) -> None:
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds no run"):
         retrain.load_runs(tmp_path)
-    with pytest.raises(ConfigurationError, match="is no folder"):
+    with pytest.raises(ConfigurationError, match="is not a folder"):
         retrain.load_runs(tmp_path / "nowhere")
 
 

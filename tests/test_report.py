@@ -266,7 +266,7 @@ def test_a_campaign_that_goes_on_says_so_and_counts_what_is_planned(tmp_path: Pa
         algorithm={"advantage_mode": "grpo", "transform_mode": "none"},
     )
     page = build_page(ReportRequest(campaign))
-    assert "2 runs are still to come" in page and "<dt>seeds</dt><dd>3</dd>" in page and "<dt>steps</dt><dd>9 of 12</dd>" in page
+    assert "Still to come: 2 runs." in page and "<dt>seeds</dt><dd>3</dd>" in page and "<dt>steps</dt><dd>9 of 12</dd>" in page
     row = re.search("<tr>" + "".join(f"<td[^>]*>{cell}</td>" for cell in (r"grpo\+none", "3", "2", "55.0%", "50.0%")), page)
     assert row  # the run on its way is not in the training accuracy
 

@@ -146,7 +146,7 @@ def test_a_failed_run_says_why_and_a_resumed_one_no_longer(tmp_path: Path, monke
         train(small(tmp_path / "run", **sections), quiet=True)
     (status,) = overview(tmp_path).runs
     assert (status.state, status.steps) == (State.FAILED, 0)
-    assert f"failed after 0 steps ({str(failure.value).rstrip('.')}); go on with" in status.note and "it is broken" in status.note
+    assert f"failed after 0 steps ({str(failure.value).rstrip('.')}); resume it with" in status.note and "it is broken" in status.note
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["reason"] == str(failure.value)
     broken.unlink()
     train(small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")}), quiet=True)

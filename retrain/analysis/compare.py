@@ -1,6 +1,6 @@
-"""Comparing conditions with a baseline, seed by seed: the runs of a campaign, or runs that are named.
+"""Compare conditions with a baseline: the runs of a campaign, or runs given by folder.
 
-The unit is the run: a contrast is the list of differences between runs of one seed. `verdict` says what follows from them.
+The unit is the run. A contrast is the list of differences between two runs of one seed; `verdict` draws the conclusion.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +12,19 @@ from retrain.analysis.arms import (
     Arm,
     RunsByCondition,
     Shared,
+    arm_of,
     check_same_problems,
     control_label,
     differing_keys,
     group_by_condition,
     judged_by,
-    measured,
 )
 from retrain.analysis.measures import Metric, choose_metric, trained_on_chance
 from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks, problem_interval
 from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
+from retrain.records.printing import counted
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class ArmSummary:
     runs: int
     mean: float | None
     sd: float | None
-    """Between runs, ddof = 1."""
+    """Over the runs, ddof = 1."""
     tasks: TaskAggregate | None
-    """Where the held-out problems are of several tasks."""
+    """None unless the held-out problems come from several tasks."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Contrast:
     """By seed."""
     conclusion: Conclusion
     problem_interval: tuple[float, float] | None
-    """With seeds, held-out problems and samples drawn anew, where there are held-out problems."""
+    """For new seeds, held-out problems and samples; None without held-out problems."""
     tasks: TaskContrast | None
-    """Where the held-out problems are of several tasks."""
+    """None unless the held-out problems come from several tasks."""
     shared: Shared
     differing_keys: Sequence[str]
 
@@ -57,7 +58,7 @@ class Contrast:
 class Comparison:
     metric: Metric
     judge: str
-    """The reward that decides the metric, the same in all arms; "" for a metric that no reward decides."""
+    """The reward that decides the metric, the same in all arms; "" for a metric that does not depend on a reward."""
     test: TestSettings
     baseline: str
     arms: Sequence[ArmSummary]
@@ -68,62 +69,61 @@ class Comparison:
 
     @property
     def seeds_to_conclude(self) -> int:
-        """Pairs that the whole family needs before any verdict but inconclusive is possible."""
+        """Fewest pairs with which any contrast of the family can be significant."""
         return statistics.seeds_to_reach(self.test.alpha, len(self.contrasts))
 
 
 def compare_campaign(
     folder: Path, test: TestSettings, baseline: str | None = None, metric: str | None = None, *, control: bool = False
 ) -> Comparison:
-    """Every condition of a campaign against one of them: the first unless `baseline` names it or `control` takes the random-reward one."""
-    found = group_by_condition(campaign_runs(folder))
-    labels = list(found.conditions)
+    """Every condition of a campaign against `baseline`, by default its first; `control` takes the one trained on random rewards."""
+    grouped = group_by_condition(campaign_runs(folder))
+    labels = list(grouped.conditions)
     if control:
-        baseline = control_label(found.conditions, folder)
+        baseline = control_label(grouped.conditions, folder)
     elif baseline is None and labels:
         baseline = labels[0]
-    if baseline not in found.conditions:
+    if baseline not in grouped.conditions:
         raise ConfigurationError(f"--baseline {baseline} is no condition of {folder}; the conditions are {', '.join(labels)}.")
-    return _compare(found, baseline, found.conditions[baseline], test, metric)
+    return _compare(grouped, baseline, test, metric)
 
 
 def compare_runs(
     candidates: Sequence[StoredRun], baselines: Sequence[StoredRun], test: TestSettings, metric: str | None = None
 ) -> Comparison:
-    """The conditions of some runs against the one condition of others, paired by seed."""
+    """The conditions of `candidates` against the one condition of `baselines`, paired by seed."""
     both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
     if both:
         raise ConfigurationError(f"{min(both)} is on both sides of --baseline; name it once.")
-    found, base = group_by_condition(candidates), group_by_condition(baselines)
+    grouped, base = group_by_condition(candidates), group_by_condition(baselines)
     if len(base.conditions) != 1:
         raise ConfigurationError(
-            f"the runs of --baseline are of {len(base.conditions)} conditions ({', '.join(base.conditions)}); name one's."
+            f"the runs after --baseline have {len(base.conditions)} conditions ({', '.join(base.conditions)}); give the runs of one."
         )
     ((label, runs),) = base.conditions.items()
-    if label in found.conditions:
+    if label in grouped.conditions:
         label = f"{label} (baseline)"
-    left_out = [*base.left_out, *found.left_out]
-    both_sides = RunsByCondition({label: runs, **found.conditions}, left_out, base.to_come + found.to_come)
-    return _compare(both_sides, label, runs, test, metric)
+    left_out = [*base.left_out, *grouped.left_out]
+    both_sides = RunsByCondition({label: runs, **grouped.conditions}, left_out, base.to_come + grouped.to_come)
+    return _compare(both_sides, label, test, metric)
 
 
-def _compare(
-    found: RunsByCondition, baseline: str, base_runs: Mapping[int, StoredRun], test: TestSettings, metric_name: str | None
-) -> Comparison:
-    metric = choose_metric(metric_name, found.runs)
+def _compare(grouped: RunsByCondition, baseline: str, test: TestSettings, metric_name: str | None) -> Comparison:
+    metric = choose_metric(metric_name, grouped.runs)
     check_sizes(test, metric)
     if metric.k is not None:
-        check_same_problems(found.runs)
-    left_out = list(found.left_out)
+        check_same_problems(grouped.runs)
+    left_out = list(grouped.left_out)
+    base_runs = grouped.conditions[baseline]
     judge = next((metric.judge(run) for run in base_runs.values()), "")
-    alike = found.conditions
+    alike = grouped.conditions
     if base_runs:
         alike = {label: judged_by(label, runs, metric, judge, left_out) for label, runs in alike.items()}
-    base, *others = [measured(label, alike[label], metric, left_out) for label in dict.fromkeys((baseline, *alike))]
+    base, *others = [arm_of(label, alike[label], metric, left_out) for label in dict.fromkeys((baseline, *alike))]
     paired = [arm for arm in others if any(seed in base.values for seed in arm.values)]
     if not paired:
-        judged_apart = any(len(alike[label]) < len(runs) for label, runs in found.conditions.items())
-        raise ConfigurationError(_no_pair(base, others, left_out) + (_one_judge(metric) if judged_apart else ""))
+        judged_apart = any(len(alike[label]) < len(runs) for label, runs in grouped.conditions.items())
+        raise ConfigurationError(_no_pair(base, others, left_out) + (_same_judge_advice(metric) if judged_apart else ""))
     return Comparison(
         metric=metric,
         judge=judge,
@@ -132,7 +132,7 @@ def _compare(
         arms=[_summary(arm, metric, 1 - test.alpha) for arm in (base, *others)],
         contrasts=_family(base, paired, metric, test),
         left_out=left_out,
-        notes=[*_interim(found), *_notes(base, others, metric, asked=metric_name is not None)],
+        notes=list(_notes(grouped, base, others, metric, asked=metric_name is not None)),
     )
 
 
@@ -146,22 +146,21 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
             raise ConfigurationError(f"--{name} {size:g} is not above 0; give the size of a difference, such as 0.02.")
         if size is not None and metric.is_rate and size >= 1:
             raise ConfigurationError(
-                f"--{name} {size:g} is no difference of {metric.name}, which lies between 0 and 1; two points are 0.02."
+                f"--{name} {size:g} is not a possible difference in {metric.name}, which lies between 0 and 1; two points are 0.02."
             )
-
-
-def _one_judge(metric: Metric) -> str:
-    """What to do where arms are judged by different rewards."""
-    if metric.k is not None:
-        return " Train all arms with one [evaluation] reward."
-    return " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
 
 
 def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
     seeds = {arm.label: ", ".join(map(str, arm.values)) or "none" for arm in (base, *others)}
-    has = "; ".join(f"{label}: {values}" for label, values in seeds.items())
+    found = "; ".join(f"{label}: {values}" for label, values in seeds.items())
     because = f" Left out: {' '.join(left_out)}" if left_out else ""
-    return f"there is no pair to compare: no run that counts shares its seed with one of the baseline (seeds of {has}).{because}"
+    return f"there is no pair to compare: no usable run shares its seed with a usable run of the baseline (seeds of {found}).{because}"
+
+
+def _same_judge_advice(metric: Metric) -> str:
+    if metric.k is not None:
+        return " Train all arms with the same [evaluation] reward."
+    return " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
 
 
 def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
@@ -176,58 +175,52 @@ def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
 
 
 def _family(base: Arm, others: Sequence[Arm], metric: Metric, test: TestSettings) -> list[Contrast]:
-    """One contrast an arm, its p values adjusted over all of them."""
-    differences = [statistics.paired_differences(arm.values, base.values) for arm in others]
-    conclusions = conclude([list(by_seed.values()) for by_seed in differences], test)
-    return [
-        _contrast(base, arm, by_seed, conclusion, metric, test)
-        for arm, by_seed, conclusion in zip(others, differences, conclusions, strict=True)
-    ]
+    """One contrast per arm; the p values are adjusted over all of them."""
+    by_arm = [statistics.paired_differences(arm.values, base.values) for arm in others]
+    conclusions = conclude([list(differences.values()) for differences in by_arm], test)
+    contrasts = []
+    for arm, differences, conclusion in zip(others, by_arm, conclusions, strict=True):
+        pairs = [(arm.runs[seed], base.runs[seed]) for seed in differences]
+        resampled = metric.k == 1 and len(pairs) > 1
+        contrasts.append(
+            Contrast(
+                condition=arm.label,
+                differences=differences,
+                conclusion=conclusion,
+                problem_interval=problem_interval(pairs, 1 - test.alpha) if resampled else None,
+                tasks=contrast_tasks(pairs, 1 - test.alpha) if resampled else None,
+                shared=Shared.of(pairs),
+                differing_keys=differing_keys(pairs),
+            )
+        )
+    return contrasts
 
 
-def _contrast(
-    base: Arm, arm: Arm, differences: Mapping[int, float], conclusion: Conclusion, metric: Metric, test: TestSettings
-) -> Contrast:
-    pairs = [(arm.runs[seed], base.runs[seed]) for seed in differences]
-    problems = metric.k == 1 and len(pairs) > 1
-    return Contrast(
-        condition=arm.label,
-        differences=differences,
-        conclusion=conclusion,
-        problem_interval=problem_interval(pairs, 1 - test.alpha) if problems else None,
-        tasks=contrast_tasks(pairs, 1 - test.alpha) if problems else None,
-        shared=Shared.of(pairs),
-        differing_keys=differing_keys(pairs),
-    )
+# -- what a reader must know before believing the numbers ----------------------------------------------------------------
 
 
-def _interim(found: RunsByCondition) -> Iterator[str]:
-    if found.to_come:
-        runs = "1 run is" if found.to_come == 1 else f"{found.to_come} runs are"
-        yield f"{runs} still to come: who looks again and again and stops at a verdict finds one by luck more often than alpha says."
-
-
-def _notes(base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> Iterator[str]:
-    """What a reader must know before believing the numbers."""
+def _notes(grouped: RunsByCondition, base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> Iterator[str]:
+    if grouped.to_come:
+        yield f"Still to come: {counted(grouped.to_come, 'run')}. Peeking inflates the false-positive rate above alpha."
     runs = [run for arm in (base, *others) for run in arm.runs.values()]
     if metric.k is None and not asked:
         yield (
-            "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on the problems that "
-            "were trained on, while learning; [evaluation] at_end = true gives the better number."
+            "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on training problems "
+            "while the model learns; [evaluation] at_end = true gives the better number."
         )
     if base.runs and all(map(trained_on_chance, base.runs.values())):
         yield (
-            f"{base.label} is a control, trained on random rewards: a difference from it is what a reward that knows the answers adds to "
+            f"{base.label} is a control, trained on random rewards: a difference from it is what an informative reward adds to "
             "training as such."
         )
     ends = sorted({run.steps for run in runs})
     if len(ends) > 1:
-        yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}): the comparison is of unequal training."
+        yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for different lengths."
     if metric.k is not None:
         yield from _held_out_notes(runs)
     lonely = [f"{arm.label} ({', '.join(map(str, seeds))})" for arm in others if (seeds := [s for s in arm.values if s not in base.values])]
     if lonely:
-        yield f"Seeds without a run of the baseline are in the means and in no difference: {'; '.join(lonely)}."
+        yield f"Seeds without a run of the baseline count in the means but in no difference: {'; '.join(lonely)}."
     unpaired = [arm.label for arm in others if not any(seed in base.values for seed in arm.values)]
     if unpaired:
         yield f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it."
@@ -239,4 +232,4 @@ def _held_out_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
         yield f"{len(early)} of {len(runs)} runs trained on after their last held-out evaluation; [evaluation] at_end = true adds one."
     unjudged = sum(item.could_not_judge for run in runs if run.final_evaluation for item in run.final_evaluation.problems)
     if unjudged:
-        yield f"{unjudged} held-out answers could not be judged and count neither as right nor as wrong."
+        yield f"{counted(unjudged, 'held-out answer')} could not be judged: counted neither as right nor as wrong."

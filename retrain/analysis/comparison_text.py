@@ -1,4 +1,4 @@
-"""A comparison in words and numbers: the sentences and tables of every form of it, Markdown, and one JSON object with stable keys."""
+"""A comparison for its readers: aligned text for a terminal, Markdown, and one JSON object with stable keys."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -9,24 +9,30 @@ from retrain.analysis.compare import ArmSummary, Comparison, Contrast
 from retrain.analysis.measures import Metric
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.analysis.verdict import Conclusion, Verdict
+from retrain.records.printing import GAP, counted, markdown_lines, table_lines
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""(head, rows)"""
 
 _ENOUGH_RUNS = 10
-"""From here on percentiles of resampled runs cover about what they say (Colas et al., arXiv 1806.08295)."""
+"""From here on percentile intervals of resampled runs have about their nominal coverage (Colas et al., arXiv 1806.08295)."""
+_SHOWN = (0, 1, 2, 3, 5, 8)
+"""Columns of `contrast_table` on a terminal: condition, pairs, difference, interval, adjusted p, verdict. The sentences have the others."""
 
 
 def to_markdown(comparison: Comparison) -> str:
-    return "\n".join(_paragraphs(comparison)) + "\n"
+    return "\n".join(_markdown(comparison)) + "\n"
 
 
-def _paragraphs(comparison: Comparison) -> Iterator[str]:
+def _markdown(comparison: Comparison) -> Iterator[str]:
     yield f"# Conditions against {comparison.baseline}"
     yield ""
     yield heading(comparison)
     yield ""
-    yield from _table(*arm_table(comparison))
+    yield from markdown_lines(*arm_table(comparison))
     yield ""
     head, rows = contrast_table(comparison)
-    yield from _table(head, [(*cells, f"**{verdict}**") for *cells, verdict in rows])
+    yield from markdown_lines(head, [(*cells, f"**{verdict}**") for *cells, verdict in rows])
     yield ""
     shared = {sharing(contrast) for contrast in comparison.contrasts}
     if len(shared) == 1:
@@ -38,9 +44,9 @@ def _paragraphs(comparison: Comparison) -> Iterator[str]:
         yield from (f"  {line}" for line in details(contrast, comparison))
     if any(arm.tasks for arm in comparison.arms):
         yield ""
-        yield task_words(comparison)
+        yield task_heading(comparison)
         yield ""
-        yield from _table(*task_table(comparison))
+        yield from markdown_lines(*task_table(comparison))
     for title, sentences in (("Notes", comparison.notes), ("Left out", comparison.left_out)):
         if sentences:
             yield ""
@@ -48,8 +54,63 @@ def _paragraphs(comparison: Comparison) -> Iterator[str]:
             yield from (f"- {sentence}" for sentence in sentences)
 
 
+def to_text(comparison: Comparison, width: int = 80) -> str:
+    """Lines of at most `width` columns, unless a single word or table cell is longer."""
+    return "\n".join(_text(comparison, width)) + "\n"
+
+
+def _text(comparison: Comparison, width: int) -> Iterator[str]:
+    yield f"Conditions against {comparison.baseline}"
+    yield from _wrapped(heading(comparison), width, after="")
+    yield ""
+    yield from _aligned(arm_table(comparison), width)
+    yield ""
+    head, rows = contrast_table(comparison)
+    yield from _aligned(([head[column] for column in _SHOWN], [[row[column] for column in _SHOWN] for row in rows]), width)
+    yield ""
+    shared = {sharing(contrast) for contrast in comparison.contrasts}
+    if len(shared) == 1:
+        yield from _wrapped(next(iter(shared)), width, after="")
+    for contrast, row in zip(comparison.contrasts, rows, strict=True):
+        yield from _wrapped(f"{contrast.condition}: {explanation(contrast, comparison)}", width)
+        hidden = [f"{head[column]} {cell}" for column, cell in enumerate(row) if column not in _SHOWN and cell]
+        said = [*([sharing(contrast)] if len(shared) > 1 else []), f"Also: {', '.join(hidden)}.", *details(contrast, comparison)]
+        yield from (line for sentence in said for line in _wrapped(sentence, width, "  "))
+    if any(arm.tasks for arm in comparison.arms):
+        yield ""
+        yield from _wrapped(task_heading(comparison), width, after="")
+        yield from _aligned(task_table(comparison), width)
+    for title, sentences in (("Notes", comparison.notes), ("Left out", comparison.left_out)):
+        if sentences:
+            yield from ("", f"{title}:")
+            for sentence in sentences:
+                yield from _wrapped(f"- {sentence}", width)
+
+
+def _wrapped(text: str, width: int, indent: str = "", after: str = "  ") -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent + after, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _aligned(table: Table, width: int) -> Iterator[str]:
+    """Labels and the last column to the left, numbers to the right. A table wider than the terminal has each label on a line of its own."""
+    rows = [table[0], *table[1]]
+    numbers = range(1, len(table[0]) - 1)
+    lines = list(table_lines(rows, right=numbers))
+    if max(map(len, lines)) <= width:
+        yield from lines
+        return
+    for row, cells in zip(rows, table_lines([row[1:] for row in rows], right=[column - 1 for column in numbers], indent=GAP), strict=True):
+        yield row[0]
+        yield cells
+
+
+# -- sentences -----------------------------------------------------------------------------------------------------------
+
+
 def heading(comparison: Comparison) -> str:
-    """What is compared, who judges it, and how."""
+    """What is compared, by whose judgement, and how."""
     words = comparison.metric.description
     judge = f", judged by {comparison.judge}" if comparison.judge else ""
     direction = "lower" if comparison.test.lower_is_better else "higher"
@@ -57,9 +118,9 @@ def heading(comparison: Comparison) -> str:
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
-    """What may be concluded from one contrast, and what not, in words."""
+    """What may be concluded from one contrast, and what may not."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    shown = f"{_difference(found.mean, metric)} in {_pairs(found.pairs)}"
+    shown = f"{_difference(found.mean, metric)} in {counted(found.pairs, 'pair')}"
     match found.verdict:
         case Verdict.IMPROVEMENT | Verdict.WORSE:
             return f"{found.verdict}: {shown}, adjusted p {_p(found.p_adjusted)}."
@@ -71,43 +132,32 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
 
 def _why_inconclusive(found: Conclusion, comparison: Comparison) -> str:
     metric, test = comparison.metric, comparison.test
+    pairs, family = counted(found.pairs, "pair"), counted(len(comparison.contrasts), "comparison")
     if not found.can_conclude(test.alpha):
         return (
-            f"No result of {_pairs(found.pairs)} could be significant: the smallest adjusted p is {_p(found.smallest_p_adjusted)}; "
-            f"{comparison.seeds_to_conclude} seeds is the least for {_comparisons(comparison)} at {test.alpha:g}."
+            f"No result of {pairs} could be significant: the smallest possible adjusted p is {_p(found.smallest_p_adjusted)}; "
+            f"at least {comparison.seeds_to_conclude} seeds are needed for {family} at {test.alpha:g}."
         )
-    alone = _alone(found, comparison)
     if not found.sd:
-        return "All differences are equal, so they say nothing about chance."
+        return "All differences are equal, so they show nothing about chance."
     if found.minimal_detectable_effect is None:
-        return f"So few as {_pairs(found.pairs)} can be significant only after another comparison is."
+        return f"With only {pairs}, this contrast can be significant only after another one is."
+    interval_alone = ""
+    if found.interval and not found.interval[0] <= 0 <= found.interval[1]:
+        p = f"adjusted p over {family}" if len(comparison.contrasts) > 1 else "p"
+        interval_alone = f"Its own interval excludes 0, but the {p}, {_p(found.p_adjusted)}, is not below {test.alpha:g}. "
     detectable = _size(found.minimal_detectable_effect, metric)
-    return f"{alone}A true difference of {detectable} would be found in {100 * test.power:g}% of such campaigns, a smaller one less often."
-
-
-def _alone(found: Conclusion, comparison: Comparison) -> str:
-    """Why an interval without 0 in it, which is of one contrast, is no verdict of the family."""
-    if found.interval is None or found.interval[0] <= 0 <= found.interval[1]:
-        return ""
-    several = len(comparison.contrasts) > 1
-    over = f" over {_comparisons(comparison)}" if several else ""
-    return f"Its own interval leaves 0 out, and the {'adjusted ' if several else ''}p{over}, {_p(found.p_adjusted)}, does not reach it. "
-
-
-def _pairs(count: int) -> str:
-    return "1 pair" if count == 1 else f"{count} pairs"
-
-
-def _comparisons(comparison: Comparison) -> str:
-    count = len(comparison.contrasts)
-    return "one comparison" if count == 1 else f"{count} comparisons"
+    return (
+        f"{interval_alone}A true difference of {detectable} would be found in {100 * test.power:g}% of such campaigns, "
+        "a smaller one less often."
+    )
 
 
 def details(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    """What else there is to say of a contrast, a sentence each."""
+    """What else there is to say about a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     if contrast.problem_interval:
-        yield f"With problems and samples drawn anew as well: {_interval(contrast.problem_interval, metric)}."
+        yield f"For new problems and samples as well: {_interval(contrast.problem_interval, metric)}."
     if found.seeds_needed is not None:
         yield (
             f"To find {_size(test.effect, metric)} with a power of {100 * test.power:g}%, {found.seeds_needed} seeds are needed "
@@ -120,79 +170,72 @@ def details(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 
 
 def sharing(contrast: Contrast) -> str:
-    """What the runs of a pair had in common, which is what makes the pairing tight."""
+    """What the runs of a pair had in common; the more they share, the less luck is in their difference."""
     shared = contrast.shared
-    prompts, noise = _of(shared.prompts, shared.pairs), _of(shared.noise, shared.pairs)
     if shared.noise == shared.prompts == shared.pairs:
         return "The arms of every pair saw the same prompts and shared their sampling noise."
+    prompts, noise = (
+        "no" if count == 0 else "all" if count == shared.pairs else f"{count} of {shared.pairs}" for count in (shared.prompts, shared.noise)
+    )
     return f"Same prompts in {prompts} pairs, shared sampling noise in {noise}."
 
 
-def _of(count: int, pairs: int) -> str:
-    return "no" if count == 0 else "all" if count == pairs else f"{count} of {pairs}"
-
-
-def task_words(comparison: Comparison) -> str:
+def task_heading(comparison: Comparison) -> str:
     few = min(arm.runs for arm in comparison.arms if arm.tasks) < _ENOUGH_RUNS
-    caution = f", too narrow below some {_ENOUGH_RUNS} runs" if few else ""
+    caution = f", too narrow below about {_ENOUGH_RUNS} runs" if few else ""
     confidence = f"{100 * (1 - comparison.test.alpha):g}%"
     return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval from runs resampled within tasks{caution}):"
 
 
-def task_table(comparison: Comparison) -> "Table":
+# -- tables --------------------------------------------------------------------------------------------------------------
+
+
+def arm_table(comparison: Comparison) -> Table:
+    def row(arm: ArmSummary) -> tuple[str, ...]:
+        mean = "" if arm.mean is None else f"{100 * arm.mean:.1f}%" if comparison.metric.is_rate else f"{arm.mean:.4g}"
+        return arm.label, str(arm.runs), mean, _size(arm.sd, comparison.metric)
+
+    return ("condition", "runs", "mean", "sd between runs"), [row(arm) for arm in comparison.arms]
+
+
+def contrast_table(comparison: Comparison) -> Table:
+    """One row per contrast, the verdict last."""
+    metric, test = comparison.metric, comparison.test
+    confidence, detectable = f"{100 * (1 - test.alpha):g}% interval", f"detectable ({100 * test.power:g}%)"
+    rows = []
+    for contrast in comparison.contrasts:
+        found = contrast.conclusion
+        rows.append(
+            (
+                contrast.condition,
+                str(found.pairs),
+                _difference(found.mean, metric),
+                _interval(found.interval, metric) if found.interval else "",
+                _p(found.p),
+                _p(found.p_adjusted),
+                "" if found.d_z is None else f"{found.d_z:.2f}",
+                _size(found.minimal_detectable_effect, metric) if found.can_conclude(test.alpha) else "none",
+                str(found.verdict),
+            )
+        )
+    return ("condition", "pairs", "difference", confidence, "p", "adjusted p", "d_z", detectable, "verdict"), rows
+
+
+def task_table(comparison: Comparison) -> Table:
+    """One row per arm whose held-out problems come from several tasks."""
+    metric = comparison.metric
     contrasts = {contrast.condition: contrast.tasks for contrast in comparison.contrasts}
     rows = []
     for arm in comparison.arms:
         if arm.tasks:
-            against = contrasts.get(arm.label)
-            difference = (
-                f"{_difference(against.iqm_difference, comparison.metric)} ({_interval(against.interval, comparison.metric)})"
-                if against
-                else ""
-            )
-            chance = f"{100 * against.probability_of_improvement:.0f}%" if against else ""
             low, high = arm.tasks.interval
             shown = f"{100 * arm.tasks.iqm:.1f}% ({100 * low:.1f} to {100 * high:.1f})"
+            difference = chance = ""
+            if against := contrasts.get(arm.label):
+                difference = f"{_difference(against.iqm_difference, metric)} ({_interval(against.interval, metric)})"
+                chance = f"{100 * against.probability_of_improvement:.0f}%"
             rows.append((arm.label, str(len(arm.tasks.tasks)), shown, difference, chance))
     return ("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows
-
-
-# -- numbers in words ----------------------------------------------------------------------------------------------------
-
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""(head, rows)"""
-
-
-def arm_table(comparison: Comparison) -> Table:
-    return ("condition", "runs", "mean", "sd between runs"), [_arm_row(arm, comparison.metric) for arm in comparison.arms]
-
-
-def contrast_table(comparison: Comparison) -> Table:
-    """The verdict comes last."""
-    test = comparison.test
-    confidence = f"{100 * (1 - test.alpha):g}% interval"
-    head = ("condition", "pairs", "difference", confidence, "p", "adjusted p", "d_z", f"detectable ({100 * test.power:g}%)", "verdict")
-    return head, [_contrast_row(contrast, comparison) for contrast in comparison.contrasts]
-
-
-def _arm_row(arm: ArmSummary, metric: Metric) -> tuple[str, ...]:
-    mean = "" if arm.mean is None else f"{100 * arm.mean:.1f}%" if metric.is_rate else f"{arm.mean:.4g}"
-    return arm.label, str(arm.runs), mean, _size(arm.sd, metric)
-
-
-def _contrast_row(contrast: Contrast, comparison: Comparison) -> tuple[str, ...]:
-    metric, found = comparison.metric, contrast.conclusion
-    return (
-        contrast.condition,
-        str(found.pairs),
-        _difference(found.mean, metric),
-        _interval(found.interval, metric) if found.interval else "",
-        _p(found.p),
-        _p(found.p_adjusted),
-        "" if found.d_z is None else f"{found.d_z:.2f}",
-        _size(found.minimal_detectable_effect, metric) if found.can_conclude(comparison.test.alpha) else "none",
-        str(found.verdict),
-    )
 
 
 def _difference(value: float, metric: Metric) -> str:
@@ -214,16 +257,6 @@ def _p(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.2g}" if value < 0.995 else "1"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A Markdown table with its columns aligned for a terminal."""
-    clean = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
-    widths = [max(len(row[column]) for row in clean) for column in range(len(head))]
-    for index, row in enumerate(clean):
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        if index == 0:
-            yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
 
 
 # -- as data -------------------------------------------------------------------------------------------------------------
@@ -285,66 +318,3 @@ def _tasks_json(tasks: TaskAggregate | None) -> dict[str, Any] | None:
         return None
     profile = dict(zip((f"{threshold:g}" for threshold in PROFILE_THRESHOLDS), tasks.profile, strict=True))
     return {"scores": dict(tasks.tasks), "iqm": tasks.iqm, "interval": tasks.interval, "performance_profile": profile}
-
-
-_GAP = "  "
-_SHOWN = (0, 1, 2, 3, 5, 8)
-"""Of a contrast's columns: condition, pairs, difference, interval, adjusted p, verdict. The others are in its sentences."""
-
-
-def to_text(comparison: Comparison, width: int = 80) -> str:
-    return "\n".join(_lines(comparison, width)) + "\n"
-
-
-def _lines(comparison: Comparison, width: int) -> Iterator[str]:
-    yield f"Conditions against {comparison.baseline}"
-    yield from _wrapped(heading(comparison), width, after="")
-    yield ""
-    yield from _aligned(arm_table(comparison), width)
-    yield ""
-    head, rows = contrast_table(comparison)
-    yield from _aligned(([head[column] for column in _SHOWN], [[row[column] for column in _SHOWN] for row in rows]), width)
-    yield ""
-    shared = {sharing(contrast) for contrast in comparison.contrasts}
-    if len(shared) == 1:
-        yield from _wrapped(next(iter(shared)), width, after="")
-    for contrast, row in zip(comparison.contrasts, rows, strict=True):
-        yield from _wrapped(f"{contrast.condition}: {explanation(contrast, comparison)}", width)
-        said = [*([sharing(contrast)] if len(shared) > 1 else []), _numbers(head, row), *details(contrast, comparison)]
-        yield from (line for sentence in said for line in _wrapped(sentence, width, "  "))
-    if any(arm.tasks for arm in comparison.arms):
-        yield ""
-        yield from _wrapped(task_words(comparison), width, after="")
-        yield from _aligned(task_table(comparison), width)
-    for title, sentences in (("Notes", comparison.notes), ("Left out", comparison.left_out)):
-        if sentences:
-            yield from ("", f"{title}:")
-            for sentence in sentences:
-                yield from _wrapped(f"- {sentence}", width)
-
-
-def _numbers(head: Sequence[str], row: Sequence[str]) -> str:
-    """What the narrow table leaves out."""
-    left = [f"{name} {cell}" for column, (name, cell) in enumerate(zip(head, row, strict=True)) if column not in _SHOWN and cell]
-    return f"Also: {', '.join(left)}."
-
-
-def _wrapped(text: str, width: int, indent: str = "", after: str = "  ") -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=indent + after, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _aligned(table: Table, width: int) -> Iterator[str]:
-    """Columns, the first and the last to the left; each row below its label where the lines would be wider than the terminal."""
-    head, rows = table
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    below = sum(widths) + len(_GAP) * (len(widths) - 1) > width
-    outer = (0, len(widths) - 1)
-    for row in (head, *rows):
-        cells = [f"{cell:{'<' if place in outer else '>'}{widths[place]}}" for place, cell in enumerate(row)]
-        if below:
-            yield row[0]
-            yield (_GAP + _GAP.join(cells[1:])).rstrip()
-        else:
-            yield _GAP.join(cells).rstrip()

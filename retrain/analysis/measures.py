@@ -1,6 +1,6 @@
-"""The one number of a run that is compared, chosen before looking at any: held-out accuracy, or else the training correct rate.
+"""The number by which runs are compared, chosen before looking at any: held-out accuracy, else the training correct rate.
 
-`running_correct_rate` is none of them: a cumulative mean lags and favours whoever learns early.
+`running_correct_rate` is not offered: a cumulative mean lags and favours early learning.
 """
 
 import re
@@ -16,12 +16,12 @@ from retrain.errors import ConfigurationError
 from retrain.records.entries import StepRecord
 
 WINDOW = 50
-"""Steps at the end of training whose mean stands for a run."""
+"""Steps at the end of training over which a training metric is averaged."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
 _FIELDS = tuple(field.name for field in fields(StepRecord) if field.type in (int | None, float | None))
 _RATES = frozenset({"correct_rate", "auc", "informative_fraction", "max_token_hit_rate", "clip_fraction"})
 _BY_REWARD = frozenset({"correct_rate", "auc", "mean_reward", "truncated_reward_mean", "informative_fraction"})
-"""Metrics of training that are what the training's reward makes them."""
+"""Training metrics that depend on the training reward."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,26 @@ class Metric:
 
     @property
     def k(self) -> int | None:
-        """K of pass@K, which is held out; None for what is read from the training's metrics."""
+        """K of the held-out pass@K; None for a training metric."""
         match = _PASS_AT.fullmatch(self.name)
         return int(match.group(1)) if match else None
 
     def judge(self, run: StoredRun) -> str:
-        """What decides the metric in a run, in words that are equal where it is the same; "" for what no reward decides."""
+        """The reward that decides the metric in a run, in words that are equal for equal rewards; "" if no reward does."""
         config = run.config
         if self.k is not None:
             return judge_words(judging_rewards(config), config.reward)
         if self.name not in _BY_REWARD:
             return ""
-        return judge_words(training_rewards(config), config.reward) + (_selection(run) if self.name != "informative_fraction" else "")
+        words = judge_words(training_rewards(config), config.reward)
+        redraws = config.training.dynamic_sampling
+        if self.name == "informative_fraction" or not redraws or any(record.groups_redrawn is not None for record in run.last_metrics(1)):
+            return words
+        # Before `groups_redrawn` was recorded, rewards were averaged over the groups dynamic_sampling kept; since then over first draws.
+        return f"{words} in the last of up to {redraws + 1} draws of each group"
 
     def of(self, run: StoredRun) -> float | None:
-        """None where the run does not have it."""
+        """The metric of a run; None if it has none."""
         if self.k is not None:
             return held_out(run, self.k)
         if self.name == "auc":
@@ -58,7 +63,7 @@ class Metric:
 
 
 def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
-    """The metric that was asked for; else held-out pass@1 if any of the runs has it, else the training correct rate.
+    """The metric called `name`; by default held-out pass@1 if any run has it, else the training correct rate.
 
     Raises ConfigurationError for a name that is no metric.
     """
@@ -71,40 +76,29 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
     if name == "auc":
         return Metric(name, "mean of the training correct rate over all steps (area under the learning curve)", is_rate=True)
     if name == "running_correct_rate":
-        raise ConfigurationError(
-            f"--metric {name} is a cumulative mean, which lags and favours whoever learns early; use correct_rate or auc."
-        )
+        raise ConfigurationError(f"--metric {name} is a cumulative mean, which lags and favours early learning; use correct_rate or auc.")
     if name not in _FIELDS:
         raise ConfigurationError(
             f"--metric {name} is no metric; use pass@1 (or another pass@K), correct_rate, auc, "
-            "or a number of metrics.jsonl such as mean_reward."
+            "or a numeric field of metrics.jsonl such as mean_reward."
         )
     what = "training correct rate" if name == "correct_rate" else name
     short = max((run.steps for run in runs), default=WINDOW) <= WINDOW
     return Metric(name, f"mean {what} of {'all' if short else f'the last {WINDOW}'} steps", is_rate=name in _RATES)
 
 
-def _selection(run: StoredRun) -> str:
-    """Words for rewards that were averaged over the groups that dynamic_sampling left, as they were before `groups_redrawn` was recorded;
-    later runs average over the first draws, whatever is redrawn.
-    """
-    redraws = run.config.training.dynamic_sampling
-    recorded = any(record.groups_redrawn is not None for record in run.last_metrics(1))
-    return f" in the last of up to {redraws + 1} draws of each group" if redraws and not recorded else ""
-
-
 def held_out(run: StoredRun, k: int) -> float | None:
-    """pass@k of the run's last evaluation of trained weights; None without one."""
+    """pass@k at the run's last evaluation of trained weights; None without one."""
     return run.final_evaluation.pass_at.get(k) if run.final_evaluation else None
 
 
 def trained_on_chance(run: StoredRun) -> bool:
-    """Whether the random reward alone decided what was right in training. Held-out answers are judged without it."""
+    """True if training had the random reward alone. Held-out answers are judged without it."""
     return set(run.config.reward.types) == {"random"}
 
 
 def learning_curve_mean(points: Floats) -> float | None:
-    """Area under [2, steps] of step numbers and rates, divided by the steps' span; steps that are missing are bridged, never 0."""
+    """Area under the curve [2, steps] of step numbers and rates, divided by its span; missing steps are interpolated."""
     steps, rates = points
     if len(steps) < 2:
         return float(rates[0]) if len(steps) else None

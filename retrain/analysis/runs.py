@@ -1,7 +1,7 @@
-"""Reading runs: one folder, a campaign's, or every run below a folder; and `load_runs`, which gives their metrics as a pandas frame.
+"""Runs on disk: one run, a campaign's runs, or every run below a folder; `load_runs` gives their metrics as a pandas frame.
 
-A run is a folder with config.toml, and a campaign one with manifest.json, whose `runs` name each run's folder, condition and seed.
-Nothing is read before it is asked for, and what lies at the end of a long file is read from its end.
+A run is a folder with config.toml. A campaign is a folder with manifest.json, whose `runs` name each run's folder, condition and seed.
+Files are read on demand, and the last lines of a long file from its end.
 """
 
 import os
@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a campaign's manifest says of a run."""
+    """A run's entry in its campaign's manifest."""
 
     condition: str
     seed: int
@@ -76,19 +76,19 @@ class StoredRun:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """summary.json, which a session leaves at its end unless it is killed; empty without."""
+        """summary.json, written when a session ends without being killed; empty if there is none."""
         return read_object(self.folder.summary) if self.folder.summary.is_file() else {}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """environment.json; empty without."""
+        """environment.json; empty if there is none."""
         return read_object(self.folder.environment) if self.folder.environment.is_file() else {}
 
     @property
     def has_counter_noise(self) -> bool:
-        """Whether its engine drew by the coordinates of each token, as it declared in environment.json.
+        """True if the engine declared in environment.json that its noise depends on each token's coordinates alone.
 
-        A folder that was written before engines declared it says no more than the engine's name; a plugin's code is never run for it.
+        In a folder written before engines declared it, the built-in engine's name decides; a plugin's code is never run for it.
         """
         recorded = self.environment.get("engine")
         if isinstance(recorded, dict):
@@ -98,12 +98,12 @@ class StoredRun:
 
     @property
     def failed(self) -> bool:
-        """By its own word or its campaign's."""
+        """According to its summary or its campaign's manifest."""
         return (self.planned is not None and self.planned.status == "failed") or self.summary.get("status") == "failed"
 
     @cached_property
     def unfinished(self) -> str:
-        """Why the run has no final result, as the end of a sentence; "" where it has one."""
+        """Why the run has no final result, as a predicate ("stopped after 3 of 9 steps"); "" if it has one."""
         if self.planned and self.planned.status == "failed":
             return f"failed ({self.planned.reason})" if self.planned.reason else "failed"
         if not self.folder.config.is_file():
@@ -117,7 +117,7 @@ class StoredRun:
 
     @cached_property
     def final_evaluation(self) -> Evaluation | None:
-        """The last evaluation of the trained weights; None where only untrained weights were evaluated, or nothing was."""
+        """The last evaluation of trained weights; None if there was none."""
         lines = self._backwards(self.folder.evaluation)
         last = next(lines, None)
         if last is None or last["step"] == 0:
@@ -128,7 +128,7 @@ class StoredRun:
         return Evaluation(step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k}))
 
     def curve(self, name: str) -> Floats:
-        """[2, steps] step numbers and the values of a numeric field; steps without a value are left out."""
+        """[2, steps] step numbers and values of a numeric field, without the steps that have no value."""
         table = read_metrics(self.folder.metrics, ("step", name))
         points = np.stack([table["step"].to_numpy(), table[name].to_numpy()])
         return points[:, ~np.isnan(points[1])]
@@ -143,17 +143,12 @@ class StoredRun:
 
 
 def is_campaign(folder: Path) -> bool:
-    """A checkpoint has a manifest.json too, and lists no runs in it."""
+    """True for a folder whose manifest.json lists runs; a checkpoint's manifest.json does not."""
     manifest = folder / MANIFEST
-    return manifest.is_file() and "runs" in _object_or_nothing(manifest)
-
-
-def _object_or_nothing(path: Path) -> dict[str, Any]:
-    """Another program's manifest.json may hold anything."""
     try:
-        return read_object(path)
-    except RunFailed:
-        return {}
+        return manifest.is_file() and "runs" in read_object(manifest)
+    except RunFailed:  # another program's manifest.json may hold anything
+        return False
 
 
 def is_run(folder: Path) -> bool:
@@ -161,20 +156,20 @@ def is_run(folder: Path) -> bool:
 
 
 def open_run(folder: Path) -> StoredRun:
-    """Raises ConfigurationError where `folder` holds no run."""
+    """Raises ConfigurationError unless `folder` is a run's."""
     if not is_run(folder):
         raise ConfigurationError(f"{folder} holds no run of retrain (no config.toml); name a run's folder.")
     return StoredRun(folder)
 
 
 def campaign_runs(folder: Path) -> list[StoredRun]:
-    """The runs of a campaign in the manifest's order, the ones that never started included.
+    """The runs of a campaign in the manifest's order, including those that have not started.
 
-    Raises ConfigurationError where `folder` is no campaign, RunFailed for a manifest that cannot be understood.
+    Raises ConfigurationError unless `folder` is a campaign's, RunFailed for a damaged manifest.
     """
     manifest = folder / MANIFEST
     if not is_campaign(folder):
-        raise ConfigurationError(f"{folder} is no campaign of retrain (no {MANIFEST} with runs); name a campaign's folder.")
+        raise ConfigurationError(f"{folder} is not the folder of a campaign (no {MANIFEST} with runs); name a campaign's folder.")
     entries = read_object(manifest).get("runs")
     if not isinstance(entries, list):
         raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
@@ -191,15 +186,15 @@ def _planned_run(folder: Path, entry: Any) -> StoredRun:
 
 
 def find_runs(folder: Path) -> list[StoredRun]:
-    """Every run in or below `folder`, in the order of the paths; a campaign's runs in its manifest's order.
+    """Every run in or below `folder`, ordered by path; a campaign's runs in its manifest's order.
 
-    Raises ConfigurationError where there is none.
+    Raises ConfigurationError if there is none.
     """
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is no folder; name a run's folder, a campaign's, or one above them.")
+        raise ConfigurationError(f"{folder} is not a folder; name the folder of a run or a campaign, or one above them.")
     found = list(_walk(folder))
     if not found:
-        raise ConfigurationError(f"{folder} holds no run of retrain; name a run's folder, a campaign's, or one above them.")
+        raise ConfigurationError(f"{folder} holds no run; name the folder of a run or a campaign, or one above them.")
     return found
 
 
@@ -216,13 +211,13 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
 
 _KINDS = {field.name: field.type for field in fields(StepRecord)}
 _NO_OBJECT = re.compile(rb"^[^{]", re.MULTILINE)
-"""A line that does not begin as ours do."""
+"""A line that does not begin as a line of metrics.jsonl does."""
 
 
 def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
-    """Some fields of metrics.jsonl as an Arrow table, numbers as float64; empty where there is no file.
+    """Fields of metrics.jsonl as an Arrow table, numbers as float64; empty if there is no file.
 
-    Some four times as fast as line by line, which counts over a thousand runs. Raises RunFailed for a damaged line.
+    About four times as fast as reading line by line, which matters over a thousand runs. Raises RunFailed for a damaged line.
     """
     import pyarrow as pa
     from pyarrow import json as arrow_json
@@ -236,11 +231,11 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     }
     schema = pa.schema([(name, types.get(_KINDS[name], pa.string())) for name in names])
     data = path.read_bytes() if path.is_file() else b""
-    whole = data[: data.rfind(b"\n") + 1]  # a torn last line is no line
+    whole = data[: data.rfind(b"\n") + 1]  # without a torn last line
     if not whole:
         return schema.empty_table()
     if _NO_OBJECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
-        for _ in read_jsonl(path):  # raises for a line that is null and for deep nesting, either of which ends Arrow's process
+        for _ in read_jsonl(path):  # raises for a null line and for deep nesting, which would crash Arrow
             pass
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
@@ -249,18 +244,18 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     except pa.ArrowInvalid as error:
         for _ in read_jsonl(path):  # raises the error that names the damaged line
             pass
-        raise RunFailed(f"{path} holds a value of a wrong type ({error}): the file was changed or the disk is damaged.") from error
+        raise RunFailed(f"{path} has a value of the wrong type ({error}): the file was changed or the disk is damaged.") from error
 
 
 # -- as a frame ----------------------------------------------------------------------------------------------------------
 
 
 def load_runs(folder: str | Path) -> "pd.DataFrame":
-    """The metrics of every run in or below `folder`: one row a step, oldest first.
+    """The metrics of every run in or below `folder`: one row per step, oldest first.
 
-    Columns: `run` (the path below `folder`), `condition` and `seed`, then the other fields of a StepRecord. What is null in the file
-    is missing in the frame, never 0. Times in seconds, entropies and surprisals in nats. Raises ConfigurationError where no run is,
-    RunFailed for a damaged file.
+    Columns: `run` (path below `folder`), `condition`, `seed`, then the other fields of a StepRecord. A null in the file is missing in
+    the frame, never 0. Times are in seconds, entropies and surprisals in nats. Raises ConfigurationError if there is no run, RunFailed
+    for a damaged file.
     """
     import pandas as pd
     import pyarrow as pa
@@ -269,9 +264,10 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
     runs = find_runs(root)
     tables = [read_metrics(run.folder.metrics) for run in runs]
     rows = [len(table) for table in tables]
+    names = {run.path: root.resolve().name if run.path == root else Path(os.path.relpath(run.path, root)).as_posix() for run in runs}
     table = pa.concat_tables(tables)
     frame = {
-        "run": pd.Categorical(np.repeat([_below(root, run.path) for run in runs], rows)),
+        "run": pd.Categorical(np.repeat([names[run.path] for run in runs], rows)),
         "condition": pd.Categorical(np.repeat([run.condition for run in runs], rows)),
         "seed": np.repeat([run.seed for run in runs], rows),
     }
@@ -281,16 +277,12 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
         for run in runs:
             for line in read_jsonl(run.folder.metrics):  # raises the error that names the damaged line, or its field
                 StepRecord.from_json(line)
-        raise RunFailed(f"{root} holds metrics of a wrong type ({error}): a file was changed or the disk is damaged.") from error
+        raise RunFailed(f"{root} has metrics of the wrong type ({error}): a file was changed or the disk is damaged.") from error
     return pd.DataFrame(frame | columns)
 
 
-def _below(root: Path, path: Path) -> str:
-    return path.resolve().name if path == root else Path(os.path.relpath(path, root)).as_posix()
-
-
 def _column(values: Any, kind: Any) -> Any:
-    """In the type that the record gives it, missing values kept missing."""
+    """An Arrow column in the record's type, missing values kept missing."""
     if kind is int:
         return values.to_pandas().astype("int64")
     if kind == int | None:

@@ -1,8 +1,8 @@
 """Paired statistics of conditions across seeds: pure functions of numbers.
 
-The unit is the training run: completions are nested in prompts, prompts in steps and steps in a seed, so a test on pooled completions
-takes the spread between runs for an effect. A difference d_s = candidate - baseline is of two runs of one seed, which saw the same
-prompts. Every function raises ValueError for an empty list and for a number that is not finite.
+The unit is the training run: completions are nested in prompts, prompts in steps and steps in a run, so a test on pooled completions
+mistakes the variance between runs for an effect. A difference d_s = candidate - baseline is between two runs of seed s, which saw the
+same prompts. Every function raises ValueError for an empty list and for a number that is not finite.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -15,16 +15,16 @@ Floats = npt.NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
 
 EXACT_SEEDS = 20
-"""Up to here all 2^n sign flips are counted; beyond, a sample of them."""
+"""Up to this many seeds all 2^n sign flips are counted; beyond, a sample of them."""
 _MONTE_CARLO_FLIPS = 100_000
 _FLIPS_AT_ONCE = 1000
-"""A hundred thousand flips of a thousand seeds are 0.8 GB as numbers."""
+"""A block, since 100,000 flips of 1,000 seeds would take 0.8 GB."""
 _TIE = 1e-12
-"""Sums this close, relative to the sum of all |d|, are equal: decimals such as 0.1 + 0.2 and 0.3 differ in binary only."""
+"""Sums this close, relative to the sum of all |d|, count as equal: 0.1 + 0.2 and 0.3 differ in binary only."""
 
 
 def numbers(values: Sequence[float] | Floats) -> Floats:
-    """`values` as [n] float64. Raises ValueError for none, for more than one dimension and for a number that is not finite."""
+    """`values` as [n] float64. Raises ValueError unless they are one or more finite numbers in one dimension."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0 or not np.isfinite(array).all():
         raise ValueError(f"expected a list of finite numbers, got {values!r}")
@@ -37,14 +37,14 @@ def paired_differences(candidate: Mapping[Key, float], baseline: Mapping[Key, fl
 
 
 def mean(values: Sequence[float] | Floats) -> float:
-    """Of one number or more, whatever their size: a sum of huge ones would be infinite."""
+    """Mean of n >= 1 numbers, scaled so that a sum of huge ones does not overflow."""
     x = numbers(values)
     largest = _largest(x)
     return largest * float((x / largest).mean())
 
 
 def sample_sd(differences: Sequence[float] | Floats) -> float:
-    """Standard deviation (ddof = 1) of at least two differences; exactly 0 where all are equal but for rounding."""
+    """Standard deviation (ddof = 1) of n >= 2 differences; exactly 0 if they are equal up to rounding."""
     d = numbers(differences)
     if len(d) < 2:
         raise ValueError("a standard deviation needs at least two differences")
@@ -59,9 +59,9 @@ def _largest(values: Floats) -> float:
 
 
 def t_interval(differences: Sequence[float] | Floats, confidence: float = 0.95) -> tuple[float, float]:
-    """Student's interval of the mean of n >= 2 differences, n - 1 degrees of freedom.
+    """Student's interval for the mean of n >= 2 differences, n - 1 degrees of freedom.
 
-    Not a percentile bootstrap: that covers too little below some ten runs (Colas et al., arXiv 1806.08295).
+    Not a percentile bootstrap, whose coverage is too low below about ten runs (Colas et al., arXiv 1806.08295).
     """
     from scipy.special import stdtrit
 
@@ -71,9 +71,9 @@ def t_interval(differences: Sequence[float] | Floats, confidence: float = 0.95) 
 
 
 def sign_flip_p(differences: Sequence[float] | Floats) -> float:
-    """Two-sided p of the mean under flips of the differences' signs: the exact fraction of the 2^n flips that are as far from zero.
+    """Two-sided p of the mean under sign flips: the fraction of all 2^n flips whose mean is at least as far from 0.
 
-    Beyond EXACT_SEEDS a fixed sample of m flips: (b + 1) / (m + 1), which is never 0.
+    Beyond EXACT_SEEDS, (b + 1) / (m + 1) from a fixed sample of m flips, b of them as far; it is never 0.
     """
     d = numbers(differences)
     if len(d) <= EXACT_SEEDS:
@@ -88,7 +88,7 @@ def sign_flip_p(differences: Sequence[float] | Floats) -> float:
 
 
 def sign_flip_p_rows(differences: Floats) -> Floats:
-    """The exact p of each row of [rows, n], n <= EXACT_SEEDS; memory for rows * 2^(n-1) sums."""
+    """[rows, n] differences -> [rows] exact p, n <= EXACT_SEEDS; takes memory for rows * 2^(n-1) sums."""
     d = _scaled(differences)
     sums = d[:, :1]  # the first sign stays: a flip and its mirror image are equally far from zero
     for column in range(1, d.shape[1]):
@@ -100,19 +100,19 @@ def sign_flip_p_rows(differences: Floats) -> Floats:
 
 
 def _scaled(d: Floats) -> Floats:
-    """Divided by the largest |d| of the row, so that no sum overflows; p does not depend on the scale."""
+    """Each row divided by its largest |d|, so that no sum overflows; p does not depend on the scale."""
     largest = np.abs(d).max(axis=-1, keepdims=True)
     scaled: Floats = d / np.where(largest > 0, largest, 1.0)
     return scaled
 
 
 def smallest_p(seeds: int) -> float:
-    """The least two-sided p that sign flips of so many differences can give: 2 / 2^n."""
+    """The smallest two-sided p that sign flips of n differences can give: 2 / 2^n."""
     return min(1.0, 2.0 ** (1 - seeds))
 
 
 def seeds_to_reach(alpha: float, comparisons: int = 1) -> int:
-    """The fewest seeds with which the first of a Holm family of `comparisons` can have an adjusted p below `alpha`."""
+    """The fewest seeds with which the first contrast of a Holm family can have an adjusted p below `alpha`."""
     seeds = 1
     while comparisons * smallest_p(seeds) >= alpha:
         seeds += 1
@@ -120,10 +120,10 @@ def seeds_to_reach(alpha: float, comparisons: int = 1) -> int:
 
 
 def corrected_dz(differences: Sequence[float] | Floats) -> float:
-    """J * mean / sd (ddof = 1): Cohen's d_z with Hedges' correction, an effect size without the bias of few seeds.
+    """J * mean / sd (ddof = 1): Cohen's d_z with Hedges' correction for the bias of few seeds.
 
-    n >= 2; at 2 it is 0 whatever the differences are, since J is. Equal differences have no spread: 0 if they are 0, else infinity with
-    their sign. Source: Hedges 1981, doi 10.3102/10769986006002107.
+    n >= 2; J and with it the result is 0 at n = 2. For equal differences, whose sd is 0: 0 if they are 0, else infinity with their sign.
+    Source: Hedges 1981, doi 10.3102/10769986006002107.
     """
     d = numbers(differences)
     d = d / _largest(d)
@@ -134,14 +134,14 @@ def corrected_dz(differences: Sequence[float] | Floats) -> float:
 
 
 def hedges_correction(n: int) -> float:
-    """J = 1 - 3 / (4 (n - 1) - 1) for n differences, n >= 2; mean / sd times J is unbiased to some 1% from n = 4 on."""
+    """J = 1 - 3 / (4 (n - 1) - 1) for n >= 2 differences; J * mean / sd is unbiased to about 1% from n = 4 on."""
     return 1 - 3 / (4 * (n - 1) - 1)
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjusted p values of one family, in the order given: step-down (m - i) * p, made monotone, at most 1.
+    """Adjusted p values of one family, in the order given: step-down (m - i) * p_(i), made monotone, at most 1; empty for an empty family.
 
-    An empty family is an empty list. Raises ValueError for a p outside [0, 1]. Source: Holm 1979, Scand. J. Statist. 6.
+    Raises ValueError for a p outside [0, 1]. Source: Holm 1979, Scand. J. Statist. 6.
     """
     values = np.asarray(p, dtype=np.float64)
     if not ((values >= 0) & (values <= 1)).all():
@@ -156,13 +156,13 @@ def holm(p: Sequence[float]) -> list[float]:
 def tost(differences: Sequence[float] | Floats, margin: float) -> float:
     """p of the claim |mean| < margin: the larger of two one-sided paired t tests, against -margin and against +margin.
 
-    n >= 2, margin > 0. Equal differences have no t; they get what sign flips of them can give at best, 2^-n, if inside the margin.
+    n >= 2, margin > 0. Equal differences have no t statistic: inside the margin their p is 2^-n, the best that sign flips can give, else 1.
     Source: Schuirmann 1987, doi 10.1007/BF01068419.
     """
     from scipy.special import stdtr
 
     if not margin > 0:
-        raise ValueError(f"a margin is above 0, got {margin}")
+        raise ValueError(f"the margin must be above 0, got {margin}")
     d = numbers(differences)
     sd, inside = sample_sd(d), margin - abs(mean(d))
     if sd == 0:
@@ -170,16 +170,6 @@ def tost(differences: Sequence[float] | Floats, margin: float) -> float:
     return float(stdtr(len(d) - 1, -inside / sd * np.sqrt(len(d))))
 
 
-def standard_error(values: Sequence[float] | Floats, clusters: Sequence[Hashable] | None = None) -> float:
-    """Standard error of the mean of n >= 2 values; with a cluster for each value, robust to correlation inside the clusters.
-
-    Unclustered sqrt(var / n), ddof = 1. Clustered: the root of the sum over clusters of (sum of residuals)^2, over n.
-    Source: Miller 2024, arXiv 2411.00640, sections 2.1 and 2.2.
-    """
-    x = numbers(values)
-    if clusters is None:
-        return sample_sd(x) / float(np.sqrt(len(x)))
-    members: dict[Hashable, list[float]] = {}
-    for cluster, residual in zip(clusters, x - x.mean(), strict=True):
-        members.setdefault(cluster, []).append(float(residual))
-    return float(np.sqrt(sum(sum(residuals) ** 2 for residuals in members.values())) / len(x))
+def standard_error(values: Sequence[float] | Floats) -> float:
+    """Standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
+    return sample_sd(values) / float(np.sqrt(len(values)))

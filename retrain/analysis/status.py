@@ -1,4 +1,4 @@
-"""How runs and campaigns are getting on: what each is doing, how far it is, what its last steps say, and what to do where it stopped."""
+"""The state of runs and campaigns: progress, the last metrics, and what to do with a run that stopped."""
 
 import time
 from collections import Counter
@@ -12,27 +12,28 @@ from typing import Any
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
+from retrain.records.printing import duration
 from retrain.records.run_folder import MARKER, RunFolder
 from retrain.records.writer import Liveness, Writer
 
 _WINDOW = 50
-"""Last steps over which step time and throughput are taken."""
+"""Steps at the end of a run over which the medians of step time and throughput are taken."""
 _PATIENCE_S = 600.0
-"""A live process that wrote nothing for so long, and for so many of its step times, is called stalled: a model may take minutes to load."""
+"""A live process is stalled after writing nothing for this long and for _PATIENCE_STEPS step times: a model may take minutes to load."""
 _PATIENCE_STEPS = 10
 _SMALL_LOSS = 0.05
 
 
 class State(StrEnum):
     PENDING = "pending"
-    """A campaign's run that has not started."""
+    """Planned by a campaign, not started."""
     STARTING = "starting"
-    """A live process, no step yet."""
+    """A live process without a step."""
     RUNNING = "running"
     STALLED = "stalled"
-    """A live process, or one on another machine, that has written nothing for long."""
+    """A live process, or one on another machine, that has not written for long."""
     DEAD = "dead"
-    """Its process is gone without having let go of the run: it was killed, or the machine went down."""
+    """Its process ended without releasing the run: it was killed, or the machine went down."""
     STOPPED = "stopped"
     """Interrupted."""
     FAILED = "failed"
@@ -45,7 +46,7 @@ LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED})
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Absent is None. Rates and times are of the last steps; `correct_rate`, `mean_reward` and `loss` of the very last."""
+    """What is not known is None. `correct_rate`, `mean_reward` and `loss` belong to the last step, the medians to the last _WINDOW."""
 
     path: Path
     condition: str
@@ -58,18 +59,18 @@ class RunStatus:
     mean_reward: float | None = None
     loss: float | None = None
     held_out: float | None = None
-    """pass@1 of the last evaluation of trained weights."""
+    """pass@1 at the last evaluation of trained weights."""
     tokens_per_s: float | None = None
     """Median."""
     median_step_time_s: float | None = None
     remaining_s: float | None = None
-    """Of a run that goes on: the steps that are left, at that time each, evaluations aside."""
+    """Steps left times the median step time, without evaluations; None unless the run is live."""
     idle_s: float | None = None
-    """Since it last wrote a file."""
+    """Seconds since it last wrote a file."""
     note: str = ""
-    """Why it does not go on, and what to do."""
+    """Why it stopped, and what to do."""
     loss_note: str = ""
-    """What a loss near 0, or none, means here; "" for any other loss."""
+    """What a loss near 0, or a missing one, means; "" for any other loss."""
 
     @property
     def name(self) -> str:
@@ -86,7 +87,7 @@ class CampaignStatus:
 
     @property
     def counts(self) -> dict[str, int]:
-        """State -> runs in it."""
+        """State -> number of runs."""
         return dict(Counter(str(run.state) for run in self.runs))
 
     @property
@@ -95,18 +96,18 @@ class CampaignStatus:
 
     @property
     def max_steps(self) -> int:
-        """Of all runs; one that has not started counts as long as the longest that has."""
+        """Over all runs; one that has not started counts like the longest that has."""
         known = [run.max_steps for run in self.runs if run.max_steps]
         return sum(run.max_steps or max(known) for run in self.runs) if known else 0
 
     @property
     def median_step_time_s(self) -> float | None:
-        """Over the runs."""
+        """Median over the runs."""
         return _median([run.median_step_time_s for run in self.runs])
 
     @property
     def remaining_s(self) -> float | None:
-        """The steps that are left at the median step time, shared by the runs that run now; None where none does."""
+        """Steps left times the median step time, divided by the number of live runs; None if none is live."""
         running = sum(run.state in LIVE for run in self.runs)
         step_time = self.median_step_time_s
         return (self.max_steps - self.steps) * step_time / running if running and step_time is not None else None
@@ -119,7 +120,7 @@ class CampaignStatus:
 
 @dataclass(frozen=True)
 class Overview:
-    """Everything in and below one folder."""
+    """The runs and campaigns in and below a folder."""
 
     folder: Path
     campaigns: tuple[CampaignStatus, ...]
@@ -139,9 +140,9 @@ class Overview:
 
 
 def overview(folder: Path) -> Overview:
-    """Read every run and campaign in and below `folder`, and write nothing. Raises ConfigurationError where there is no such folder."""
+    """Read every run and campaign in and below `folder`; nothing is written. Raises ConfigurationError unless it is a folder."""
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is no folder; name the one that holds runs, such as logs, or a single run's.")
+        raise ConfigurationError(f"{folder} is not a folder; name one that holds runs, such as logs, or the folder of a run.")
     now = time.time()
     campaigns, runs = [], []
     for path in _found(folder):
@@ -156,8 +157,10 @@ def overview(folder: Path) -> Overview:
 
 
 def _found(folder: Path) -> Iterator[Path]:
-    """Folders of runs and campaigns in the order of their paths, without looking inside them."""
-    if is_run(folder) or Writer.of(RunFolder(folder)) or (is_campaign(folder) and not _is_checkpoint(folder)):
+    """The folders of runs and campaigns, ordered by path; what lies inside one is not searched."""
+    # A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run, below a marker of its own.
+    is_checkpoint = (folder.parent / MARKER).is_file() and not (folder / MARKER).is_file()
+    if is_run(folder) or Writer.of(RunFolder(folder)) or (is_campaign(folder) and not is_checkpoint):
         yield folder
         return
     for child in sorted(folder.iterdir()):
@@ -165,13 +168,8 @@ def _found(folder: Path) -> Iterator[Path]:
             yield from _found(child)
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    """A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run, below a marker of its own."""
-    return (folder.parent / MARKER).is_file() and not (folder / MARKER).is_file()
-
-
 def run_status(run: StoredRun, now: float) -> RunStatus:
-    """The state of one run at `now`, seconds since 1970. Files that cannot be understood are a state, not an error."""
+    """The state of one run at `now`, in seconds since 1970. A run with damaged files is UNREADABLE; it raises nothing."""
     try:
         return _read(run, now)
     except RetrainError as error:
@@ -179,22 +177,20 @@ def run_status(run: StoredRun, now: float) -> RunStatus:
 
 
 def _unreadable(run: StoredRun, error: RetrainError) -> RunStatus:
-    return RunStatus(run.path, _condition(run), None, State.UNREADABLE, note=str(error).replace("\n", " "))
-
-
-def _condition(run: StoredRun) -> str:
-    return run.planned.condition if run.planned else ""
+    condition = run.planned.condition if run.planned else ""
+    return RunStatus(run.path, condition, None, State.UNREADABLE, note=str(error).replace("\n", " "))
 
 
 def _read(run: StoredRun, now: float) -> RunStatus:
     folder, writer = run.folder, Writer.of(run.folder)
-    if not folder.config.is_file():  # the folder is made, and its configuration is written when the model is loaded
+    if not folder.config.is_file():  # written once the model is loaded
         state = State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
-        return RunStatus(run.path, _condition(run), None, state)
+        return RunStatus(run.path, run.planned.condition if run.planned else "", None, state)
     recent = run.last_metrics(_WINDOW)
     last = recent[0] if recent else None
     step_time = _median([record.step_time_s for record in recent])
-    idle = max(0.0, now - _last_written(folder))
+    files = (folder.metrics, folder.evaluation, folder.trainer_state, folder.environment, folder.lock_owner, folder.config)
+    idle = max(0.0, now - max(path.stat().st_mtime for path in files if path.exists()))
     state = _state(run, writer, idle, step_time)
     max_steps = run.config.training.max_steps
     evaluation = run.final_evaluation
@@ -231,18 +227,13 @@ def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float 
     return State.FAILED if run.failed else State.STOPPED
 
 
-def _last_written(folder: RunFolder) -> float:
-    files = (folder.metrics, folder.evaluation, folder.trainer_state, folder.environment, folder.lock_owner, folder.config)
-    return max(path.stat().st_mtime for path in files if path.exists())
-
-
 def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> str:
-    resume = f"go on with `retrain {run.folder.config} --resume {run.path}`"
+    resume = f"resume it with `retrain {run.folder.config} --resume {run.path}`"
     match state:
         case State.DEAD:
             return f"killed after {run.steps} steps ({writer} is gone); {resume}."
         case State.STALLED:
-            return f"{writer} has written nothing for {duration(idle)}; look at it there, and if it hangs, end it and {resume}."
+            return f"{writer} has written nothing for {duration(idle)}; check it there, and if it hangs, end it and {resume}."
         case State.STOPPED | State.FAILED:
             return f"{run.unfinished}; {resume}."
         case _:
@@ -253,44 +244,32 @@ def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> s
 
 
 def loss_note(record: StepRecord) -> str:
-    """What it means that a step's loss is near 0 or absent; "" for any other loss."""
+    """What a step's loss means if it is near 0 or missing; "" for any other loss."""
     if record.loss_is_placeholder:
-        return "The backend trains asynchronously and its loss is a placeholder; it says nothing about learning."
+        return "The backend trains asynchronously, so its loss is a placeholder and says nothing about learning."
     if record.num_datums == 0:
         return _nothing_trained(record)
     if record.nonfinite_updates and record.loss is None:
-        return "No loss: the update was not finite and was skipped, so the weights are as before."
+        return "No loss: the update was not finite and was skipped; the weights did not change."
     if record.loss is None or abs(record.loss) >= _SMALL_LOSS:
         return ""
     if not record.grad_norm:
-        return "A loss near 0 without a gradient: nothing is learned; look at the advantages (max_abs_advantage) and the learning rate."
+        return "The loss is near 0 without a gradient, so nothing is learned; check max_abs_advantage and the learning rate."
     return (
-        "A loss near 0 is what this loss is: minus the mean advantage of the tokens, and the advantages of a group cancel. "
-        "The gradient does not cancel (grad_norm), so judge by the correct rate."
+        "A loss near 0 is expected: it is minus the mean advantage of the tokens, and the advantages of a group cancel. "
+        "The gradient does not cancel (grad_norm), so judge learning by the correct rate."
     )
 
 
 def _nothing_trained(record: StepRecord) -> str:
     right, wrong = record.groups_skipped_all_correct or 0, record.groups_skipped_all_wrong or 0
     if wrong > right:
-        return "Nothing was trained in the last step: groups were all wrong, so take easier problems, larger groups or more tokens."
+        return "The last step trained on nothing: its groups were all wrong; use easier problems, larger groups or more tokens."
     if right > wrong:
-        return "Nothing was trained in the last step: groups were all right, so take harder problems."
-    return "Nothing was trained in the last step: no group had completions of different reward."
-
-
-# -- small helpers -------------------------------------------------------------------------------------------------------
+        return "The last step trained on nothing: its groups were all right; use harder problems."
+    return "The last step trained on nothing: no group had completions with different rewards."
 
 
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-
-def duration(seconds: float) -> str:
-    """2 h 05 min, 3 min 20 s, 12 s."""
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"

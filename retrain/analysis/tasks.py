@@ -1,7 +1,7 @@
 """What the held-out problems add to a comparison: an interval for new problems, and aggregates over several tasks.
 
-Each run gives a score for every task, the mean accuracy over its problems. Over several tasks the interquartile mean is less moved by
-one task that is all right or all wrong than the mean; source: Agarwal et al. 2021, arXiv 2108.13264.
+A run's score on a task is its mean accuracy over the task's problems. The interquartile mean over tasks is moved less than the mean by
+one task that is always right or always wrong. Source: Agarwal et al. 2021, arXiv 2108.13264.
 """
 
 from collections import defaultdict
@@ -15,14 +15,37 @@ from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats, mean
 from retrain.records.entries import EvaluationRecord
 
-_REPLICATES = 1000
 Statistic = Callable[[Floats], float]
+_REPLICATES = 1000
+PROFILE_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+@dataclass(frozen=True)
+class TaskAggregate:
+    """An arm's scores on several tasks."""
+
+    tasks: Mapping[str, float]
+    """Task -> accuracy, averaged over the runs."""
+    iqm: float
+    interval: tuple[float, float]
+    """Of the IQM; runs are resampled within tasks."""
+    profile: Sequence[float]
+    """Fraction of the runs x tasks scores above each of PROFILE_THRESHOLDS."""
+
+
+@dataclass(frozen=True)
+class TaskContrast:
+    """A candidate against the baseline on several tasks."""
+
+    iqm_difference: float
+    interval: tuple[float, float]
+    probability_of_improvement: float
 
 
 def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
-    """Interquartile mean of all scores of runs x tasks: a quarter of them, rounded down, is cut off at either end.
+    """Interquartile mean of all runs x tasks scores: a quarter of them, rounded down, is cut off at either end.
 
-    Raises ValueError for no score and for one that is not finite.
+    Raises ValueError without scores and for one that is not finite.
     """
     flat = np.sort(np.asarray(scores, dtype=np.float64), axis=None)
     if flat.size == 0 or not np.isfinite(flat).all():
@@ -32,9 +55,9 @@ def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
 
 
 def stratified_interval(scores: Floats, statistic: Statistic = iqm, confidence: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of a statistic of [runs, tasks] scores; the runs are resampled within each task, as the source does.
+    """Percentile interval of a statistic of [runs, tasks] scores, the runs resampled within each task as in the source.
 
-    Below some ten runs it is too narrow (Colas et al., arXiv 1806.08295); verdicts do not rest on it.
+    Below about ten runs it is too narrow (Colas et al., arXiv 1806.08295); verdicts do not use it.
     """
     rng = np.random.default_rng(0)
     runs, tasks = scores.shape[:2]
@@ -44,20 +67,20 @@ def stratified_interval(scores: Floats, statistic: Statistic = iqm, confidence: 
 
 
 def stratified_difference(candidate: Floats, baseline: Floats, confidence: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; one resample of seeds serves both arms."""
+    """Percentile interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; each resample takes the same seeds of both arms."""
     pairs = np.stack([candidate, baseline], axis=-1)
     return stratified_interval(pairs, lambda drawn: iqm(drawn[..., 0]) - iqm(drawn[..., 1]), confidence)
 
 
 def probability_of_improvement(candidate: Floats, baseline: Floats) -> float:
-    """Chance that a run of the candidate beats a run of the baseline on a task, mean over tasks; ties count half. [runs, tasks] each."""
+    """Probability that a run of the candidate beats a run of the baseline, averaged over tasks; ties count half. Both [runs, tasks]."""
     above = candidate[:, np.newaxis, :] > baseline[np.newaxis, :, :]
     equal = candidate[:, np.newaxis, :] == baseline[np.newaxis, :, :]
     return float((above + 0.5 * equal).mean())
 
 
 def performance_profile(scores: Floats, thresholds: Sequence[float] | Floats) -> Floats:
-    """Fraction of the runs x tasks whose score is above each threshold."""
+    """Fraction of the runs x tasks scores above each threshold."""
     return np.array([float((scores > threshold).mean()) for threshold in thresholds])
 
 
@@ -69,18 +92,19 @@ def hierarchical_interval(
     confidence: float = 0.95,
     replicates: int = _REPLICATES,
 ) -> tuple[float, float]:
-    """Bootstrap interval of the mean difference in accuracy when seeds, problems and samples are all drawn anew.
+    """Bootstrap interval of the mean difference in accuracy for new seeds, problems and samples.
 
-    [seeds, problems] right answers and judged samples (>= 1) of both arms, two seeds or more. A replicate draws seeds, then problems,
-    then the answers of each problem, the same seeds and problems for both arms. In two points it is not the textbook's nested bootstrap:
+    [seeds, problems] right answers and judged samples (>= 1) of both arms, two seeds or more. A replicate resamples seeds, then
+    problems, then the answers to each problem, with the same seeds and problems in both arms. It differs from the textbook's nested
+    bootstrap in two points:
 
-    - One draw of problems serves all seeds. Seeds and problems are crossed here, not nested: every run is asked the same held-out
-      problems. Drawn for each seed apart, the variance of the problems would shrink with the number of seeds, which it does not.
-      Source: Owen 2007, arXiv 0712.1111 (the pigeonhole bootstrap, which errs on the side of too wide).
-    - The percentiles are moved away from the mean, so that the seeds' part of the variance counts as it does in Student's interval. Of
-      few seeds they lie too close to it: the draws show (n - 1) / n of that part, and know nothing of Student's t. At three seeds an
-      interval for more than new seeds could otherwise be half as wide as Student's for seeds alone. Source of the factor for them:
-      Hesterberg 2015, arXiv 1411.5279.
+    - All seeds share one resample of problems. Seeds and problems are crossed, not nested: every run answers the same held-out
+      problems. Resampled per seed, the variance due to problems would shrink with the number of seeds, which it does not.
+      Source: Owen 2007, arXiv 0712.1111 (the pigeonhole bootstrap, which errs on the wide side).
+    - The percentiles are moved away from the mean, so that the variance between seeds counts as in Student's interval. With few seeds
+      they lie too close to it: a resample shows (n - 1) / n of that variance, and percentiles ignore Student's t. At three seeds the
+      interval could otherwise be half as wide as Student's for new seeds alone. Source of the factor: Hesterberg 2015,
+      arXiv 1411.5279.
     """
     rng = np.random.default_rng(0)
     seeds, problems = candidate.shape
@@ -98,7 +122,7 @@ def hierarchical_interval(
 
 
 def _widening(by_seed: Floats, variance: float, confidence: float) -> float:
-    """By what percentiles of draws with this variance are too narrow: its part from n >= 2 seeds needs t / z * sqrt(n / (n - 1))."""
+    """How much too narrow the percentiles are: the part of `variance` due to n >= 2 seeds needs a factor t / z * sqrt(n / (n - 1))."""
     from scipy.special import ndtri, stdtrit
 
     if variance == 0:
@@ -110,8 +134,8 @@ def _widening(by_seed: Floats, variance: float, confidence: float) -> float:
 
 
 def _redrawn(rng: np.random.Generator, right: npt.NDArray[np.int64], samples: npt.NDArray[np.int64]) -> Floats:
-    """Accuracy of each problem when its samples are drawn with replacement."""
-    if (samples == 1).all():  # a single answer has nothing to be drawn from
+    """Accuracy on each problem with its samples resampled."""
+    if (samples == 1).all():  # one answer can only be drawn again
         return right.astype(np.float64)
     drawn: Floats = rng.binomial(samples, right / samples) / samples
     return drawn
@@ -122,32 +146,11 @@ def _percentiles(values: Floats, confidence: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
-PROFILE_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-
-
-@dataclass(frozen=True)
-class TaskAggregate:
-    """One arm over its runs x tasks."""
-
-    tasks: Mapping[str, float]
-    """Task -> mean accuracy over the runs."""
-    iqm: float
-    interval: tuple[float, float]
-    """At the confidence asked for, runs resampled within tasks."""
-    profile: Sequence[float]
-    """Fraction of the runs x tasks above each of PROFILE_THRESHOLDS."""
-
-
-@dataclass(frozen=True)
-class TaskContrast:
-    iqm_difference: float
-    interval: tuple[float, float]
-    probability_of_improvement: float
-    """That a run of the candidate beats one of the baseline on a task."""
+# -- of stored runs ------------------------------------------------------------------------------------------------------
 
 
 def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAggregate | None:
-    """None unless the runs have two tasks or more in common."""
+    """None unless the runs share two tasks or more."""
     tasks, scores = _scores(list(runs.values()))
     if len(tasks) < 2:
         return None
@@ -160,7 +163,7 @@ def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAgg
 
 
 def contrast_tasks(pairs: Sequence[tuple[StoredRun, StoredRun]], confidence: float) -> TaskContrast | None:
-    """Of (candidate, baseline) runs; None unless all of them have two tasks or more in common."""
+    """`pairs` are (candidate, baseline); None unless all runs share two tasks or more."""
     tasks, scores = _scores([run for pair in pairs for run in pair])
     if len(tasks) < 2:
         return None
@@ -173,7 +176,7 @@ def contrast_tasks(pairs: Sequence[tuple[StoredRun, StoredRun]], confidence: flo
 
 
 def problem_interval(pairs: Sequence[tuple[StoredRun, StoredRun]], confidence: float) -> tuple[float, float] | None:
-    """Interval of the mean difference in accuracy with new seeds, problems and samples; None where no problem was judged in all runs."""
+    """Interval of the mean difference in accuracy for new seeds, problems and samples; None if no problem was judged in all runs."""
     judged = [{item.example_id: item for item in _problems(run) if item.samples} for pair in pairs for run in pair]
     shared = [example for example in judged[0] if all(example in run for run in judged)]
     if not shared:
@@ -188,7 +191,7 @@ def _problems(run: StoredRun) -> Sequence[EvaluationRecord]:
 
 
 def _scores(runs: Sequence[StoredRun]) -> tuple[list[str], Floats]:
-    """Tasks that every run has a judged problem of, and [runs, tasks] mean accuracies."""
+    """The tasks of which every run has a judged problem, and [runs, tasks] mean accuracies."""
     by_run: list[dict[str, list[float]]] = []
     for run in runs:
         rates: dict[str, list[float]] = defaultdict(list)

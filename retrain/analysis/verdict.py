@@ -1,7 +1,7 @@
 """From paired differences to verdicts: pure numbers, no runs.
 
-A contrast is called an improvement (or worse) only if the t interval leaves 0 out and the sign-flip p, adjusted over all contrasts after
-Holm, is below alpha; equivalent only within a stated margin; otherwise it is inconclusive. Never "no effect".
+A contrast is an improvement (or worse) only if its t interval excludes 0 and its sign-flip p, adjusted over all contrasts by Holm, is
+below alpha; equivalent only within a stated margin; otherwise inconclusive. The verdict is never "no effect".
 """
 
 from collections.abc import Sequence
@@ -20,36 +20,36 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class TestSettings:
-    """What was decided before looking."""
+    """What is decided before looking at the results."""
 
     alpha: float = 0.05
     margin: float | None = None
-    """Differences below this are called equivalent, in the metric's units; None never says so."""
+    """Differences below this are equivalent, in the metric's units; None: no verdict of equivalence."""
     effect: float | None = None
-    """A difference whose number of seeds is wanted."""
+    """The difference for which the number of seeds is computed; None: not computed."""
     power: float = 0.8
     lower_is_better: bool = False
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What the differences of one contrast say, in the metric's units. What needs two pairs is None for a single one."""
+    """What the differences of one contrast show, in the metric's units. What needs two pairs is None for a single pair."""
 
     pairs: int
     mean: float
     sd: float | None
     interval: tuple[float, float] | None
-    """Student's, at confidence 1 - alpha."""
+    """Student's t, at confidence 1 - alpha."""
     p: float
     p_adjusted: float
     smallest_p_adjusted: float
-    """What the best conceivable differences would give with these numbers of pairs."""
+    """The smallest that any differences could give with this many pairs in every contrast."""
     d_z: float | None
-    """With Hedges' correction, which leaves nothing of two pairs: None below three."""
+    """With Hedges' correction, which is 0 for two pairs: None below three."""
     minimal_detectable_effect: float | None
-    """None also where nothing could be significant, and where all differences are equal."""
+    """None also if nothing could be significant or all differences are equal."""
     seeds_needed: int | None
-    """For the stated effect, at the sd seen here."""
+    """Seeds that find the stated effect at this sd; None without an effect or out of reach."""
     equivalence_p_adjusted: float | None
     """None without a margin."""
     verdict: Verdict
@@ -59,7 +59,7 @@ class Conclusion:
 
 
 def conclude(family: Sequence[Sequence[float]], test: TestSettings) -> list[Conclusion]:
-    """One conclusion for each contrast's differences (>= 1 of them), p values adjusted over the whole family."""
+    """One conclusion per contrast of n >= 1 differences; the p values are adjusted over the whole family."""
     p = [statistics.sign_flip_p(d) for d in family]
     adjusted = statistics.holm(p)
     smallest = statistics.holm([statistics.smallest_p(len(d)) for d in family])
@@ -76,6 +76,9 @@ def _conclusion(
     mean = statistics.mean(d)
     sd = statistics.sample_sd(d) if len(d) > 1 else None
     interval = statistics.t_interval(d, 1 - test.alpha) if len(d) > 1 else None
+    seeds = None
+    if test.effect is not None and sd and not power.out_of_reach(test.effect, sd, test.alpha, test.power, family):
+        seeds = power.seeds_needed(test.effect, sd, test.alpha, test.power, family)
     return Conclusion(
         pairs=len(d),
         mean=mean,
@@ -86,20 +89,14 @@ def _conclusion(
         smallest_p_adjusted=smallest,
         d_z=statistics.corrected_dz(d) if len(d) > 2 else None,
         minimal_detectable_effect=power.minimal_detectable_effect(len(d), sd, test.alpha, test.power, family) if sd else None,
-        seeds_needed=_seeds_needed(test, sd, family),
+        seeds_needed=seeds,
         equivalence_p_adjusted=equivalence_p,
         verdict=_verdict(mean, interval, p_adjusted, equivalence_p, test),
     )
 
 
-def _seeds_needed(test: TestSettings, sd: float | None, family: int) -> int | None:
-    if test.effect is None or not sd or power.out_of_reach(test.effect, sd, test.alpha, test.power, family):
-        return None
-    return power.seeds_needed(test.effect, sd, test.alpha, test.power, family)
-
-
 def _equivalence(family: Sequence[Sequence[float]], margin: float | None) -> list[float | None]:
-    """Adjusted p of |mean| < margin for each contrast; None without a margin and for a single pair."""
+    """Adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a single pair."""
     if margin is None:
         return [None] * len(family)
     p = iter(statistics.holm([statistics.tost(d, margin) for d in family if len(d) > 1]))

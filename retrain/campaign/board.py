@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from retrain.analysis.runs import StoredRun
-from retrain.analysis.status import duration
 from retrain.campaign.launch import OUTPUT
 from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import CampaignPlan
 from retrain.errors import RetrainError
+from retrain.records.printing import duration
 from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, encodable, one_line
 

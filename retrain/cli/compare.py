@@ -88,7 +88,7 @@ def _compare(targets: list[Path], baseline: list[str], control: bool, metric: st
         raise ConfigurationError(f"--control and --baseline {baseline[0]} both name the baseline; give one of them.")
     for target in targets:
         if not target.is_dir():
-            raise ConfigurationError(f"{target} is no folder; name a campaign's folder, or runs and --baseline runs.")
+            raise ConfigurationError(f"{target} is not a folder; name a campaign's folder, or runs and --baseline runs.")
     campaigns = [target for target in targets if is_campaign(target)]
     if campaigns:
         if len(targets) > 1 or len(baseline) > 1:

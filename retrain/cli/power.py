@@ -30,9 +30,9 @@ def command(
     if (pilot is None) == (sd is None):
         raise ConfigurationError("retrain power needs the spread of the differences: a pilot's folder, or --sd; give one of them.")
     found = read_pilot(pilot, metric) if pilot else None
-    spread = found.sd if found else sd
-    assert spread is not None
-    plan = SeedPlan(effect, spread, alpha, power, comparisons or (found.comparisons if found else 1))
+    sd = found.sd if found else sd
+    assert sd is not None
+    plan = SeedPlan(effect, sd, alpha, power, comparisons or (found.comparisons if found else 1))
     _check(plan, comparisons)
     if as_json or form == "json":
         print(json.dumps(_as_json(plan, found), indent=2))
@@ -55,7 +55,9 @@ def _check(plan: "SeedPlan", comparisons: int | None) -> None:
 
 
 def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
-    family = "one comparison" if plan.comparisons == 1 else f"{plan.comparisons} comparisons (Holm)"
+    from retrain.records.printing import counted, table_lines
+
+    family = f"{counted(plan.comparisons, 'comparison')}{' (Holm)' if plan.comparisons > 1 else ''}"
     yield f"Paired by seed, two-sided, alpha {plan.alpha:g} over {family}, power {100 * plan.power:g}%."
     if pilot:
         low, high = pilot.sd_interval
@@ -66,16 +68,14 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     if plan.effect is not None:
         yield f"Seeds needed for a difference of {_number(plan.effect)}: {_count(plan.seeds(plan.sd))}" + _range(plan, pilot)
         if pilot and pilot.held_out:
-            spread = pilot.held_out
+            held_out = pilot.held_out
             yield (
-                f"Held-out problems that tell two given models apart by {_number(plan.effect)}: {plan.problems(spread):,} "
-                f"at {spread.samples} sample{'s' if spread.samples > 1 else ''} each; the pilot has {spread.problems:,}."
+                f"Held-out problems that tell two given models apart by {_number(plan.effect)}: {plan.problems(held_out):,} "
+                f"with {counted(held_out.samples, 'sample')} each; the pilot has {held_out.problems:,}."
             )
     yield ""
-    yield "| seeds | detectable difference |"
-    yield "|-------|-----------------------|"
-    for seeds, difference in plan.detectable().items():
-        yield f"| {seeds:>5} | {'none' if difference is None else _number(difference):<21} |"
+    rows = [(str(seeds), "none" if found is None else _number(found)) for seeds, found in plan.detectable().items()]
+    yield from table_lines([("seeds", "detectable difference"), *rows], right=(0,))
 
 
 def _range(plan: "SeedPlan", pilot: "Pilot | None") -> str:
@@ -94,7 +94,7 @@ def _number(value: float) -> str:
 
 
 def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
-    spread = pilot.held_out if pilot else None
+    held_out = pilot.held_out if pilot else None
     wanted = plan.effect is not None
     return {
         "effect": plan.effect,
@@ -108,6 +108,6 @@ def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
         "seeds_needed": plan.seeds(plan.sd) if wanted else None,
         "seeds_needed_interval": [plan.seeds(sd) for sd in pilot.sd_interval] if pilot and wanted else None,
         "detectable": {str(seeds): difference for seeds, difference in plan.detectable().items()},
-        "held_out_problems_needed": plan.problems(spread) if spread and wanted else None,
-        "held_out_problems": spread.problems if spread else None,
+        "held_out_problems_needed": plan.problems(held_out) if held_out and wanted else None,
+        "held_out_problems": held_out.problems if held_out else None,
     }

@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 _CLEAR = "\x1b[H\x1b[2J"
 _HEADER = ("run", "state", "step", "correct", "reward", "loss", "held-out", "tokens/s", "s/step", "left")
-_GAP = "  "
 _EXPENDABLE = ("reward", "tokens/s", "loss", "s/step")
-"""Columns that a narrow terminal does without, the first one first; --json has them."""
+"""Columns that are left out on a narrow terminal, in this order; --json has them."""
 
 
 def command(
@@ -71,29 +70,30 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
 
 
 def campaign_line(campaign: "CampaignStatus") -> str:
-    from retrain.analysis.status import duration
+    from retrain.records.printing import counted, duration
 
     counts = ", ".join(f"{count} {state}" for state, count in sorted(campaign.counts.items()))
-    line = f"Campaign {campaign.path}: {len(campaign.runs)} runs ({counts}), step {campaign.steps:,} of {campaign.max_steps:,}"
+    line = f"Campaign {campaign.path}: {counted(len(campaign.runs), 'run')} ({counts}), step {campaign.steps:,} of {campaign.max_steps:,}"
     if campaign.median_step_time_s is not None:
         line += f", median step time {campaign.median_step_time_s:.2f} s"
     return line + (f", {duration(campaign.remaining_s)} left" if campaign.remaining_s is not None else "")
 
 
-def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> Iterator[str]:
-    """Aligned columns, the first two to the left, the rest to the right; at most `width` wide where enough of them can be left out."""
-    columns = {name: cells for name, *cells in zip(_HEADER, *(_cells(run, root) for run in runs), strict=True)}
-    widths = {name: max(len(name), *map(len, cells)) for name, cells in columns.items()}
-    for name in _EXPENDABLE:
-        if width is not None and sum(widths.values()) + len(_GAP) * (len(widths) - 1) > width:
-            del columns[name], widths[name]
-    for row in zip(*([name, *cells] for name, cells in columns.items()), strict=True):
-        places = zip(row, widths.items(), strict=True)
-        yield _GAP.join(cell.ljust(size) if name in _HEADER[:2] else cell.rjust(size) for cell, (name, size) in places).rstrip()
+def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[str]:
+    """Name and state on the left, numbers on the right; as many expendable columns are left out as the width requires."""
+    from retrain.records.printing import table_lines
+
+    rows = [_HEADER, *(_cells(run, root) for run in runs)]
+    for dropped in range(len(_EXPENDABLE) + 1):
+        columns = [column for column, name in enumerate(_HEADER) if name not in _EXPENDABLE[:dropped]]
+        table = list(table_lines([[row[column] for column in columns] for row in rows], right=range(2, len(columns))))
+        if width is None or max(map(len, table)) <= width:
+            break
+    return table
 
 
 def _cells(run: "RunStatus", root: Path) -> tuple[str, ...]:
-    from retrain.analysis.status import duration
+    from retrain.records.printing import duration
     from retrain.records.terminal import one_line
 
     below = run.path.is_relative_to(root) and run.path != root

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from retrain.analysis.status import duration
 from retrain.backends.declared import backend_words, engine_words
 from retrain.explain.caveats import POWER
 from retrain.parsing import toml_value
+from retrain.records.printing import duration
 
 if TYPE_CHECKING:
     from retrain.config.schema import Squeeze

@@ -16,9 +16,10 @@ from markupsafe import Markup
 from retrain.analysis.compare import Comparison
 from retrain.analysis.comparison_text import arm_table, contrast_table, details, explanation, heading, sharing
 from retrain.analysis.measures import WINDOW
-from retrain.analysis.status import RunStatus, duration
+from retrain.analysis.status import RunStatus
 from retrain.errors import EnvironmentFailure
 from retrain.records.atomic import replace_file
+from retrain.records.printing import duration
 from retrain.records.redact import Redactor
 from retrain.records.terminal import visible
 from retrain.report.curves import ConditionCurves

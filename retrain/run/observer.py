@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from retrain.distributed import World
 from retrain.records.entries import StepRecord
+from retrain.records.printing import counted
 from retrain.run.health import check_mismatch, check_updates, mismatch_limit
 from retrain.run.opening import OpenedRun
 from retrain.run.parts import Parts, is_rounded
@@ -99,7 +100,7 @@ class StepObserver:
         state, backend, result = self.state, self.parts.backend, step.result
         if result.nonfinite_updates:
             self.tracker.message(
-                f"Step {step.number}: {result.nonfinite_tensor} was not finite, so {result.nonfinite_updates} update(s) were skipped."
+                f"Step {step.number}: {result.nonfinite_tensor} was not finite; skipped {counted(result.nonfinite_updates, 'update')}."
             )
         check_updates(state, result)
         limit = mismatch_limit(

@@ -11,6 +11,7 @@ from retrain.config.outcomes import unused_keys
 from retrain.errors import ConfigurationError
 from retrain.records.atomic import replace_file
 from retrain.records.disk import expanded, safetensors_io, writing_to
+from retrain.records.printing import GAP, table_lines
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import clean
 from retrain.run.notes import refuse_not_built, trust_note
@@ -111,15 +112,12 @@ def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
 def analysis_lines(analysis: Analysis) -> list[str]:
     zero = len(analysis.zero_layers)
     count = len(analysis.layers)
-    lines = [
-        f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {count} layers{f', {zero} of them zero' if zero else ''}.",
-        "Variance kept (squared singular values) by rank:",
-        "  rank      mean       min       max     whole   error of the whole",
-    ]
+    lines = [f"Adapter {analysis.adapter}: rank {analysis.source_rank}, {count} layers{f', {zero} of them zero' if zero else ''}."]
+    rows: list[tuple[str, ...]] = [("rank", "mean", "min", "max", "whole", "error of the whole", "")]
     for row in analysis.table:
-        values = "".join(f"{value:>10.2%}" for value in (row.mean, row.min, row.max, row.energy))
-        mark = "   <- recommended" if row.rank == analysis.recommended_rank else ""
-        lines.append(f"  {row.rank:>4}{values}   {row.error:>8.2%}{mark}")
+        values = (f"{value:.2%}" for value in (row.mean, row.min, row.max, row.energy, row.error))
+        rows.append((str(row.rank), *values, "<- recommended" if row.rank == analysis.recommended_rank else ""))
+    lines += ["Variance kept (squared singular values) by rank:", *table_lines(rows, right=range(6), indent=GAP)]
     judged = "the mean over the layers" if analysis.rule == "mean" else "the worst layer"
     return [*lines, f"Recommended rank: {analysis.recommended_rank} ({judged} keeps {analysis.threshold:.0%} or more)."]
 
