@@ -1,6 +1,7 @@
 """Every key of the schema as data: its type in words, its default, its flag and its environment variable."""
 
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -9,7 +10,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from retrain.config.names import ALIASES, builtin_names, names_of
+from retrain.config.names import ALIASES, builtin_names
 from retrain.config.schema import NO_TRAITS, Condition, Section, TrainConfig, Traits, traits_of
 from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
@@ -64,7 +65,7 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names that a mistyped value is compared with."""
+        """The names that it takes: of a closed set, or built in."""
         return choices_of(self.field)
 
     @property
@@ -167,9 +168,9 @@ def _add(table: dict[str, str], flag: str, path: str) -> None:
     table[flag] = path
 
 
-def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """The names that a field takes: of a closed set, built in, or registered."""
-    return _choices(field.annotation, field.metadata)
+def choices_of(field: FieldInfo, names: Callable[[str], tuple[str, ...]] = builtin_names) -> tuple[str, ...]:
+    """The names that a field takes: of a closed set, or what `names` gives for its kind of plugin."""
+    return _choices(field.annotation, field.metadata, names)
 
 
 def describe_field(field: FieldInfo) -> str:
@@ -208,19 +209,19 @@ def _type_name(annotation: Any) -> str:
     return " or ".join(dict.fromkeys(names))
 
 
-def _choices(annotation: Any, metadata: list[Any]) -> tuple[str, ...]:
+def _choices(annotation: Any, metadata: list[Any], names: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
     found: list[str] = []
     for item in metadata:
         if isinstance(item, OpenName):
-            found.extend(names_of(item.kind))
+            found.extend(names(item.kind))
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
-        return (*found, *_choices(inner, extra))
+        return (*found, *_choices(inner, extra, names))
     if get_origin(annotation) is Literal:
         return (*found, *(str(value) for value in get_args(annotation) if value))
     for part in get_args(annotation):
         if not isinstance(part, (str, int)):
-            found.extend(_choices(part, []))
+            found.extend(_choices(part, [], names))
     return tuple(dict.fromkeys(found))
 
 

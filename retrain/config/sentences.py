@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from retrain.config.keys import CONDITION_KEYS, Key, all_keys, choices_of, condition_homes, key_meant, keys_by_path, section_models
-from retrain.config.names import ALIASES
+from retrain.config.names import ALIASES, names_of
 from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
 from retrain.config.suggestions import nearest, synonym
@@ -151,7 +151,7 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
     if name == "label":
         return f"{where}: label = {_shown(details[0]['input'])} {context.get('problem', 'is not a string')}"
     value = details[0]["input"]
-    near = nearest(value, choices_of(Condition.model_fields[name])) if isinstance(value, str) else None
+    near = nearest(value, choices_of(Condition.model_fields[name], names_of)) if isinstance(value, str) else None
     suffix = f'did you mean "{near}"?' if near else "give a built-in name or a dotted plugin path"
     return f"{where}: {name} = {_shown(value)} is not known; {suffix}"
 
@@ -173,7 +173,7 @@ def _unknown_setting(name: str) -> str:
 def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     refusal = next((detail for detail in details if detail["type"] == "refused"), None)
     word = (refusal or details[0])["input"] if isinstance(value, list) else value
-    near = nearest(word, key.choices) if isinstance(word, str) else None
+    near = nearest(word, choices_of(key.field, names_of)) if isinstance(word, str) else None
     wrong = str(refusal["ctx"]["problem"]) if refusal else _what_is_wrong(key, value, details[0])
     suffix = f'; did you mean "{near}"?' if near and near != value else ""
     return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
