@@ -2,8 +2,8 @@ r"""The library in one page: the same loop as rl_loop.py from retrain's own part
 
     python examples/library.py --steps 10
 
-`episodes = rollout(...)`, `credit = assign(...)`, `result = train(...)`: one noun of `retrain/types.py` goes into each call and the
-next comes out. What `retrain my.toml` adds around them is the run: its folder, checkpoints, evaluation, and signals.
+`rollout = draw(...)`, `rows = assign(...).rows()`, `result = train(...)`: the nouns of `retrain/types.py` go from call to call. What
+`retrain my.toml` adds is the run around them: its folder, checkpoints, evaluation, parity gate and signals.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from retrain.model.text import load_text_model
 from retrain.rewards import build_scorer
 from retrain.run.parts import build_backend, training_plan
 from retrain.run.rollout import Sampler, Watcher
-from retrain.run.session import usable_groups
 
 CONFIG = {
     "model": {"model": "lab", "lora_rank": 16},
@@ -40,7 +39,7 @@ def main(steps: int = 10, **training: int) -> list[float]:
         for step in range(steps):
             batch = prompts.batch(step * config.training.batch_size, config.training.batch_size, config.training.seed)
             rollout = sampler.draw(batch, step, training_plan(config), watcher)  # groups: token ids, log-probs, texts, scores
-            rows = credit.assign(usable_groups(rollout), step, sepa_lambda=0.0).rows()  # one advantage per token
+            rows = credit.assign(rollout.usable_groups, step, sepa_lambda=0.0).rows()  # one advantage per token
             result = backend.train(rows, step)  # one optimizer step, normalised once
             rewards = [reward for group in rollout.groups for reward in group.judged().rewards]
             history.append(sum(rewards) / len(rewards))

@@ -127,8 +127,17 @@ class Group:
         """Rewards of the completions that were judged; [G] in a judged group."""
         return [member.score.reward for member in self.members if member.score.reward is not None]
 
+    @property
+    def correct(self) -> int:
+        """Completions that are right."""
+        return sum(member.score.outcome is Outcome.RIGHT for member in self.members)
+
     def __len__(self) -> int:
         return len(self.members)
+
+
+RowKey = tuple[int, int]
+"""(number of the group, sample index): names a row within its step."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +188,7 @@ class Row:
         )
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Names the row within its step."""
+    def key(self) -> RowKey:
         return self.group, self.sample
 
     @property

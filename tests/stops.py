@@ -80,7 +80,7 @@ def count(path: Path) -> int:
 
 _PLACED = (
     Placed("retrain.backends.local.learner", "Learner._update", 6),  # the second of the second step's four updates
-    Placed("retrain.run.session", "Session.observe", 4),
+    Placed("retrain.run.observer", "StepObserver.observe", 4),
     Placed("retrain.records.jsonl", "JsonlWriter.write", 60),
     Placed("retrain.backends.local.optimizer", "AdapterOptimizer.step", 15, after=True),
     Placed("retrain.advantages.sepa", "SEPAController.observe", 6, after=True),

@@ -15,7 +15,7 @@ from retrain.config.overrides import Overrides
 from retrain.errors import ConfigurationError
 from retrain.records.checkpoint import CheckpointStore
 from retrain.run.evaluate import evaluate_run
-from retrain.run.opening import Opening, open_run
+from retrain.run.opening import OpenedRun, open_run
 from retrain.tracking import RunFolder
 from tests.runs import lines, small
 
@@ -39,7 +39,7 @@ def resumed(folder: Path, **more: dict[str, object]) -> TrainConfig:
     return small(folder, **SECTIONS, resume={"from": str(folder)}, **more)
 
 
-def opened(config: TrainConfig, *, overwrite: bool = False) -> Opening:
+def opened(config: TrainConfig, *, overwrite: bool = False) -> OpenedRun:
     with open_run(config, overwrite=overwrite) as opening:
         return opening
 

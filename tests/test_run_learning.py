@@ -89,7 +89,7 @@ def test_redraws_do_not_bias_the_correct_rate(success: tuple[float, float]) -> N
     rng = np.random.default_rng(0)
     prompts = [Prompt(Example(str(p), "", info={"p": p}), "", np.zeros(1, np.int32)) for p in success * 4]
     scorer = cast(Scorer, ScorerOf(rng))
-    sampler = Sampler(cast(InferenceEngine, EngineOf()), scorer, lambda ids: "", lambda: 0.0)
+    sampler = Sampler(cast(InferenceEngine, EngineOf()), scorer, lambda ids: "")
     plan = SamplingPlan(group_size=4, max_tokens=1, temperature=1.0, seed=0, stream=0, redraws=8)
     watcher = Watcher(lambda: None, lambda completion: None)
     steps = [sampler.draw(prompts, step, plan, watcher) for step in range(400)]

@@ -10,7 +10,7 @@ import numpy as np
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.run.rollout import Sampler, SamplingPlan, Watcher
-from retrain.types import Group, Outcome, Prompt
+from retrain.types import Group, Prompt
 
 
 class Evaluator:
@@ -41,7 +41,7 @@ def _problem(group: Group, step: int) -> EvaluationRecord:
         example_id=group.prompt.prompt_id,
         task=group.prompt.example.task,
         samples=len(rewards),
-        correct=sum(member.score.outcome is Outcome.RIGHT for member in group.members),
+        correct=group.correct,
         could_not_judge=len(group) - len(rewards),
         reward_mean=float(np.mean(rewards)) if rewards else None,
     )

@@ -48,15 +48,6 @@ _WHOLE = "all layers"
 _SIGNIFICANT = 5.0
 """Standard errors by which that share must differ from 0."""
 
-_LIMIT_FACTOR = 10
-_LIMIT_FLOOR, _LIMIT_FLOOR_HALF = 1e-3, _BF16_MEAN
-"""Rounding grows while a policy sharpens, so ten times a gate that measured 1e-6 would stop sound runs."""
-
-
-def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
-    """[inference] mismatch_limit where it is unset, in nats: ten times the gate's own mean, above the noise of the precision."""
-    return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
-
 
 @dataclass(frozen=True)
 class GateResult:

@@ -1,7 +1,7 @@
 """The training loop: one step is sample, score, assign credit, learn, observe.
 
-Everything that does not fit on this page is in the nouns that it calls: `session` holds what a run is made of, `rollout` draws
-scored groups, `advantages` turns rewards into token credit, `backends` learn, `checkpoint` and `tracking` write it down.
+Everything that does not fit on this page is in the nouns that it calls: `session` opens the run and samples, `advantages` turns rewards
+into token credit, `backends` learn, `observer` writes the step down, `schedule` says what is due and `saver` writes checkpoints.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from pathlib import Path
 from retrain.config import TrainConfig
 from retrain.errors import Interrupted, RunFailed
 from retrain.records.disk import writing_to
-from retrain.run.session import Session, usable_groups
+from retrain.run.session import Session
+from retrain.run.step_record import Step, StepClock
 from retrain.tracking import RunFolder, RunSummary, StepRecord, read_jsonl
 
 
@@ -27,16 +28,16 @@ class Run:
         return self.folder / self.summary.adapter
 
     def metrics(self) -> list[StepRecord]:
-        """One record a step, oldest first."""
+        """One record per step, oldest first."""
         return [StepRecord.from_json(line) for line in read_jsonl(RunFolder(self.folder).metrics)]
 
 
 def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) -> Run:
-    """Run `config` to its last step, or go on with the run that `[resume] from` names.
+    """Run `config` to its last step, or resume the run that `[resume] from` names.
 
     `overwrite` empties a run folder that carries our marker; `quiet` silences standard output.
-    Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted; the steps that were done until then are saved. A second
-    signal raises StoppedAtOnce, which saves nothing.
+    Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with the steps completed so far saved. A second signal raises
+    StoppedAtOnce, which saves nothing.
     """
     folder = Path(config.resume.from_ or config.logging.log_dir)
     with writing_to(folder, f"go on with --resume {folder}"), Session.open(config, overwrite=overwrite, quiet=quiet) as session:
@@ -44,7 +45,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) 
             while True:
                 session.evaluate_if_due()
                 session.save_if_due()
-                if session.finished:
+                if session.is_finished:
                     return Run(session.folder.path, session.finish())
                 take_step(session)
         except (Interrupted, RunFailed):
@@ -54,18 +55,16 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) 
 
 def take_step(session: Session) -> None:
     """One batch of prompts, one step of learning. Interrupted before the learning, it has changed nothing."""
-    step, parts, clock = session.state.step, session.parts, session.clock
-    clock.start()
+    parts, number, clock = session.parts, session.state.step, StepClock("sample")
     rollout = session.sample()
     clock.mark("credit")
-    sepa_lambda = session.sepa.resolve(step)
-    credit = parts.credit.assign(usable_groups(rollout), step, sepa_lambda)
+    sepa_lambda = parts.sepa.resolve(number)
+    credit = parts.credit.assign(rollout.usable_groups, number, sepa_lambda)
     rows = credit.rows()
-    session.stop_if_asked()
-    session.sample_ahead(len(rollout.groups))
+    session.turn_to_learning(used=len(rollout.groups))
     clock.mark("learn")
-    log_ratios = session.log_ratios(rows)
+    log_ratios = session.observer.log_ratios(rows)
     session.state.learning = True  # until `observe` has written the step down
-    result = parts.backend.train(rows, step)
+    result = parts.backend.train(rows, number)
     clock.stop()
-    session.observe(rollout, credit, rows, result, sepa_lambda, log_ratios)
+    session.observer.observe(Step(number, rollout, sepa_lambda, credit, rows, log_ratios, result, clock))

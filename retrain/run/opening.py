@@ -24,7 +24,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
 
 @dataclass(frozen=True)
-class Opening:
+class OpenedRun:
     """A run folder that is ours, with what an earlier session left in it."""
 
     config: TrainConfig
@@ -38,7 +38,7 @@ class Opening:
 
 
 @contextmanager
-def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[Opening]:
+def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
     """Hold the run folder's lock for as long as the context lasts.
 
     Raises ConfigurationError for a folder that may not be used, and for keys that may not change at resume.
@@ -95,7 +95,7 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
         lock.release()
 
 
-def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> Opening:
+def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> OpenedRun:
     config = with_drawn_seed(config)
     checkpoints = _checkpoint_folder(config, folder, overwrite)
     folder.empty()
@@ -103,10 +103,10 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
         _claim(checkpoints, folder)
     state = TrainerState(seed=config.training.seed, config_hash=config_hash(config), batch_size=config.training.batch_size)
     notes = (f"{folder.path} has no checkpoint yet: starting at step 0.",) if resuming else ()
-    return Opening(config, folder, CheckpointStore(checkpoints, config.training.keep_checkpoints), state, None, notes)
+    return OpenedRun(config, folder, CheckpointStore(checkpoints, config.training.keep_checkpoints), state, None, notes)
 
 
-def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
+def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
     """Nothing in the folder is changed before it is known that the run can go on."""
     if links := folder.links():
         raise _not_resumable(folder, f"{links[0]} is a link, and nothing behind a link is changed", "put the file or folder itself there")
@@ -134,7 +134,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> Opening:
         notes.append(f"{folder.path} has no checkpoint yet: starting at step 0.")
         folder.forget_steps()
     store.make_room_after(state.step, notes.append)
-    return Opening(config, folder, store, state, checkpoint, tuple(notes))
+    return OpenedRun(config, folder, store, state, checkpoint, tuple(notes))
 
 
 def _newest(store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]) -> Checkpoint | None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from time import monotonic
 
 from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import Backend
 from retrain.backends.declared import backend_class, capability_notes, incapable
 from retrain.config import TrainConfig
@@ -42,6 +42,7 @@ class Parts:
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
+    sepa: SEPAController
     evaluator: Evaluator | None
 
     def close(self) -> None:
@@ -75,11 +76,11 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
         undo.pop_all()
-    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, monotonic, world)
-    examiner = Sampler(backend.engine, judge, text.vocabulary.text, monotonic, world)
+    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world)
+    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world)
     evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
     guard = FailureGuard(config.reward.max_failure_rate)
-    return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, evaluator)
+    return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, SEPAController(config.sepa), evaluator)
 
 
 def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE) -> Backend:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event
+from time import monotonic
 
 from retrain.data import Prompt
 from retrain.distributed import ALONE, World
@@ -59,6 +60,12 @@ class Rollout:
         return self.drawn[: len(self.groups)]
 
     @property
+    def usable_groups(self) -> list[Group]:
+        """The judged part of each group; one with fewer than two left because of what could not be judged is dropped."""
+        judged = [group.judged() for group in self.groups]
+        return [part for part, whole in zip(judged, self.groups, strict=True) if len(part) == len(whole) or len(part) >= 2]
+
+    @property
     def redrawn(self) -> int:
         """Groups that were drawn anew, each as often as it was."""
         return len(self.drawn) - len(self.groups)
@@ -68,7 +75,13 @@ class Sampler:
     """Draws scored groups from an engine; in a parallel run each process draws its share, and all of them get all groups."""
 
     def __init__(
-        self, engine: InferenceEngine, scorer: Scorer, text: Callable[[Int32Array], str], clock: Callable[[], float], world: World = ALONE
+        self,
+        engine: InferenceEngine,
+        scorer: Scorer,
+        text: Callable[[Int32Array], str],
+        *,
+        clock: Callable[[], float] = monotonic,
+        world: World = ALONE,
     ) -> None:
         self.engine = engine
         self.scorer = scorer
@@ -156,11 +169,11 @@ def _is_uniform(group: Group) -> bool:
 
 
 class _Dropped(Exception):
-    """The rollout under way is not wanted any more."""
+    """The prefetched rollout is no longer wanted."""
 
 
-class Ahead:
-    """At most one rollout under way, in a thread of its own."""
+class PrefetchedRollout:
+    """At most one rollout under way, drawn in a thread of its own while the step before it is learned."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         """`check` raises when the run was asked to stop; the error comes out of `take`."""

@@ -3,7 +3,7 @@
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
 
@@ -12,24 +12,20 @@ import numpy as np
 from retrain.advantages.credit import Credit
 from retrain.run.rollout import Rollout
 from retrain.tracking import GenerationRecord, TokenTable
-from retrain.types import FinishReason, Float32Array, Group, Outcome, StepResult
+from retrain.types import FinishReason, Float32Array, Group, Row, RowKey, StepResult
 
 
-@dataclass
 class StepClock:
-    """Monotonic seconds of the phases of one step; `mark` ends one phase and names the next."""
+    """Monotonic seconds of the phases of one step, from `StepClock(first phase)` to `stop`."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    _phase: str = ""
-    _since: float = 0.0
-
-    def start(self) -> None:
-        self.seconds = {}
-        self._phase, self._since = "sample", monotonic()
+    def __init__(self, phase: str) -> None:
+        self.seconds: dict[str, float] = {}
+        self._phase, self._since = phase, monotonic()
 
     def mark(self, phase: str) -> None:
+        """End one phase and begin another."""
         now = monotonic()
-        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
+        self.seconds[self._phase] = now - self._since
         self._phase, self._since = phase, now
 
     def stop(self) -> None:
@@ -38,6 +34,23 @@ class StepClock:
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as it was taken, from sampling to learning: what `StepObserver` writes down."""
+
+    number: int
+    """Counts from 0."""
+    rollout: Rollout
+    sepa_lambda: float
+    credit: Credit
+    rows: list[Row]
+    """One per judged completion, in the order of `credit.sources`."""
+    log_ratios: dict[RowKey, Float32Array] | None
+    """[T] of each trained row: learner - sampler log-prob before the step; None in a step whose tokens are not stored."""
+    result: StepResult
+    clock: StepClock
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ def reward_statistics(rollout: Rollout) -> RewardStatistics:
     return RewardStatistics(
         completions=len(members),
         judged=len(rewards),
-        correct=sum(member.score.outcome is Outcome.RIGHT for member in members),
+        correct=sum(group.correct for group in rollout.first_draws),
         mean_reward=mean_or_none(rewards),
         truncated=len(truncated),
         truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
@@ -145,15 +158,9 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> li
     ]
 
 
-def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[tuple[int, int], Float32Array] | None = None) -> TokenTable:
-    """Every judged token of the step with its advantage after each stage. `log_ratios`: row key -> [T], for the trained rows; the tokens of
-    the others have NaN.
-    """
+def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey, Float32Array] | None = None) -> TokenTable:
+    """Every judged token of the step with its advantage after each stage. The tokens of rows without `log_ratios`, [T] each, have NaN."""
     tokens = credit.tokens
-    if log_ratios is not None:
-        keys = [(number, completion.sample) for number, group in enumerate(credit.sources) for completion in group.completions]
-        lengths = tokens.segments.lengths.tolist()
-        ratios = [log_ratios.get(key, np.full(length, np.nan, np.float32)) for key, length in zip(keys, lengths, strict=True)]
     prompts = [group.prompt.token_ids for group in credit.sources]
     completions = [(group.slot, completion) for group in credit.sources for completion in group.completions]
     entropies = tokens.entropies
@@ -169,11 +176,21 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[tuple[i
         advantages=credit.stages_float32(),
         rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
         truncated=np.array([completion.finish_reason is FinishReason.LENGTH for _, completion in completions], np.uint8),
-        log_ratios=None if log_ratios is None else np.concatenate([np.zeros(0, np.float32), *ratios]),
+        log_ratios=None if log_ratios is None else _all_log_ratios(credit, log_ratios),
         prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
         prompt_token_ids=np.concatenate([np.zeros(0, np.int32), *prompts]),
         kept=np.concatenate(kept) if kept and len(kept) == len(completions) else None,
     )
+
+
+def _all_log_ratios(credit: Credit, log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
+    """[n] over all judged tokens of the step."""
+    rows = [
+        log_ratios.get((number, completion.sample), np.full(len(completion.token_ids), np.nan, np.float32))
+        for number, group in enumerate(credit.sources)
+        for completion in group.completions
+    ]
+    return np.concatenate([np.zeros(0, np.float32), *rows])
 
 
 def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:

@@ -1,0 +1,110 @@
+"""Writes each step down, moves the run's state past it, and stops a run that learns nothing."""
+
+from collections.abc import Sequence
+
+from retrain.distributed import World
+from retrain.run.health import check_mismatch, check_updates, mismatch_limit
+from retrain.run.opening import OpenedRun
+from retrain.run.parts import Parts, is_rounded
+from retrain.run.step_record import (
+    RewardStatistics,
+    Step,
+    credit_fields,
+    generation_records,
+    peak_memory_gib,
+    result_fields,
+    reward_fields,
+    reward_statistics,
+    token_table,
+)
+from retrain.tracking import StepRecord, Tracker
+from retrain.types import Float32Array, Row, RowKey
+
+
+class StepObserver:
+    """Sees every step once, after its learning. Of several processes each moves its state; rank 0 alone has sinks to write to."""
+
+    def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker, world: World) -> None:
+        self.config = opened.config
+        self.folder = opened.folder
+        self.state = opened.state
+        self.parts = parts
+        self.tracker = tracker
+        self.world = world
+        self.last: StepRecord | None = None
+        """The record of the newest step, an earlier session's too."""
+
+    def log_ratios(self, rows: Sequence[Row]) -> dict[RowKey, Float32Array] | None:
+        """[T] of each trained row: learner - sampler log-prob before the step.
+
+        None in a step whose tokens are not stored, since it costs a forward pass.
+        """
+        if not self.world.from_leader(self.tracker.wants_tokens(self.state.step)):  # in a parallel run all processes score, or none
+            return None
+        trained = [row for row in rows if row.trained]
+        return {row.key: own - row.logprobs for row, own in zip(trained, self.parts.backend.logprobs(trained), strict=True)}
+
+    def observe(self, step: Step) -> None:
+        """Raises RunFailed, once the step is written down, where the run should not continue."""
+        state, rewards = self.state, reward_statistics(step.rollout)
+        state.correct += rewards.correct
+        state.judged += rewards.judged
+        state.tokens += step.rollout.tokens
+        state.seconds += self.world.from_leader(step.clock.total)
+        self.parts.sepa.observe(rewards.correct_rate, step.number)
+        self.parts.sepa.update_auto(step.credit.exec_uncertainty)
+        self.last = self._record(step, rewards)
+        self.tracker.generations(step.number, generation_records(step.number, step.rollout.groups, step.credit))
+        if self.tracker.wants_tokens(step.number):
+            self.tracker.tokens(step.number, token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios))
+        self.tracker.step(self.last)
+        state.cursor += len(step.rollout.groups)
+        state.step += 1
+        state.learning = False
+        self._check_health(step)
+
+    def _record(self, step: Step, rewards: RewardStatistics) -> StepRecord:
+        state, pipeline, sepa, groups = self.state, self.parts.credit, self.parts.sepa, step.rollout.groups
+        uses_sepa, planning = pipeline.uses_sepa_controller, step.credit.tokens.planning
+        return StepRecord(
+            step=step.number,
+            condition=self.config.condition_label,
+            **result_fields(step.result),
+            **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
+            **reward_fields(rewards),
+            running_correct_rate=state.correct / state.judged if state.judged else None,
+            sepa_lambda=step.sepa_lambda if uses_sepa else None,
+            sepa_gate_open=sepa.gate_open if uses_sepa else None,
+            sepa_gate_step=sepa.gate_step if uses_sepa else None,
+            reward_could_not_judge=sum(len(group) - len(group.rewards) for group in step.rollout.drawn),
+            num_datums=sum(row.trained for row in step.rows),
+            groups_redrawn=step.rollout.redrawn,
+            batch_size=len(groups),
+            next_batch_size=state.batch_size,
+            group_size=self.config.training.group_size,
+            plan_token_fraction=float(planning.mean()) if pipeline.needs_planning and len(planning) else None,
+            uncertainty_kind=pipeline.uncertainty_kind if pipeline.needs_uncertainty else None,
+            time_sample_s=step.rollout.sample_seconds,
+            time_reward_s=step.rollout.reward_seconds,
+            time_credit_s=step.clock.seconds["credit"],
+            time_learn_s=step.clock.seconds["learn"],
+            step_time_s=step.clock.total,
+            tokens_per_s=step.rollout.tokens / step.clock.total,
+            peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
+        )
+
+    def _check_health(self, step: Step) -> None:
+        state, backend, result = self.state, self.parts.backend, step.result
+        if result.nonfinite_updates:
+            self.tracker.message(
+                f"Step {step.number}: {result.nonfinite_tensor} was not finite, so {result.nonfinite_updates} update(s) were skipped."
+            )
+        check_updates(state, result)
+        limit = mismatch_limit(
+            self.config,
+            state.gate_mismatch or 0.0,
+            half_precision=is_rounded(self.config, backend),
+            samples_ahead=backend.capabilities.samples_ahead,
+        )
+        check_mismatch(state, result.log_ratio_mean, limit, f"--resume {self.folder.path}")
+        self.parts.guard.observe([member.score for group in step.rollout.drawn for member in group.members])

@@ -1,0 +1,67 @@
+"""Checkpoints of a run: each is written beside the one before, and tried again after the next step where the disk refuses it."""
+
+from retrain.errors import EnvironmentFailure
+from retrain.records.checkpoint import replace_file
+from retrain.run.opening import OpenedRun
+from retrain.run.parts import Parts
+from retrain.tracking import Tracker
+
+_ATTEMPTS = 3
+_BYTES_PER_PARAMETER = 12  # fp32 weight and two AdamW moments
+
+
+class Saver:
+    """Seals the state of rank 0 between two steps."""
+
+    def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker) -> None:
+        self.folder = opened.folder
+        self.store = opened.store
+        self.state = opened.state
+        self.parts = parts
+        self.tracker = tracker
+        self._saved_at = opened.checkpoint.step if opened.checkpoint else -1
+        self._failures = 0
+        """Attempts in a row that failed."""
+
+    @property
+    def is_current(self) -> bool:
+        """The newest checkpoint holds the state."""
+        return self._saved_at == self.state.step
+
+    @property
+    def is_behind(self) -> bool:
+        """The disk refused a checkpoint or a line that is still to be written."""
+        return self._failures > 0 or self.tracker.is_behind
+
+    def rehearse(self) -> None:
+        """Raises EnvironmentFailure where no checkpoint would fit on the disk."""
+        self.store.rehearse(_BYTES_PER_PARAMETER * self.parts.backend.num_trainable)
+
+    def save(self, *, may_retry: bool) -> None:
+        """A failure leaves the checkpoint before in place. Raises EnvironmentFailure at the third in a row, or if it may not be retried."""
+        self.state.sepa = self.parts.sepa.state_dict()
+        self.state.rewards = self.parts.guard.state_dict()
+        self.state.tracking = self.tracker.state()
+        try:
+            self.state.files = self.tracker.sync()  # a checkpoint is never ahead of the rows of its steps
+            self.store.save(self.state, self.parts.backend.save)
+            replace_file(self.folder.trainer_state, self.state.to_json())
+        except OSError as error:
+            self._report(error, may_retry=may_retry)
+            return
+        self._saved_at = self.state.step
+        self._failures = 0
+
+    def _report(self, error: OSError, *, may_retry: bool) -> None:
+        self._failures += 1
+        where = error.filename or self.store.folder
+        sentence = f"The checkpoint of step {self.state.step} could not be written to {where}: {error.strerror or error}"
+        if self._failures >= _ATTEMPTS or not may_retry:
+            raise EnvironmentFailure(
+                f"{sentence}, {self._failures} time(s) in a row; free space there, then continue with --resume {self.folder.path}."
+            ) from error
+        self.tracker.message(f"{sentence}; trying again after the next step.")
+
+    def save_final(self) -> None:
+        """The last adapter, without the state that a resume needs."""
+        self.store.save_final(self.state, self.parts.backend.save_adapter)
