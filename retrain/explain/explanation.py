@@ -204,7 +204,7 @@ def _steps_done(config: TrainConfig, plan: Plan | None) -> int:
 def _arms(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[Arm]:
     sets = {condition.label: condition.sets for condition in config.conditions}
     return [
-        Arm(run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config) else None)
+        Arm(run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config.algorithm) else None)
         for run in runs
     ]
 
