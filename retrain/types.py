@@ -136,6 +136,10 @@ class Group:
         return len(self.members)
 
 
+RowKey = tuple[int, int]
+"""(number of the group, sample index): names a row within its step."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One sequence as the learner sees it. T counts the tokens inside `spans`."""
@@ -184,8 +188,7 @@ class Row:
         )
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Names the row within its step."""
+    def key(self) -> RowKey:
         return self.group, self.sample
 
     @property

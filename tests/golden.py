@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from retrain.analysis import statistics, tasks
 from retrain.backends.local import loss
 from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency, target_batch
 from retrain.config import TrainConfig
-from retrain.config.schema import Loss
+from retrain.config.schema import Loss, Sepa
 from retrain.config.values import parse_grams
 from retrain.records.evaluation import pass_at_k
 from retrain.rewards import extract_boxed, hendrycks_is_equiv
@@ -80,7 +79,7 @@ def planning_regex(token_pieces: list[str], grams: str) -> list[int]:
 
 
 def sepa_trace(config: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
-    settings = SimpleNamespace(**config)
+    settings = Sepa(**config)
     check_ramp(settings)
     controller = SEPAController(settings)
     lambdas = []

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,27 +11,22 @@ from hypothesis import strategies as st
 
 from retrain.advantages.sepa import SEPAController, check_ramp, maximal_lambda, maximal_lambda_note
 from retrain.config import TrainConfig
+from retrain.config.schema import Sepa
 from retrain.errors import ConfigurationError
 
 
-@dataclass(frozen=True)
-class Settings:
-    steps: int = 10
-    schedule: str = "linear"
-    delay_steps: int = 2
-    correct_rate_gate: float = 0.0
-    ema_decay: float = 0.5
-    var_threshold: float = 0.2
-    warmup: int = 2
+def sepa(**changes: Any) -> Sepa:
+    short = {"steps": 10, "delay_steps": 2, "correct_rate_gate": 0.0, "ema_decay": 0.5, "warmup": 2}
+    return Sepa(**{**short, **changes})
 
 
 def test_the_ramp_starts_after_the_delay_and_ends_at_one() -> None:
-    controller = SEPAController(Settings())
+    controller = SEPAController(sepa())
     assert [controller.resolve(step) for step in (0, 1, 2, 3, 7, 12, 100)] == [0.0, 0.0, 0.0, 0.1, 0.5, 1.0, 1.0]
 
 
 def test_a_gate_that_opens_acts_from_the_next_resolve_and_stays_open() -> None:
-    controller = SEPAController(Settings(correct_rate_gate=0.5))
+    controller = SEPAController(sepa(correct_rate_gate=0.5))
     assert controller.resolve(7) == 0.0
     controller.observe(0.49, 7)
     assert not controller.gate_open
@@ -42,14 +37,14 @@ def test_a_gate_that_opens_acts_from_the_next_resolve_and_stays_open() -> None:
 
 
 def test_an_unknown_correct_rate_says_nothing() -> None:
-    controller = SEPAController(Settings(correct_rate_gate=0.1))
+    controller = SEPAController(sepa(correct_rate_gate=0.1))
     controller.observe(None, 0)
     controller.observe(math.nan, 1)
     assert not controller.gate_open
 
 
 def test_auto_follows_the_decay_of_the_variance_above_the_linear_floor() -> None:
-    controller = SEPAController(Settings(schedule="auto", delay_steps=100, warmup=1, ema_decay=0.0))
+    controller = SEPAController(sepa(schedule="auto", delay_steps=100, warmup=1, ema_decay=0.0))
     assert controller.resolve(0) == 0.0
     controller.update_auto([0.0, 2.0])
     assert controller.var_0 == 1.0
@@ -60,7 +55,7 @@ def test_auto_follows_the_decay_of_the_variance_above_the_linear_floor() -> None
 
 
 def test_one_update_a_step_takes_the_population_variance_of_finite_values() -> None:
-    controller = SEPAController(Settings(schedule="auto"))
+    controller = SEPAController(sepa(schedule="auto"))
     controller.update_auto([])
     controller.update_auto([math.nan, math.inf])
     assert (controller.var_ema, controller.warmup_seen) == (None, 0)
@@ -73,7 +68,7 @@ def test_one_update_a_step_takes_the_population_variance_of_finite_values() -> N
 
 
 def test_a_policy_that_is_sure_from_the_start_gives_no_division_by_zero() -> None:
-    controller = SEPAController(Settings(schedule="auto", warmup=1))
+    controller = SEPAController(sepa(schedule="auto", warmup=1))
     controller.update_auto([1.0])
     assert controller.var_0 == 1e-8
     assert controller.resolve(0) == 1.0
@@ -84,7 +79,7 @@ EVENTS = st.lists(st.tuples(st.one_of(st.none(), st.floats(0, 1)), st.lists(st.f
 
 @given(EVENTS, st.integers(0, 12), st.sampled_from(["linear", "auto"]))
 def test_a_restored_controller_goes_on_as_if_never_stored(events, cut, schedule) -> None:  # type: ignore[no-untyped-def]
-    settings = Settings(schedule=schedule, correct_rate_gate=0.3)
+    settings = sepa(schedule=schedule, correct_rate_gate=0.3)
     straight, resumed = SEPAController(settings), SEPAController(settings)
     for step, (rate, uncertainty) in enumerate(events):
         if step == cut:
@@ -100,7 +95,7 @@ def test_a_restored_controller_goes_on_as_if_never_stored(events, cut, schedule)
 
 @given(EVENTS)
 def test_lambda_stays_in_the_unit_interval(events) -> None:  # type: ignore[no-untyped-def]
-    controller = SEPAController(Settings(schedule="auto", warmup=1))
+    controller = SEPAController(sepa(schedule="auto", warmup=1))
     for step, (_, uncertainty) in enumerate(events):
         controller.update_auto(uncertainty)
         assert 0.0 <= controller.resolve(step) <= 1.0
@@ -122,7 +117,7 @@ def test_lambda_stays_in_the_unit_interval(events) -> None:  # type: ignore[no-u
     ],
 )
 def test_an_impossible_state_is_refused_and_changes_nothing(field: str, value: object) -> None:
-    controller = SEPAController(Settings())
+    controller = SEPAController(sepa())
     before = controller.state_dict()
     with pytest.raises(ValueError, match=field):
         controller.load_state_dict(before | {"gate_open": False} | {field: value})
@@ -130,15 +125,15 @@ def test_an_impossible_state_is_refused_and_changes_nothing(field: str, value: o
 
 
 def test_a_changed_setting_is_told_at_resume() -> None:
-    stored = SEPAController(Settings(steps=10)).state_dict()
-    notes = SEPAController(Settings(steps=20)).load_state_dict(stored)
+    stored = SEPAController(sepa(steps=10)).state_dict()
+    notes = SEPAController(sepa(steps=20)).load_state_dict(stored)
     assert notes == ["[sepa] steps = 20 differs from 10, with which the checkpoint's controller ran."]
 
 
 def test_a_linear_schedule_without_steps_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="steps = 0"):
-        check_ramp(Settings(steps=0))
-    check_ramp(Settings(steps=0, schedule="auto"))
+        check_ramp(sepa(steps=0))
+    check_ramp(sepa(steps=0, schedule="auto"))
 
 
 def config(transform: str = "gtpo_sepa", **sections: dict[str, object]) -> TrainConfig:

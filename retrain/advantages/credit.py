@@ -8,7 +8,7 @@ import numpy as np
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array
 from retrain.advantages.step import StepTokens
 from retrain.advantages.uncertainty import capped, surprisal
-from retrain.types import Float32Array, Group, Outcome, Row
+from retrain.types import Float32Array, Group, Row
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,9 @@ def _group_credits(sources: Sequence[Group], tokens: StepTokens, assigned: Assig
 
 
 def _skip_reason(group: Group) -> str:
-    right = {member.score.outcome is Outcome.RIGHT for member in group.members}
-    if len(right) != 1:
-        return "other"
-    return "all_correct" if right == {True} else "all_wrong"
+    if group.correct == len(group) > 0:
+        return "all_correct"
+    return "all_wrong" if group.correct == 0 < len(group) else "other"
 
 
 def _statistics(tokens: StepTokens, assigned: Assigned, groups: Sequence[GroupCredit]) -> CreditStatistics:

@@ -1,4 +1,4 @@
-"""SEPA's controller: how strongly the uncertainty of execution tokens is pooled, as a function of the step and of what was seen.
+"""SEPA's controller: how strongly the uncertainty of execution tokens is pooled, as a function of the step and of the run so far.
 
     linear(s) = 0 if s <= delay_steps else min(1, (s - delay_steps) / steps)
     auto(s)   = 1 - min(1, (var_ema / var_0) / var_threshold), and 0 until var_0 is known
@@ -10,7 +10,7 @@ not restart the ramp, so lambda can jump. auto is not monotone: where the varian
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,33 +19,15 @@ from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Algorithm, Sepa
 
 _VARIANCE_FLOOR = 1e-8  # nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start
-
-
-class SEPASettings(Protocol):
-    """The `[sepa]` section."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def delay_steps(self) -> int: ...
-    @property
-    def correct_rate_gate(self) -> float: ...
-    @property
-    def ema_decay(self) -> float: ...
-    @property
-    def var_threshold(self) -> float: ...
-    @property
-    def warmup(self) -> int: ...
 
 
 class SEPAController:
     """Holds the gate and the variance of execution tokens; lambda itself is a function of the step and this state."""
 
-    def __init__(self, settings: SEPASettings) -> None:
+    def __init__(self, settings: "Sepa") -> None:
         self.settings = settings
         self.gate_open = settings.correct_rate_gate <= 0
         self.gate_step: int | None = None
@@ -64,7 +46,7 @@ class SEPAController:
         return max(self._auto(), linear) if self.settings.schedule == "auto" else linear
 
     def observe(self, correct_rate: float | None, step: int) -> None:
-        """Open the gate for good once the fraction of right completions of a step reaches it; None and NaN say nothing."""
+        """Open the gate for good once a step's correct rate reaches it; None and NaN leave it as it is."""
         if self.gate_open or correct_rate is None or math.isnan(correct_rate):
             return
         if correct_rate >= self.settings.correct_rate_gate:
@@ -72,7 +54,7 @@ class SEPAController:
             self.gate_step = step
 
     def update_auto(self, exec_uncertainty: Sequence[float] | npt.NDArray[np.floating]) -> None:
-        """Take in the uncertainty of all execution tokens of one step, once a step. Non-finite values are dropped."""
+        """Take in the uncertainty of all execution tokens of one step. Call it once per step; non-finite values are dropped."""
         values = np.asarray(exec_uncertainty, dtype=np.float64)
         values = values[np.isfinite(values)]
         if len(values) == 0:
@@ -98,7 +80,7 @@ class SEPAController:
             "var_ema": self.var_ema,
             "var_0": self.var_0,
             "warmup_seen": self.warmup_seen,
-            "config": _settings_dict(self.settings),
+            "config": self.settings.model_dump(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -118,23 +100,23 @@ class SEPAController:
         stored = state.get("config", {})
         return [
             f"[sepa] {key} = {value!r} differs from {stored[key]!r}, with which the checkpoint's controller ran."
-            for key, value in _settings_dict(self.settings).items()
+            for key, value in self.settings.model_dump().items()
             if key in stored and stored[key] != value
         ]
 
 
-def linear_lambda(settings: SEPASettings, step: int) -> float:
-    """The linear ramp at the 0-based `step`, gate aside; 0 throughout where steps <= 0, which means no ramp."""
+def linear_lambda(settings: "Sepa", step: int) -> float:
+    """The linear ramp at the 0-based `step`, gate aside; 0 throughout where steps is 0, which means no ramp."""
     if step <= settings.delay_steps or settings.steps <= 0:
         return 0.0
     return min(1.0, (step - settings.delay_steps) / settings.steps)
 
 
-def check_ramp(settings: SEPASettings) -> None:
+def check_ramp(settings: "Sepa") -> None:
     """Raise ConfigurationError for settings with which a controller in use could never leave 0."""
     if settings.steps <= 0 and settings.schedule == "linear":
         raise ConfigurationError(
-            f'[sepa] steps = {settings.steps} with schedule = "linear" keeps lambda at 0 for ever; '
+            f'[sepa] steps = {settings.steps} with schedule = "linear" keeps lambda at 0; '
             'give steps of 1 or more, schedule = "auto", or a transform_mode without SEPA.'
         )
 
@@ -144,42 +126,30 @@ def maximal_lambda(config: "TrainConfig") -> float:
     return linear_lambda(config.sepa, config.training.max_steps - 1)
 
 
-def follows_schedule(config: "TrainConfig") -> bool:
-    """Whether a built-in transform of this run is scaled by lambda."""
+def follows_schedule(algorithm: "Algorithm") -> bool:
+    """A built-in transform of this run is scaled by lambda."""
     from retrain.advantages.algorithms import recipe_of
     from retrain.advantages.transforms import TRANSFORMS
 
-    recipe = recipe_of(config.algorithm)
+    recipe = recipe_of(algorithm)
     spec = TRANSFORMS.get(recipe.transform) if recipe else None
     return spec is not None and spec.uses_sepa_controller
 
 
 def maximal_lambda_note(config: "TrainConfig") -> str | None:
-    """A sentence for the start of the run if the ramp ends below 1; None if it is complete or the transform is not built on SEPA.
+    """A sentence for the start of the run if the ramp ends below 1; None if it is complete or no built-in transform follows it.
 
-    Whether a plugin follows the schedule is known only once it is loaded; CreditPipeline.notes tells.
+    Whether a plugin follows the schedule is known only once it is loaded.
     """
     largest = maximal_lambda(config)
-    if largest >= 1.0 or not follows_schedule(config):
+    if largest >= 1.0 or not follows_schedule(config.algorithm):
         return None
     sepa, last = config.sepa, config.training.max_steps - 1
     bound = "reaches at most" if sepa.schedule == "linear" else "is only sure to reach"
     return (
-        f"SEPA's lambda {bound} {largest:.3f} in this run: at the last step ({last}) the ramp of {sepa.steps} steps after "
-        f"{sepa.delay_steps} is not over; lower [sepa] steps or delay_steps, or raise max_steps."
+        f"SEPA's lambda {bound} {largest:.3f} in this run: the last step is {last}, and the ramp ends at step "
+        f"{sepa.delay_steps + sepa.steps}; lower [sepa] steps or delay_steps, or raise max_steps."
     )
-
-
-def _settings_dict(settings: SEPASettings) -> dict[str, Any]:
-    return {
-        "steps": settings.steps,
-        "schedule": settings.schedule,
-        "delay_steps": settings.delay_steps,
-        "correct_rate_gate": settings.correct_rate_gate,
-        "ema_decay": settings.ema_decay,
-        "var_threshold": settings.var_threshold,
-        "warmup": settings.warmup,
-    }
 
 
 def _count(state: Mapping[str, Any], name: str) -> int:

@@ -202,7 +202,9 @@ def _steps_done(config: TrainConfig, plan: CampaignPlan | None) -> int:
 def _arms(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
     sets = {condition.label: condition.sets for condition in config.conditions}
     return [
-        ExplainedCondition(run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config) else None)
+        ExplainedCondition(
+            run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config.algorithm) else None
+        )
         for run in runs
     ]
 

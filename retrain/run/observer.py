@@ -21,7 +21,7 @@ from retrain.run.step_record import (
 )
 from retrain.tracking import Tracker
 from retrain.tracking.base import Generations, Tokens
-from retrain.types import Float32Array, Row
+from retrain.types import Float32Array, Row, RowKey
 
 
 class StepObserver:
@@ -37,7 +37,7 @@ class StepObserver:
         self.last: StepRecord | None = None
         """The record of the newest step, an earlier session's too."""
 
-    def log_ratios(self, rows: Sequence[Row]) -> dict[tuple[int, int], Float32Array] | None:
+    def log_ratios(self, rows: Sequence[Row]) -> dict[RowKey, Float32Array] | None:
         """Row key -> [T] learner - sampler log-prob before the step, for the trained rows.
 
         None in a step whose tokens nobody stores, since it costs a forward pass.

@@ -12,7 +12,7 @@ from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable
 from retrain.run.rollout import Rollout
-from retrain.types import FinishReason, Float32Array, Group, Row, StepResult
+from retrain.types import FinishReason, Float32Array, Group, Row, RowKey, StepResult
 
 
 class StepClock:
@@ -47,7 +47,7 @@ class Step:
     credit: Credit
     rows: list[Row]
     """Of all judged completions, in the order of `credit.sources`."""
-    log_ratios: Mapping[tuple[int, int], Float32Array] | None
+    log_ratios: Mapping[RowKey, Float32Array] | None
     """[T] of each row: learner - sampler log-prob before the step; None where nobody stores the tokens."""
     result: StepResult
     clock: StepClock
@@ -158,7 +158,7 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> li
     ]
 
 
-def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[tuple[int, int], Float32Array] | None = None) -> TokenTable:
+def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey, Float32Array] | None = None) -> TokenTable:
     """Every judged token of the step with its advantage after each stage. `log_ratios`: row key -> [T], for the trained rows; the tokens of
     the others have NaN.
     """
