@@ -31,7 +31,7 @@ def main(steps: int = 10, **training: int) -> list[float]:
     """Train, print one line per step, and return the mean reward of each."""
     config = config_from_mapping({**CONFIG, "training": {**CONFIG["training"], **training}})
     text = load_text_model(config.model)
-    prompts = encode_prompts(config, text, load_examples(config, "train"))
+    prompts = encode_prompts(config.training, text, load_examples(config, "train"))
     credit = CreditPipeline(config, text.vocabulary.pieces)
     history, watcher = [], Watcher(check=lambda: None, completion=lambda completion: None)
     with build_scorer(config) as scorer, closing(build_backend(config, text.eos_ids, None, say=print)) as backend:

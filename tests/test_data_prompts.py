@@ -87,37 +87,38 @@ def test_the_first_place_of_an_epoch_is_taken_by_each_prompt_alike():
 
 def test_prompts_are_encoded_as_one_prompt_alone_would_be():
     tokenizer = byte_level()
-    for prompt in encode_prompts(CONFIG, text_model(), loaded("1+1=?", "Größe 🎉", "a much longer prompt than the others")).prompts:
+    examples = loaded("1+1=?", "Größe 🎉", "a much longer prompt than the others")
+    for prompt in encode_prompts(CONFIG.training, text_model(), examples).prompts:
         text, token_ids = render_prompt(tokenizer, prompt.example, CONFIG.data)
         assert prompt.text == text
         assert prompt.token_ids.tolist() == token_ids.tolist()
 
 
 def test_a_prompt_needs_room_for_one_token_in_the_context():
-    short, long = encode_prompts(CONFIG, text_model(), loaded("short", "a much longer prompt")).prompts
-    prompts = encode_prompts(CONFIG, text_model(context=len(long.token_ids)), loaded("short", "a much longer prompt"))
+    short, long = encode_prompts(CONFIG.training, text_model(), loaded("short", "a much longer prompt")).prompts
+    prompts = encode_prompts(CONFIG.training, text_model(context=len(long.token_ids)), loaded("short", "a much longer prompt"))
     assert ids(prompts.prompts) == ids([short])
     size = len(long.token_ids)
     assert f"Dropped prompts: 1 longer than the context (e1 with {size} of {size} tokens)" in prompts.notes
-    assert len(encode_prompts(CONFIG, text_model(context=size + 1), loaded("short", "a much longer prompt"))) == 2
+    assert len(encode_prompts(CONFIG.training, text_model(context=size + 1), loaded("short", "a much longer prompt"))) == 2
 
 
 def test_no_prompt_left_is_fatal():
     with pytest.raises(ConfigurationError, match=r"has no usable prompt: 2 longer than the context \(first: e0 with "):
-        encode_prompts(CONFIG, text_model(context=2), loaded("a", "b"))
+        encode_prompts(CONFIG.training, text_model(context=2), loaded("a", "b"))
 
 
 def test_completions_that_the_context_cuts_short_are_said():
-    (prompt,) = encode_prompts(CONFIG, text_model(), loaded("a")).prompts
+    (prompt,) = encode_prompts(CONFIG.training, text_model(), loaded("a")).prompts
     size = len(prompt.token_ids)
-    assert encode_prompts(CONFIG, text_model(context=size + 16), loaded("a")).notes == ()
-    (note,) = encode_prompts(CONFIG, text_model(context=size + 15), loaded("a")).notes
+    assert encode_prompts(CONFIG.training, text_model(context=size + 16), loaded("a")).notes == ()
+    (note,) = encode_prompts(CONFIG.training, text_model(context=size + 15), loaded("a")).notes
     assert "max_tokens = 16" in note and "for 1 of 1 prompts" in note and "after 15 tokens or more" in note
 
 
 def test_the_notes_of_the_source_are_said_once():
     examples = loaded("a", dropped={Reason.NO_ANSWER: 2}, first={Reason.NO_ANSWER: "x"}, notes=["Dropped rows: 2 without an answer"])
-    assert encode_prompts(CONFIG, text_model(), examples).notes == ("Dropped rows: 2 without an answer",)
+    assert encode_prompts(CONFIG.training, text_model(), examples).notes == ("Dropped rows: 2 without an answer",)
 
 
 # ---- the hash

@@ -17,7 +17,7 @@ from retrain.model.text import TextModel
 from retrain.types import Prompt
 
 if TYPE_CHECKING:
-    from retrain.config.schema import TrainConfig
+    from retrain.config.schema import Training
 
 _CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel threads
 
@@ -54,7 +54,7 @@ def epoch_order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
     return order
 
 
-def encode_prompts(config: "TrainConfig", text: TextModel, loaded: ReadResult) -> PromptSet:
+def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) -> PromptSet:
     """Render and encode every example once.
 
     A prompt that leaves no room for a token in the model's context is dropped. A completion has `[training] max_tokens`, or the rest
@@ -79,7 +79,7 @@ def encode_prompts(config: "TrainConfig", text: TextModel, loaded: ReadResult) -
     notes = [
         *loaded.notes,
         f"Dropped prompts: {dropped}" if dropped else "",
-        _clamp_note(prompts, text.context, config.training.max_tokens),
+        _clamp_note(prompts, text.context, training.max_tokens),
     ]
     return PromptSet(tuple(prompts), tuple(filter(None, notes)))
 

@@ -138,7 +138,7 @@ def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
     say("Loading dataset...")
     loaded = load_examples(config, "train")
     say(f"Loaded {len(loaded)} examples")
-    prompts = encode_prompts(config, text, loaded)
+    prompts = encode_prompts(config.training, text, loaded)
     say(f"Pre-encoded {len(prompts)} prompts")
     for note in prompts.notes:
         say(note)
@@ -148,7 +148,7 @@ def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
 def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say: Say) -> list[Prompt]:
     """`[evaluation] max_examples` of the held-out problems, the same ones in the same order for every run of a data set."""
     loaded = load_examples(config, "heldout")
-    prompts = encode_prompts(config, text, loaded)
+    prompts = encode_prompts(config.training, text, loaded)
     shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
     count = min(config.evaluation.max_examples or len(prompts), len(prompts))
     say(f"Held-out evaluation on {count} of {len(prompts)} problems")
