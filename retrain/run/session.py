@@ -61,7 +61,9 @@ class Session:
                 for line in (*preflight_lines(opened.config), *opened.notes):
                     tracker.message(line)
                 if world.size > 1:
-                    tracker.message(f"{world.size} processes share this run: each samples its prompts and learns its rows, as one would.")
+                    tracker.message(
+                        f"{world.size} processes share this run: each samples a share of the prompts and learns a share of the rows."
+                    )
                 with closing(load_parts(opened.config, opened.state.choices, tracker.message, world)) as parts:
                     session = cls(opened, tracker, interrupts, parts, world)
                     try:
