@@ -26,8 +26,8 @@ class Interrupts:
             for number in _STOPPING:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue  # nohup: the run outlives its terminal
-                self._previous[number] = signal.signal(number, self._on_stop)
-            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
+                self._previous[number] = signal.signal(number, self._handle)
+            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -35,14 +35,13 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
         self._previous.clear()
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self._stop is None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._save = True
+        elif self._stop is None:
             self._stop = number
         elif number != signal.SIGHUP:
             raise StoppedAtOnce(number)
-
-    def _on_save(self, number: int, frame: FrameType | None) -> None:
-        self._save = True
 
     @property
     def stopped_by(self) -> int | None:
