@@ -29,9 +29,9 @@ class Example:
     reference: str
     task: str = "default"
     info: dict[str, Any] | None = None
-    """Whatever else the source knows: subject, level, columns that retrain does not read."""
+    """Everything else in the source: subject, level, columns that retrain does not read."""
     example_id: str = ""
-    """Stable over runs; a source that leaves it empty gets "<source>-<index>"."""
+    """Stable over runs; where a source leaves it empty it becomes "<source>-<index>"."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Completion:
     request: int
     """Index of the request in the call to `sample`."""
     sample: int
-    """The noise coordinate: 0..G-1, running on over redraws."""
+    """The noise coordinate: 0..G-1 in the first draw, G..2G-1 in the next."""
     token_ids: Int32Array
     """[T], the sampled EOS included, nothing after it."""
     logprobs: Float32Array
@@ -70,7 +70,7 @@ class Completion:
     """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the engine has only log-probs."""
     finish_reason: FinishReason
     kept: Int32Array | None = None
-    """[T] how many tokens, the most probable ones, each token was drawn from; None where that was the whole vocabulary."""
+    """[T] each token was drawn from this many most probable tokens; None where it was the whole vocabulary."""
 
 
 class Outcome(StrEnum):
@@ -145,11 +145,11 @@ class Row:
     """One sequence as the learner sees it. T counts the tokens inside `spans`."""
 
     token_ids: Int32Array
-    """[P + T] and, in several turns, whatever the environment said between the actions."""
+    """[P + T] and, in several turns, the environment's tokens between the actions."""
     spans: tuple[tuple[int, int], ...]
     """Half-open ranges of action positions in `token_ids`, in order and disjoint; the first starts at 1 or later."""
     logprobs: Float32Array
-    """[T] log-probs that the sampler recorded at temperature T."""
+    """[T] log-probs as the sampler recorded them, at the sampling temperature."""
     advantages: Float32Array
     """[T]"""
     group: int
@@ -159,9 +159,9 @@ class Row:
     trained: bool = True
     """The loss has a term for the row. False for a row that counts in the divisor of aggregation = "constant" and nowhere else."""
     counted: int | None = None
-    """Tokens that a mean of the policy term is over. None: all T. 0: the row has no policy term, only those of KL and entropy."""
+    """Tokens that count in a mean of the policy term. None: all T. 0: the row has KL and entropy terms only."""
     kept: Int32Array | None = None
-    """[T] how many tokens each action was drawn from; None where that was the whole vocabulary."""
+    """[T] each action was drawn from this many most probable tokens; None where it was the whole vocabulary."""
 
     @classmethod
     def from_completion(
@@ -208,8 +208,8 @@ class Row:
 class StepResult:
     """What one call to `Backend.train` did.
 
-    Ratio statistics are over the action tokens of all trained rows, each taken once: before the first optimizer step where old
-    log-probs are recomputed, else in the first pass, where from its second minibatch on the updates before are in them.
+    Ratio statistics count each action token of the trained rows once. Where old log-probs are recomputed, they are taken before the first
+    optimizer step; elsewhere in the first pass, whose later minibatches already contain the updates of the earlier ones.
     """
 
     loss: float | None
@@ -226,11 +226,11 @@ class StepResult:
     """Effective sample size of the ratios as a fraction of the tokens: (sum w)^2 / (n sum w^2)."""
     updates: int
     nonfinite_updates: int
-    """Updates that were skipped because a loss, gradient or log-prob was not finite."""
+    """Updates skipped because a loss, gradient or log-prob was not finite."""
     nonfinite_tensor: str = ""
     """The name of the first such tensor."""
     log_ratio_mean: float | None = None
-    """Mean of |learner - sampler log-prob| over action tokens, in nats; the next three are quantiles of the same."""
+    """Mean of |learner - sampler log-prob| over action tokens, in nats; the next three fields are its quantiles."""
     log_ratio_p50: float | None = None
     log_ratio_p90: float | None = None
     log_ratio_p99: float | None = None
@@ -238,25 +238,25 @@ class StepResult:
     """True where an asynchronous backend reports a number that is not this step's loss."""
     ratio_min: float | None = None
     clip_fraction: float | None = None
-    """Tokens (gspo: sequences) whose policy gradient the clip took away, or whose weight it bounded (cispo), over all of the step's
-    updates and of all that have an advantage."""
+    """Tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded (cispo), as a fraction of those with an
+    advantage, over all updates of the step."""
 
 
 @dataclass(frozen=True)
 class MachineChoices:
-    """What was chosen from the machine at the first step. A resumed run uses the stored choices again, for byte-exactness."""
+    """Settings chosen from the machine before the first step. A resumed run uses the stored choices, so that it stays byte-exact."""
 
     threads: int
     """Intra-op threads of torch."""
     decode_rows: int
-    """Rows that decode together at most."""
+    """Most rows that decode together."""
     decode_tokens: int
-    """KV tokens over all rows that decode together at most."""
+    """Most KV tokens over all rows that decode together."""
     micro_batch_tokens: int
-    """Tokens of one forward-backward pass of the learner at most."""
+    """Most tokens in one forward and backward pass of the learner."""
     gradient_checkpointing: bool
     merge_adapter: bool = False
-    """Whether sampler and learner compute with a scratch copy of the weights that holds the adapter."""
+    """Sampler and learner compute with a scratch copy of the weights that contains the adapter."""
     workers: int = field(default=1, compare=False)
-    """Processes that share the pieces of a step, `threads` are those of each. The bytes do not depend on it, so a resumed run may choose
-    another number."""
+    """Processes that share the pieces of a step, with `threads` each. The bytes do not depend on their number, so a resumed run may choose
+    another."""

@@ -130,7 +130,7 @@ def test_the_exit_code_says_whether_it_would_be_refused(tmp_path: Path, engine: 
     [
         ({"loss": {"mode": "ppo"}}, "the gradient is that of importance_sampling"),
         ({"algorithm": {"transform_mode": "gtpo_sepa"}, "training": {"max_steps": 500}}, "reaches at most 0.898"),
-        ({"backpressure": {"enabled": True, "max_batch_size": 32}}, "from 2 to between 1 and 32 prompts a step"),
+        ({"backpressure": {"enabled": True, "max_batch_size": 32}}, "from 2 to between 1 and 32 prompts per step"),
     ],
     ids=["D29", "the default ramp", "back pressure"],
 )

@@ -1,6 +1,6 @@
 """Held-out evaluation during a run: the held-out prompts, sampled and scored.
 
-Every evaluation of a run draws the same noise, so that before and after differ by the weights alone.
+Every evaluation of a run draws the same noise, so before and after differ by the weights alone.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Evaluator:
         self.ks = sorted({1, *ks})
 
     def run(self, step: int, watcher: Watcher) -> Evaluation:
-        # Step 0 in the noise's coordinates, whatever the training step: common random numbers over the run.
+        # Step 0 of the noise's coordinates at every training step: common random numbers over the run.
         rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
         return Evaluation(
             step=step,

@@ -1,11 +1,11 @@
 """The parity gate: before the first optimizer step, engine and learner must be the same policy, adapter included.
 
-It samples a few completions, one of them after a prompt longer than a page of a KV cache, and lets the learner compute the same log-probs.
-At a fresh start every lora_B is 0, and an engine that ignores the adapter passes that. So the gate then gives the adapter a seeded trial
-value with a visible effect on every adapted layer, and samples again: what the engine lacks shows as a part of the adapter's own effect in
-the differences, and is looked for in each group of layers. The adapter is restored byte for byte.
+It samples a few completions, one of them after a prompt longer than a page of a KV cache, and compares the engine's log-probs with the
+learner's. At a fresh start every lora_B is 0, so an engine that ignores the adapter would pass. The gate therefore gives the adapter a
+seeded trial value with a visible effect on every adapted layer and samples again. If the engine lacks part of the adapter, the differences
+contain a share of its effect; the gate fits this share for each group of layers. The adapter is then restored byte for byte.
 The gate also checks that EOS is an action, that the chat template survives a round trip, and that the gold answer scores 1 where the
-reward compares answers. A gate that fails stops the run.
+reward compares answers. A failed check stops the run.
 """
 
 import unicodedata
@@ -26,32 +26,33 @@ _PROMPTS = 4
 _SAMPLES = 2
 _TOKENS = 32
 _PAGE = 256
-"""Tokens: no server's KV cache has longer blocks, and one that is not filled is never reused."""
+"""Tokens. No server's KV cache has longer blocks, and a block that is not full is never reused."""
 _FEW_TOKENS = 16
-"""Sampled after the long prompt, and where only the adapter has changed back."""
+"""Tokens per completion after the long prompt, and in the last check, after the adapter has been restored."""
 
 _FP32_IN_PROCESS = 1e-4
 _FP32_SERVER = 1e-3
 _BF16_MEAN = 0.02
 _BF16_MAX = 0.5
-"""Known faults are far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model instead of the adapter more."""
+"""Nats. Known faults are far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model without the adapter more."""
 
 _VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
 """Nats by which the trial adapter should change the log-probs on average: far above rounding, and still a language model."""
 _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 6
 _PROBED = 2
-"""Completions, the longest, on which the effect of each group is looked for."""
+"""The effect of each group is measured on this many completions, the longest ones."""
 _MISSING = 0.25
-"""Share of a group's effect that may be missing before the gate stops; one that is applied is within a few hundredths of 0."""
-_IGNORED = 0.9
-_WHOLE = "all layers"
+"""Share of a group's effect that may be missing; where the engine applies the adapter, the share is within a few hundredths of 0."""
 _SIGNIFICANT = 5.0
 """Standard errors by which that share must differ from 0."""
+_IGNORED = 0.9
+"""From this share of the whole adapter on, the engine ignores it."""
+_WHOLE = "all layers"
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate measured; kept in environment.json."""
+    """What the gate measured; environment.json keeps it."""
 
     tokens: int
     max_difference: float
@@ -62,7 +63,7 @@ class GateResult:
     adapter_effect: float | None
     """Nats by which the trial adapter changed the log-probs on average; None where the backend cannot change its adapter."""
     groups: int
-    """Groups of layers whose effect was looked for one by one."""
+    """Groups of layers whose effect was measured one by one."""
     longest_prompt: int
     """Tokens."""
 
@@ -99,11 +100,11 @@ class GateInputs:
     step: int
     """Training steps behind the weights."""
     trained: bool
-    """The engine has been given these weights already, and must answer by them before it is given others."""
+    """The engine already serves these weights, and is checked with them before it is given the trial adapter."""
 
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Raises RunFailed in one sentence that names the check that failed. The adapter's bytes are as before in any case."""
+    """Raises RunFailed in one sentence that names the failed check. The adapter's bytes are restored in any case."""
     prompts = prompts[:_PROMPTS]
     _check_template(inputs, prompts)
     asked = [*prompts, _long_prompt(inputs, prompts)]
@@ -144,7 +145,7 @@ def _sync(inputs: GateInputs) -> None:
 
 
 def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
-    """The prompts' tokens over and over, to more than a page of a KV cache, and past the model's sliding window if the run gets there."""
+    """The prompts' tokens, repeated to more than a page of a KV cache, and past the model's sliding window if the run gets that far."""
     positions, window = inputs.backend.reach
     wanted = max(_PAGE, window if window < inputs.longest_row else 0) + 1
     length = max(1, min(wanted, positions - _FEW_TOKENS))
@@ -185,8 +186,8 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
     completions = sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
     if inputs.truncation.active and any(item.kept is None for item in completions):
         raise RunFailed(
-            "Parity gate: [training] top_k, top_p or min_p is set, and the engine's completions do not say how many tokens were kept, so "
-            'it may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
+            "Parity gate: [training] top_k, top_p or min_p is set, but the engine's completions do not say how many tokens were kept, so "
+            'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
     rows = [
         Row.from_completion(prompts[item.request], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
@@ -208,12 +209,12 @@ def _tolerance(inputs: GateInputs) -> float:
 
 def _check_differences(inputs: GateInputs, differences: Float32Array, when: str = "") -> None:
     if not np.isfinite(differences).all():
-        raise RunFailed("Parity gate: a log-prob is not finite before any training: check the model's weights and [model] dtype.")
+        raise RunFailed("Parity gate: a log-prob is not finite before any training; check the model's weights and [model] dtype.")
     largest, mean = float(differences.max()), float(differences.mean())
     advice = (
-        "the engine still serves another adapter, or keys and values computed with it: look at how it loads adapters and caches prefixes."
+        "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes."
         if when
-        else "the ratio would be wrong from the first step, so nothing was trained: set [inference] dtype to [model] dtype, or report it."
+        else "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it."
     )
     if inputs.half_precision and (largest > _BF16_MAX or mean > _BF16_MEAN):
         raise RunFailed(
@@ -228,7 +229,7 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
 
 
 def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled) -> float:
-    """The strength that changes the log-probs of sampled tokens visibly, by bisection; the trial adapter is left at it."""
+    """Bisect for the strength at which the trial adapter changes log-probs visibly. Leaves the trial adapter at it."""
     visible = _VISIBLE_HALF if inputs.half_precision else _VISIBLE
     before = np.concatenate(sampled.learner)
     strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
@@ -245,9 +246,9 @@ def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled
 
 
 def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: _Sampled) -> float:
-    """The trial adapter's mean effect in nats. Raises RunFailed where a part of it is missing in the engine's log-probs.
+    """The trial adapter's mean effect in nats. Raises RunFailed where part of it is missing from the engine's log-probs.
 
-    The effect of a group is what the learner's log-probs lose without it, on the longest completions. The whole adapter is a group too.
+    A group's effect is what the learner's log-probs lose without the group. The whole adapter counts as one more group.
     """
     trial.set(0.0)
     base = np.concatenate(inputs.backend.logprobs(sampled.rows))
@@ -269,15 +270,15 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
 
 @dataclass(frozen=True)
 class _Fit:
-    """engine - learner as -share times the effect of a group, by least squares over the tokens."""
+    """Least squares over the tokens: engine - learner = -share * (effect of a group)."""
 
     group: str
     share: float
-    """Of the group's effect that the engine lacks."""
+    """The part of the group's effect that the engine lacks."""
     error: float
     """Standard error of the share."""
     explained: float
-    """Of the sum of squares of the difference, between 0 and 1."""
+    """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
 
 def _fit(group: str, difference: Float32Array, effect: Float32Array) -> _Fit:
@@ -290,12 +291,12 @@ def _fit(group: str, difference: Float32Array, effect: Float32Array) -> _Fit:
 
 
 def _missing_sentence(fit: _Fit) -> str:
-    advice = "so nothing was trained: look at how the engine loads the adapter, at its scale, the names of its layers and cached prefixes."
+    advice = "so nothing was trained; check how the engine loads the adapter, its scale, the names of its layers, and cached prefixes."
     if fit.group == _WHOLE and fit.share > _IGNORED:
         return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
-    of = "" if fit.group == _WHOLE else f" on {fit.group}"
+    where = "" if fit.group == _WHOLE else f" on {fit.group}"
     return (
-        f"Parity gate: the engine's log-probs differ from the learner's as if {min(fit.share, 1):.0%} of the adapter's effect{of} were "
+        f"Parity gate: the engine's log-probs differ from the learner's as if {min(fit.share, 1):.0%} of the adapter's effect{where} were "
         f"missing, {advice}"
     )
 
@@ -304,7 +305,7 @@ def _missing_sentence(fit: _Fit) -> str:
 
 
 def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
-    """A completion that is EOS alone must be a row with that one action, and the learner must give it a log-prob."""
+    """A completion of EOS alone must become a row with that one action, and the learner must give it a log-prob."""
     eos = np.array([inputs.eos_ids[0]], np.int32)
     nothing = np.zeros(1, np.float32)
     completion = Completion(0, 0, eos, nothing, None, FinishReason.STOP)
@@ -313,17 +314,17 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
     (logprob,) = inputs.backend.logprobs([row])
     if actions != [int(eos[0])] or logprob.shape != (1,) or not np.isfinite(logprob).all():
         raise RunFailed(
-            f"Parity gate: the sampled end-of-sequence token {int(eos[0])} is not trained, so completions would never learn to stop."
+            f"Parity gate: the sampled end-of-sequence token {int(eos[0])} is not trained, so the model would never learn to stop."
         )
 
 
 def _check_template(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         back = inputs.decode(prompt.token_ids)
-        # A tokenizer may add BOS, normalise Unicode and move a leading space; anything else is a broken template.
+        # A tokenizer may add BOS, normalise Unicode and move a leading space; any other change means a broken template.
         if not _plain(back).endswith(_plain(prompt.text)):
             raise RunFailed(
-                f"Parity gate: prompt {prompt.prompt_id} does not survive the tokenizer: {prompt.text[:60]!r} came back as {back[:60]!r}; "
+                f"Parity gate: prompt {prompt.prompt_id} does not survive the tokenizer: {prompt.text[:60]!r} becomes {back[:60]!r}; "
                 "check the tokenizer's files and [data] chat_template_args."
             )
 
@@ -352,7 +353,7 @@ def _check_gold(inputs: GateInputs, prompts: Sequence[Prompt]) -> str:
         if score.reward is None or not isclose(score.reward, inputs.scorer.gold_reward):
             raise RunFailed(
                 f"Parity gate: the gold answer {prompt.example.reference!r} of {prompt.prompt_id} scores {score.reward} instead of "
-                f"{inputs.scorer.gold_reward} {score.reason}, so a right completion would not be rewarded: "
+                f"{inputs.scorer.gold_reward}{f' ({score.reason})' if score.reason else ''}, so a right completion would not be rewarded; "
                 "check [reward] type and normalize, or the reference."
             )
     return f"{len(scores)}/{len(scores)}"

@@ -1,6 +1,6 @@
-"""Signals of a run: Ctrl-C, SIGTERM or SIGHUP once stops at the next safe point with the state saved; SIGUSR1 saves and goes on.
+"""Signals of a run: Ctrl-C, SIGTERM or SIGHUP stops at the next safe point with the state saved; SIGUSR1 saves and continues.
 
-A second Ctrl-C or SIGTERM stops at once, and nothing is saved. A second SIGHUP does not: a terminal that closes may send several.
+A second Ctrl-C or SIGTERM stops at once and saves nothing. A second SIGHUP has no effect, since a closing terminal may send several.
 """
 
 import signal
@@ -14,7 +14,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Turns signals into flags that the loop looks at. Outside the main thread it changes nothing and never fires."""
+    """Turns signals into flags that the loop reads. Outside the main thread, where Python sets no handlers, it has no effect."""
 
     def __init__(self) -> None:
         self._stop: int | None = None
@@ -26,8 +26,8 @@ class Interrupts:
             for number in _STOPPING:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue  # nohup: the run outlives its terminal
-                self._previous[number] = signal.signal(number, self._on_stop)
-            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
+                self._previous[number] = signal.signal(number, self._handle)
+            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -35,14 +35,13 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
         self._previous.clear()
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self._stop is None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._save = True
+        elif self._stop is None:
             self._stop = number
         elif number != signal.SIGHUP:
             raise StoppedAtOnce(number)
-
-    def _on_save(self, number: int, frame: FrameType | None) -> None:
-        self._save = True
 
     @property
     def stopped_by(self) -> int | None:
@@ -50,7 +49,7 @@ class Interrupts:
         return self._stop
 
     def adopt(self, signals: Sequence[int | None]) -> None:
-        """Stop for a signal that another process of the run got."""
+        """Stop for a signal that any process of the run got; `signals` has one entry per rank."""
         self._stop = next((number for number in signals if number is not None), None)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run says about its configuration before it begins: what is unused here, what may surprise, what is not built."""
+"""What a run says about its configuration before it begins: what is unused, what may surprise, and what is not built yet."""
 
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.config import TrainConfig
@@ -9,13 +9,13 @@ from retrain.errors import ConfigurationError
 
 
 def refuse_not_built(config: TrainConfig) -> None:
-    """Raises ConfigurationError for every feature that the schema knows and this version does not have yet."""
+    """Raises ConfigurationError that names every configured feature that the schema knows and this version lacks."""
     if problems := not_built(config):
         raise ConfigurationError(problems)
 
 
 def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
-    """Raises ConfigurationError where the base is to be held in parts and nobody is there to hold the others."""
+    """Raises ConfigurationError where [backend] shard_base is set and this process has no other to share the base with."""
     if config.backend.shard_base:
         from retrain.model.sharding import shards_of  # torch comes with it
 
@@ -23,12 +23,12 @@ def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
-    """One sentence a line."""
-    return [*_origin_lines(config), *unused_keys(config), *notes(config)]
+    """The lines at the start of a run, one sentence each."""
+    return [*_override_lines(config), *unused_keys(config), *notes(config)]
 
 
 def notes(config: TrainConfig) -> list[str]:
-    """What is allowed in a single run and may surprise, one sentence each."""
+    """What a single run may do and users may not expect, one sentence each."""
     found = (
         trust_note(config),
         maximal_lambda_note(config),
@@ -42,39 +42,40 @@ def notes(config: TrainConfig) -> list[str]:
     return [note for note in found if note]
 
 
-def _origin_lines(config: TrainConfig) -> list[str]:
-    """Values that a variable or a flag put over the file's, since the file alone would mislead."""
+def _override_lines(config: TrainConfig) -> list[str]:
+    """Values that a variable or a flag overrides, since the file alone would mislead."""
     return [
         f"{path} = {config.value(path)!r} from {origin}" for path, origin in config.origins.items() if origin not in ("default", "file")
     ]
 
 
 _ROOM = 0.01
-"""How far a bound must be from 1 for the mismatch of sampler and learner in float32 never to reach it."""
+"""Distance of a clip bound from 1 that the mismatch of sampler and learner in float32 never reaches."""
 
 
 def trust_note(config: TrainConfig) -> str:
-    """Said whenever a model is about to be loaded with code of its own."""
+    """Shown before a model is loaded with code of its own."""
     if not config.model.trust_remote_code:
         return ""
     return f"[model] trust_remote_code = true: Python code that comes with {config.model.model} runs as this user."
 
 
 def _loss_note(config: TrainConfig) -> str:
-    """With one update per step the ratio is 1 up to the mismatch of sampler and learner, so a clip around 1 cannot act (decision D29)."""
+    """With one update per step the ratio is 1 up to the mismatch of sampler and learner, so a clip around 1 cannot act."""
     loss, training = config.loss, config.training
     if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1 or not _clip_leaves_one_alone(config):
         return ""
     return (
         f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch of sampler and learner, so the gradient '
-        "is that of importance_sampling; the clip matters from [training] updates_per_batch or minibatches = 2 on, and clip_fraction "
-        "says how much it does."
+        "equals that of importance_sampling; the clip acts with [training] updates_per_batch or minibatches of at least 2, and "
+        "clip_fraction says how often."
     )
 
 
 def _clip_leaves_one_alone(config: TrainConfig) -> bool:
-    """Whether the first update's ratios lie inside the clip, whatever the device: they are 1 against recomputed log-probs. Against the
-    sampler's they hold rounding, dropout, and in split mode a step of learning.
+    """True where the first update's ratios lie inside the clip on any device.
+
+    Against recomputed log-probs they are 1. Against the sampler's they contain rounding, dropout, and in split mode a step of learning.
     """
     loss = config.loss
     low, high = loss.clips if loss.mode != "cispo" else (1 - loss.clips[0], loss.clips[1] - 1)
@@ -87,7 +88,7 @@ def _clip_leaves_one_alone(config: TrainConfig) -> bool:
 
 
 def _split_note(config: TrainConfig) -> str:
-    """Two devices: what makes up for sampling by older weights."""
+    """Two devices: what corrects for sampling with older weights."""
     if len(config.backend.device_list) < 2:
         return ""
     loss = config.loss
@@ -103,8 +104,8 @@ def _split_note(config: TrainConfig) -> str:
     else:
         correction = 'nothing corrects it with old_logprobs = "recomputed"; set [loss] correction = "tis" or "icepop"'
     return (
-        f"Split mode: steps that follow neither a checkpoint nor an evaluation are sampled by weights one step old; {correction}, "
-        "and ratio_mean, ess and mismatch_k1 show how far the two are apart."
+        f"Split mode: a step that follows neither a checkpoint nor an evaluation is sampled with weights one step old; {correction}, "
+        "and ratio_mean, ess and mismatch_k1 show how far sampler and learner are apart."
     )
 
 
@@ -112,26 +113,26 @@ def _sharding_note(config: TrainConfig) -> str:
     if not config.backend.shard_base or config.kind == "squeeze":
         return ""
     return (
-        "[backend] shard_base = true: every pass, that of each generated token too, gathers all layers from the other processes, so use it "
-        "only where one GPU cannot hold the model; the memory that explain predicts is that of one process with the whole model."
+        "[backend] shard_base = true: every forward pass, also for each generated token, gathers all layers from the other processes, so "
+        "use it only where one GPU cannot hold the model; the memory that explain predicts is for one process with the whole model."
     )
 
 
 def _dropout_note(config: TrainConfig) -> str:
-    """The sampler never drops anything, the learner does: its log-probs against the sampled ones hold the masks too."""
+    """The learner applies dropout and the sampler does not, so their ratio contains the masks."""
     if not config.lora.dropout:
         return ""
     effect = (
-        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 hold its effect and are not "
-        "1, 1 and 0 before the first update"
+        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 contain its effect and are "
+        "not 1, 1 and 0 before the first update"
     )
     if config.loss.old_logprobs == "recomputed":
         return f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
-    return f'{effect}, and so does the loss\'s ratio; set [loss] old_logprobs = "recomputed" to take that under the same masks.'
+    return f'{effect}; the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed" takes it under the same masks.'
 
 
 def _truncation_note(config: TrainConfig) -> str:
-    """What else changes with the sampled distribution."""
+    """What follows from a truncated policy."""
     if not config.training.truncated:
         return ""
     cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]
@@ -149,5 +150,5 @@ def _back_pressure_note(config: TrainConfig) -> str:
         return ""
     return (
         f"[backpressure] changes the batch size, from {config.training.batch_size} to between {pressure.min_batch_size} and "
-        f"{pressure.max_batch_size} prompts a step: steps differ in size and time, and runs of one seed see a prompt in different steps."
+        f"{pressure.max_batch_size} prompts per step: steps differ in size and time, and runs of one seed see a prompt in different steps."
     )

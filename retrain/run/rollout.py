@@ -112,7 +112,7 @@ class Sampler:
     def _draw_once(
         self, prompts: dict[int, Prompt], step: int, plan: SamplingPlan, first_sample: int, watcher: Watcher, rollout: Rollout
     ) -> dict[int, Group]:
-        """One group for each slot of `prompts`, whose seconds `rollout` is told."""
+        """One group for each slot of `prompts`; adds the seconds to `rollout`."""
         slots = list(prompts)
         requests = [
             SampleRequest(

@@ -65,7 +65,7 @@ class Session:
                 for line in (*preflight_lines(opened.config), *opened.notes):
                     tracker.message(line)
                 if world.size > 1:
-                    tracker.message(f"{world.size} processes share this run: each samples its prompts and learns its rows, as one would.")
+                    tracker.message(f"{world.size} processes share this run, each with its part of the prompts and of the rows.")
                 with closing(load_parts(opened.config, opened.state.choices, tracker.message, world)) as parts:
                     session = cls(opened, tracker, interrupts, parts, world)
                     try:
@@ -88,7 +88,8 @@ class Session:
                 self.tracker.message(note)
             self.parts.guard.load_state_dict(self.state.rewards)
             if self.world.is_rank_zero:
-                self.observer.last = _last_record(self.folder.metrics)
+                lines = list(read_jsonl(self.folder.metrics)) if self.folder.metrics.exists() else []
+                self.observer.last = StepRecord.from_json(lines[-1]) if lines else None
                 self.evaluations = _stored_evaluations(self.folder.evaluation, self.config.evaluation.k)
         if self.state.choices not in (None, backend.choices):
             self.tracker.message("The machine's choices differ from the stored ones: from here on this run is not byte-exact.")
@@ -277,8 +278,3 @@ def _stored_evaluations(path: Path, ks: Sequence[int]) -> list[Evaluation]:
         return []
     by_step = groupby((EvaluationRecord.from_json(line) for line in read_jsonl(path)), key=lambda record: record.step)
     return [Evaluation(step=step, problems=[*problems], ks=sorted({1, *ks})) for step, problems in by_step]
-
-
-def _last_record(path: Path) -> StepRecord | None:
-    lines = list(read_jsonl(path)) if path.exists() else []
-    return StepRecord.from_json(lines[-1]) if lines else None

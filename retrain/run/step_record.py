@@ -57,8 +57,8 @@ class Step:
 class RewardStatistics:
     """Over the first draw of every prompt of a step, skipped groups included.
 
-    Not over the groups that took the place of uniform ones: these are selected by their rewards. Nor over all draws together, in which
-    a prompt weighs more the more often it is drawn, i.e. the nearer to always right or always wrong it is.
+    Redraws are selected by their rewards, so the last draws would be biased. In all draws together a prompt would weigh more the more
+    often it is drawn, that is, the nearer its success rate is to 0 or 1.
     """
 
     completions: int
@@ -113,8 +113,8 @@ def result_fields(result: StepResult) -> dict[str, Any]:
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
-    """What credit assignment reports, over all groups of the step: those that could not be judged are skipped for another reason than
-    their rewards.
+    """What credit assignment reports, over all groups of the step. `dropped_groups` could not be judged, so they count as skipped for a
+    reason other than their rewards.
     """
     fields = asdict(credit.statistics)
     fields["groups_skipped_other"] += dropped_groups
@@ -134,7 +134,7 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
 
 
 def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> list[GenerationRecord]:
-    """Every completion of the step as text, with the advantage that it was given."""
+    """Every completion of the step as text, with its advantage."""
     advantages = {
         (source.slot, completion.sample): advantage
         for source, given in zip(credit.sources, credit.groups, strict=True)
@@ -194,7 +194,7 @@ def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:
 
 
 def peak_memory_gib(device: str) -> float:
-    """Peak memory so far: of the device for CUDA, of this process without its workers elsewhere."""
+    """Peak memory so far: of a CUDA device, elsewhere of this process without its workers."""
     if device.startswith("cuda"):
         import torch
 
