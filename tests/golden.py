@@ -55,6 +55,23 @@ def expected_gradient_coefficient(mode: str, N: int, p: float, eps: float) -> fl
     return total / (p * (1.0 - p))
 
 
+def shannon_entropy_from_logits(logits: Sequence[float], temperature: float = 1.0, cap: float = uncertainty.CAP) -> float:
+    """Entropy in nats of softmax(logits / temperature), [V] -> a float; a logit of -inf is a token that cannot come.
+
+    Raises ValueError on no logits, NaN, +inf, all -inf, or a temperature that is not positive.
+    """
+    z = np.asarray(logits, dtype=np.float64)
+    if np.isnan(z).any():
+        raise ValueError("a logit is NaN")
+    if not (np.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature is {temperature}, it must be a positive number")
+    if len(z) == 0 or z.max() == np.inf or z.max() == -np.inf:
+        raise ValueError("the largest logit must be a finite number")
+    z = (z[np.isfinite(z)] - z.max()) / temperature
+    log_p = z - np.log(np.exp(z).sum())
+    return float(np.clip(-(np.exp(log_p) * log_p).sum(), 0.0, cap))
+
+
 def sepa(change: transforms.FlatEntropyTransform) -> Callable[..., list[float]]:
     def operation(uncertainty: list[float], mask: list[int], lam: float, cap: float) -> list[float]:
         h = capped(uncertainty, cap)
@@ -66,6 +83,14 @@ def sepa(change: transforms.FlatEntropyTransform) -> Callable[..., list[float]]:
 
 def capped(values: list[float], cap: float) -> Any:
     return uncertainty.capped(np.array(values, dtype=np.float64), cap)
+
+
+def gtpo(advantage: float, uncertainty: list[float], beta: float, cap: float = uncertainty.CAP) -> list[float]:
+    """A_t = A w_t for one completion, its uncertainty [T] capped first."""
+    if not math.isfinite(advantage):
+        raise ValueError(f"the advantage is {advantage}, it must be a finite number")
+    weights = transforms.gtpo_weights(capped(uncertainty, cap), Segments([len(uncertainty)]), beta)
+    return [advantage * weight for weight in weights.tolist()]
 
 
 def hicra(token_advantages: list[float], mask: list[int], alpha: float) -> list[float]:
@@ -229,7 +254,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "advantage.grpo_std": grpo_std,
     "advantage.reinforce_pp": reinforce_pp,
     "property.expected_gradient_coefficient": expected_gradient_coefficient,
-    "transform.gtpo": transforms.gtpo,
+    "transform.gtpo": gtpo,
     "transform.hicra": hicra,
     "planning.regex": planning_regex,
     "transform.sepa_pool": sepa(transforms.sepa_pool),
@@ -239,7 +264,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "pipeline": pipeline,
     "uncertainty.surprisal": lambda logprobs, cap=uncertainty.CAP: uncertainty.surprisal(logprobs, cap).tolist(),
     "uncertainty.predictive_variance": lambda logprobs: uncertainty.predictive_variance(logprobs).tolist(),
-    "uncertainty.shannon_entropy_from_logits": uncertainty.shannon_entropy_from_logits,
+    "uncertainty.shannon_entropy_from_logits": shannon_entropy_from_logits,
     "transform.surprisal_mask": surprisal_mask,
     "transform.surprisal_mask_count": lambda n, rho: [transforms.kept_count(*pair) for pair in zip(n, rho, strict=True)],
     "loss.importance_sampling": policy("importance_sampling"),

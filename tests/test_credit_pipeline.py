@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from golden import gtpo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from retrain.advantages.ragged import Float64Array, Segments, flatten
 from retrain.advantages.step import StepTokens
 from retrain.advantages.transforms import (
     TRANSFORMS,
-    gtpo,
     gtpo_group_weights,
     gtpo_weights,
     hicra,

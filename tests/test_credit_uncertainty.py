@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from golden import shannon_entropy_from_logits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from retrain.advantages.uncertainty import (
     capped,
     predictive_variance,
     shannon_entropy,
-    shannon_entropy_from_logits,
     surprisal,
 )
 

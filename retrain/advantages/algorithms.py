@@ -1,6 +1,7 @@
-"""Full algorithms: an `algorithm_mode` replaces the pair of advantage_mode and transform_mode.
+"""Whole algorithms, and what plugins of credit assignment may read.
 
-The built-in ones are recipes, i.e. names for such a pair; a plugin computes the token advantages of the whole step itself.
+An `algorithm_mode` replaces the pair of advantage_mode and transform_mode. The built-in ones are recipes, i.e. names for such a pair; a
+plugin computes the token advantages of the whole step itself.
 """
 
 from collections.abc import Sequence
@@ -42,26 +43,6 @@ class UncertaintyContext:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a built-in `algorithm_mode` stands for."""
-
-    advantage: str
-    transform: str
-    aggregation: str = ""
-    """The value of `[loss] aggregation` that belongs to it: unset means this, and any other is refused. "" leaves it to the user."""
-
-
-RECIPES: dict[str, Recipe] = {
-    "grpo_none": Recipe("grpo", "none"),
-    "maxrl_none": Recipe("maxrl", "none"),
-    "maxrl_gtpo": Recipe("maxrl", "gtpo"),
-    "maxrl_gtpo_hicra": Recipe("maxrl", "gtpo_hicra"),
-    "maxrl_gtpo_sepa": Recipe("maxrl", "gtpo_sepa"),
-    "dr_grpo": Recipe("grpo", "none", aggregation="constant"),
-}
-
-
-@dataclass(frozen=True)
 class AlgorithmContext:
     """What an algorithm may read of a step of P groups with G completions each; G and T may differ."""
 
@@ -85,6 +66,26 @@ class AlgorithmContext:
 class AlgorithmOutput:
     token_advs: Sequence[Sequence[Sequence[float]]]
     """[P][G][T]"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a built-in `algorithm_mode` stands for."""
+
+    advantage: str
+    transform: str
+    aggregation: str = ""
+    """The value of `[loss] aggregation` that belongs to it: unset means this, and any other is refused. "" leaves it to the user."""
+
+
+RECIPES: dict[str, Recipe] = {
+    "grpo_none": Recipe("grpo", "none"),
+    "maxrl_none": Recipe("maxrl", "none"),
+    "maxrl_gtpo": Recipe("maxrl", "gtpo"),
+    "maxrl_gtpo_hicra": Recipe("maxrl", "gtpo_hicra"),
+    "maxrl_gtpo_sepa": Recipe("maxrl", "gtpo_sepa"),
+    "dr_grpo": Recipe("grpo", "none", aggregation="constant"),
+}
 
 
 def recipe_of(modes: "Algorithm | Condition") -> Recipe | None:

@@ -1,7 +1,7 @@
-"""From a completion's advantage to its tokens' advantages: GTPO, HICRA and SEPA, over flat ragged arrays.
+"""From a completion's advantage to its tokens' advantages: SEPA, GTPO, HICRA and the top-rho mask, over flat ragged arrays.
 
-A transform is a TransformSpec: which of the steps below it takes. The order is fixed in pipeline.py; a new transform is a new spec,
-not a new order.
+A TransformSpec says which of the first three a transform takes; the mask is `[algorithm] surprisal_mask_rho`, whatever the transform. The
+order is fixed in pipeline.py: a new transform is a new spec, not a new order.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,50 +13,6 @@ from typing import Any
 import numpy as np
 
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, Segments
-from retrain.advantages.uncertainty import CAP, capped
-
-
-@dataclass(frozen=True)
-class TopRho:
-    keep: BoolArray
-    """[n]"""
-    thresholds: list[float | None]
-    """tau of each pool: keep is uncertainty >= tau. None for a pool without tokens, or with the mask off."""
-
-
-def kept_count(n: int, rho: float) -> int:
-    """k = max(1, floor(rho n)) tokens of n, 0 of none; the small addend makes 0.29 * 100 the 29 that it means."""
-    return max(1, floor(rho * n + 1e-9)) if n else 0
-
-
-def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: float) -> TopRho:
-    """Keep in each pool the tokens whose uncertainty reaches the k-th largest; ties at tau are all kept, so order does not matter.
-
-    `pools` [n] numbers the pool of each token: one for the step, a group, or a completion each; -1 is a token outside every pool,
-    which is kept. rho = 0 switches the mask off. Raises ValueError for rho outside [0, 1] or a NaN.
-    """
-    if not 0.0 <= rho <= 1.0:
-        raise ValueError(f"surprisal_mask_rho is {rho}, it must lie in [0, 1]")
-    if np.isnan(uncertainty).any():
-        raise ValueError(f"uncertainty {int(np.flatnonzero(np.isnan(uncertainty))[0])} is NaN")
-    keep = np.ones(len(uncertainty), dtype=np.bool_)
-    if rho == 0.0:
-        return TopRho(keep, [None] * num_pools)
-    thresholds: list[float | None] = []
-    order = np.argsort(pools, kind="stable") if num_pools > 1 else np.flatnonzero(pools == 0)
-    edges = np.searchsorted(pools[order], np.arange(num_pools + 1))
-    for start, stop in pairwise(edges):
-        members = order[start:stop]
-        if len(members) == 0:
-            thresholds.append(None)
-            continue
-        values = uncertainty[members]
-        k = kept_count(len(values), rho)
-        tau = float(np.partition(values, len(values) - k)[len(values) - k])
-        keep[members] = values >= tau
-        thresholds.append(tau)
-    return TopRho(keep, thresholds)
-
 
 NEGLIGIBLE_MEAN = 1e-7
 """Nats. Below it a completion was as good as deterministic and its weights are uniform."""
@@ -119,7 +75,7 @@ class TransformSpec:
     flat_entropy_transform: FlatEntropyTransform | None = None
     """The same as entropy_transform over all completions at once; it wins where both are given."""
     needs_rho: bool = False
-    """Means nothing without surprisal_mask_rho > 0."""
+    """Has no effect of its own without surprisal_mask_rho > 0, so that a run without it is refused."""
 
     @property
     def needs_uncertainty(self) -> bool:
@@ -146,7 +102,7 @@ def sepa_amplify(uncertainty: Float64Array, planning: BoolArray, segments: Segme
 
 
 def sepa_amplify_clamped(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
-    """`sepa_amplify` floored at 0, which gives up the mean."""
+    """`sepa_amplify` floored at 0, which no longer keeps the mean."""
     return np.maximum(sepa_amplify(uncertainty, planning, segments, lam), 0.0)
 
 
@@ -177,20 +133,12 @@ def _check_mask(planning: BoolArray, values: Float64Array) -> None:
 def gtpo_weights(uncertainty: Float64Array, segments: Segments, beta: float) -> Float64Array:
     """w_t = max(0, 1 + beta (H_t / mean(H) - 1)) with the mean over the completion; [n] -> [n].
 
-    The shape is that of arXiv 2508.04349 for successes, with the sum over the time of one completion instead of over a group; the same
-    for both signs of the advantage. Uniform where mean(H) < 1e-7. For 0 <= beta <= 1 the weights of a completion sum to its length.
+    The form of arXiv 2508.04349 for successes, with the mean over one completion instead of over a group, for both signs of the
+    advantage. Uniform where mean(H) < 1e-7. For 0 <= beta <= 1 the weights of a completion sum to its length.
     Raises ValueError for a negative beta.
     """
     means = segments.spread(segments.means(uncertainty))
     return _weights(uncertainty, means, beta)
-
-
-def gtpo(advantage: float, uncertainty: Sequence[float], beta: float, cap: float = CAP) -> list[float]:
-    """A_t = A w_t for one completion; the uncertainty [T] is capped first. Raises ValueError for an advantage that is not finite."""
-    if not np.isfinite(advantage):
-        raise ValueError(f"the advantage is {advantage}, it must be a finite number")
-    h = capped(np.asarray(uncertainty, dtype=np.float64), cap)
-    return [advantage * weight for weight in gtpo_weights(h, Segments([len(h)]), beta).tolist()]
 
 
 def gtpo_group_weights(
@@ -245,6 +193,54 @@ def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> 
     for position in np.flatnonzero(~np.isfinite(token_advantages)):
         raise ValueError(f"token advantage {position} is {token_advantages[position]}, it must be a finite number")
     return np.where(planning, token_advantages + alpha * np.abs(token_advantages), token_advantages)
+
+
+# -- the top-rho mask ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TopRho:
+    keep: BoolArray
+    """[n]"""
+    thresholds: list[float | None]
+    """tau of each pool: a token is kept if its uncertainty reaches it. None for a pool without tokens, or with the mask off."""
+
+
+def kept_count(n: int, rho: float) -> int:
+    """k = max(1, floor(rho n)) tokens of n, 0 of none."""
+    return max(1, floor(rho * n + 1e-9)) if n else 0  # without the addend 0.29 * 100 would be 28
+
+
+def top_rho(uncertainty: Float64Array, pools: Int64Array, num_pools: int, rho: float) -> TopRho:
+    """Keep in each pool the tokens whose uncertainty reaches the k-th largest; ties at tau are all kept, so order does not matter.
+
+    `pools` [n] numbers the pool of each token: one for the step, a group, or a completion each; -1 is a token outside every pool,
+    which is kept. rho = 0 switches the mask off. Raises ValueError for rho outside [0, 1] or a NaN.
+    """
+    if not 0.0 <= rho <= 1.0:
+        raise ValueError(f"surprisal_mask_rho is {rho}, it must lie in [0, 1]")
+    if np.isnan(uncertainty).any():
+        raise ValueError(f"uncertainty {int(np.flatnonzero(np.isnan(uncertainty))[0])} is NaN")
+    keep = np.ones(len(uncertainty), dtype=np.bool_)
+    if rho == 0.0:
+        return TopRho(keep, [None] * num_pools)
+    thresholds: list[float | None] = []
+    order = np.argsort(pools, kind="stable") if num_pools > 1 else np.flatnonzero(pools == 0)
+    edges = np.searchsorted(pools[order], np.arange(num_pools + 1))
+    for start, stop in pairwise(edges):
+        members = order[start:stop]
+        if len(members) == 0:
+            thresholds.append(None)
+            continue
+        values = uncertainty[members]
+        k = kept_count(len(values), rho)
+        tau = float(np.partition(values, len(values) - k)[len(values) - k])
+        keep[members] = values >= tau
+        thresholds.append(tau)
+    return TopRho(keep, thresholds)
+
+
+# -- the transforms --------------------------------------------------------------------------------------------------
 
 
 def _sepa(name: str, change: FlatEntropyTransform) -> TransformSpec:

@@ -1,7 +1,7 @@
 """How unsure the policy was at each token: the signal that GTPO, SEPA and the top-rho mask read.
 
-Everything belongs to the sampled policy softmax(logits / temperature), and to the distribution that the token was drawn from.
-Surprisal is about the token that came, entropy about the distribution: the two are never called by each other's name.
+All of it is about the distribution that the token was drawn from: softmax(logits / temperature), renormalised where it is truncated.
+Surprisal is a property of the sampled token, entropy one of the distribution: neither is called by the other's name.
 """
 
 from collections.abc import Sequence
@@ -52,21 +52,6 @@ def predictive_variance(logprobs: Numbers) -> Float64Array:
 def shannon_entropy(entropies: Numbers, cap: float = CAP) -> Float64Array:
     """clamp(H, 0, cap) of entropies that the engine recorded, in nats, [T] -> [T]. Raises ValueError on NaN."""
     return capped(_checked(entropies, "entropy"), cap)
-
-
-def shannon_entropy_from_logits(logits: Numbers, temperature: float = 1.0, cap: float = CAP) -> float:
-    """Entropy in nats of softmax(logits / temperature), [V] -> a float; a logit of -inf is a token that cannot come.
-
-    Raises ValueError on no logits, NaN, +inf, all -inf, or a temperature that is not positive.
-    """
-    z = _checked(logits, "logit")
-    if not (np.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature is {temperature}, it must be a positive number")
-    if len(z) == 0 or z.max() == np.inf or z.max() == -np.inf:
-        raise ValueError("the largest logit must be a finite number")
-    z = (z[np.isfinite(z)] - z.max()) / temperature
-    log_p = z - np.log(np.exp(z).sum())
-    return float(np.clip(-(np.exp(log_p) * log_p).sum(), 0.0, cap))
 
 
 def capped(uncertainty: Float64Array, cap: float = CAP) -> Float64Array:

@@ -1,6 +1,6 @@
-"""What the engine and the backend of a configuration declare that they can do, read without building either; and what follows from it.
+"""What the engine and the backend of a configuration declare that they can do, and what follows from it; neither is built.
 
-Of a plugin it is read from its class, so its module is imported; a built-in one stands in a table, and no model library is loaded.
+A plugin declares it in its class, so its module is imported. The built-in ones stand in a table, and no model library is loaded.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def declared_backend(config: "TrainConfig") -> BackendCapabilities | None:
 
 
 def incapable(config: "TrainConfig") -> list[str]:
-    """One sentence for each thing that the configuration asks for and its engine or backend declares that it cannot do."""
+    """One sentence for each thing that the configuration asks for and its engine or backend cannot do."""
     from retrain.config.outcomes import per_token_refusals
 
     backend, engine = declared_backend(config), declared_engine(config)
@@ -66,17 +66,17 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
     where = f'[inference] engine = "{config.inference.engine}"'
     yield from kept_set_refusals(config, engine.kept_set)
     if not (engine.in_process or engine.adapter_reload):
-        yield f"{where} cannot take a new adapter, so it would sample from the untrained model for ever; choose another engine."
+        yield f"{where} cannot load a new adapter, so it would always sample from the untrained model; choose another engine."
     if not engine.token_ids_out:
-        yield f"{where} returns text and no token ids, and text encoded again would be other tokens; choose another engine."
+        yield f"{where} returns text without token ids, and encoding it again may give other tokens; choose another engine."
     if engine.logprobs == "none":
-        yield f"{where} returns no log-probs, which the ratio is taken against; choose another engine."
+        yield f"{where} returns no log-probs, and the loss needs them for its ratio; choose another engine."
     if engine.logprobs == "raw" and config.training.temperature != 1:
-        yield f"{where} returns log-probs before the temperature, which are those of the policy at 1 only; set [training] temperature = 1."
+        yield f"{where} returns log-probs before the temperature, right for the policy at 1 only; set [training] temperature = 1."
     if not engine.entropy and _uncertainty(config) == "shannon_entropy":
         yield f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use surprisal or predictive_variance.'
     if config.inference.engine not in ENGINES and config.backend.shard_base:
-        yield f"{where} with [backend] shard_base = true: only the pytorch engine samples from a model in parts; leave it false."
+        yield f"{where} with [backend] shard_base = true: only the pytorch engine samples from a sharded model; leave it false."
     if config.inference.engine not in ENGINES and len(config.backend.device_list) > 1:
         yield f"{where} with two [backend] devices: only the pytorch engine samples on a device of its own; name one device."
 
@@ -86,15 +86,15 @@ def _uncertainty(config: "TrainConfig") -> str:
 
 
 def capability_notes(config: "TrainConfig") -> Iterator[str]:
-    """What a run should say of an engine or a backend that does less than the local ones, one sentence each."""
+    """What a run says about an engine or a backend that does less than the local ones, one sentence each."""
     backend, engine = declared_backend(config), declared_engine(config)
     if backend and not backend.synchronous_loss:
-        yield f'[backend] backend = "{config.backend.backend}" reports a loss that is not the step\'s own: read the rewards instead.'
+        yield f'[backend] backend = "{config.backend.backend}" reports a placeholder for the loss: read the rewards instead.'
     if backend and not backend.exact_resume:
-        yield f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: resumed and undisturbed runs differ.'
+        yield f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: a resumed run differs from a straight one.'
     if engine and engine.noise == "none":
         yield (
-            f'[inference] engine = "{config.inference.engine}" draws its own noise: runs of one seed share their prompts and not their '
+            f'[inference] engine = "{config.inference.engine}" draws its own noise: runs with one seed share their prompts but not their '
             "sampling, and a run cannot be repeated exactly."
         )
     if engine and not engine.token_ids_in:
@@ -110,7 +110,7 @@ def engine_words(engine: EngineCapabilities) -> str:
         "entropies": engine.entropy,
         "kept sets": engine.kept_set,
         "prefix cache": engine.prefix_cache,
-        "n per call": engine.n,
+        "n per request": engine.n,
     }
     place = "in this process" if engine.in_process else "elsewhere"
     return ", ".join([place, *(words for words, is_given in given.items() if is_given)])
@@ -120,7 +120,7 @@ def backend_words(backend: BackendCapabilities) -> str:
     """For `explain`."""
     given = {
         "per-token advantages": backend.per_token_advantages,
-        "its loss is the step's own": backend.synchronous_loss,
+        "synchronous loss": backend.synchronous_loss,
         "exact resume": backend.exact_resume,
         "samples a step ahead": backend.samples_ahead,
     }

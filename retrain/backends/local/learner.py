@@ -1,12 +1,12 @@
-"""The learning pass: rows in, optimizer steps out, with one normalisation an optimizer batch whatever the micro-batches.
+"""The learning pass: rows in, optimizer steps out, with one normalisation per optimizer batch, however it is cut into micro-batches.
 
-The policy is softmax(logits / temperature), over the tokens that the sampler kept. Dropout, where it is on, acts in the training pass only.
+The policy is softmax(logits / temperature) over the tokens that the sampler kept. Dropout, where it is on, acts in the training pass and
+where old log-probs are recomputed for it.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +27,7 @@ from retrain.backends.local.micro_batches import (
     split_rows,
 )
 from retrain.backends.local.optimizer import AdapterOptimizer
+from retrain.backends.local.result import Update, step_result
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.adapter import Adapter
@@ -42,66 +43,22 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 
-@dataclass
-class _Update:
-    """One optimizer update, done or skipped."""
-
-    loss: float = math.nan
-    grad_norm: float = math.nan
-    clipped: float = 0.0
-    clippable: float = 0.0
-    """Both as `clip_counts` has them."""
-    nonfinite: str = ""
-    """The tensor that made the update be skipped; empty if it was done."""
-
-
 class _Weights(NamedTuple):
-    """Of each token of one row: of its policy term, and of its KL and entropy terms."""
+    """Weights of each token of one row in the loss: of its policy term, and of its KL and entropy terms."""
 
     policy: float
     regulariser: float
 
 
-@dataclass
-class _Ratios:
-    """Log-ratios learner - sampler of action tokens, each gathered once."""
-
-    differences: list[Float32Array] = field(default_factory=list)
-
-    def add(self, new: Float32Array, sampler: Float32Array) -> None:
-        self.differences.append(new - sampler)
-
-    def into(self, result: StepResult) -> StepResult:
-        d = np.concatenate(self.differences).astype(np.float64) if self.differences else np.empty(0)
-        if not len(d):
-            return result
-        with np.errstate(over="ignore", invalid="ignore"):
-            w = np.exp(d)
-            p50, p90, p99 = np.quantile(np.abs(d), (0.5, 0.9, 0.99)).tolist()
-            return replace(
-                result,
-                log_ratio_mean=float(np.abs(d).mean()),
-                log_ratio_p50=p50,
-                log_ratio_p90=p90,
-                log_ratio_p99=p99,
-                ratio_mean=float(w.mean()),
-                ratio_max=float(w.max()),
-                ratio_min=float(w.min()),
-                mismatch_k1=float(-d.mean()),
-                mismatch_k3=float((np.expm1(d) - d).mean()),
-                ess=float(w.sum() ** 2 / (len(w) * np.square(w).sum())),
-            )
-
-
 @dataclass(frozen=True)
 class _Piece:
-    """The rows of one micro-batch and all that there is to know of what is done with them."""
+    """The rows of one micro-batch, and what to do with them."""
 
     rows: Sequence[LearnerRow]
     share: bool
     """A prompt is computed once for its rows."""
     dummy: bool
-    """A dummy micro-batch, whose passes the other ranks need to make theirs: its scores, loss and gradient are 0."""
+    """Dummy micro-batch, for the collectives of the other processes: its loss is 0 and its scores are dropped."""
     step: int = 0
     weights: Sequence[_Weights] = ()
     """One for each row."""
@@ -162,32 +119,29 @@ class Learner:
         """One step. `sampler_is_raw`: the recorded log-probs are not of the sampled policy, so the learner's own replace them (D22)."""
         check_rows(rows)
         batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.trained]
-        ratios = _Ratios()
         batch = self._with_old_logprobs(batch, step, sampler_is_raw)
-        if self._recompute:
-            ratios.differences = [row.old - row.sampler for row in batch]
         if self.loss.kl_coef:
             references = self.score(batch, reference=True)
             batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
-        updates: list[_Update] = []
+        updates: list[Update] = []
+        measured: list[Float32Array] = []
         for turn in range(self._passes if batch else 0):
-            gathers = ratios if turn == 0 and not self._recompute else None
+            log_ratios = measured if turn == 0 and not self._recompute else None
             for part in minibatch_split(batch, self._minibatches, self.seed, step, turn):
-                updates.append(self._update(part, step, len(rows) / self._minibatches, gathers))
-        if not self._recompute:
-            ratios.differences = [part for parts in self.world.gather(ratios.differences) for part in parts]
-        return ratios.into(_summary(updates))
+                updates.append(self._update(part, step, len(rows) / self._minibatches, log_ratios))
+        if self._recompute:
+            return step_result(updates, [row.old - row.sampler for row in batch])
+        return step_result(updates, [part for parts in self.world.gather(measured) for part in parts])
 
     def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
-        """[T] of each row at the training temperature, without gradient or dropout."""
+        """[T] log-probs of each row at the training temperature, without gradient or dropout."""
         check_rows(rows)
         filled = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.num_actions]
         scores = iter(self.score(filled))
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
     def score(self, rows: Sequence[LearnerRow], *, reference: bool = False, masks_of: int | None = None) -> list[Float32Array]:
-        """The learner's log-probs of each row, or those of the frozen base with the adapter off; under the dropout masks of step
-        `masks_of`, where it is given.
+        """[T] log-probs of each row by the learner, with `reference` by the frozen base; under the dropout masks of step `masks_of`, if given.
 
         The base is not truncated: its own most probable tokens are another set, and the divergence of a truncated policy from the whole
         base is finite. For a fixed kept set it exceeds the divergence over that set by a constant, -ln of the base's mass of the set.
@@ -204,10 +158,10 @@ class Learner:
     # -- one update -------------------------------------------------------------------------------------------------
 
     def _with_old_logprobs(self, batch: list[LearnerRow], step: int, sampler_is_raw: bool) -> list[LearnerRow]:
-        """Recomputed before the first update, where the configuration or a raw engine asks for it.
+        """The rows with log-probs recomputed before the first update, where the configuration or a raw engine asks for it.
 
-        The configuration's are computed as the first pass will compute them, under the same masks and in the same micro-batches, so
-        that the ratio of the first update is exactly 1. A raw engine's are of the policy that sampled, which drops nothing.
+        For the configuration they are computed as in the first pass, under the same masks and in the same micro-batches, so that the
+        ratio of the first update is exactly 1. For a raw engine they are of the policy that sampled, which has no dropout.
         """
         if sampler_is_raw:
             batch = [replace(row, sampler=own, old=own) for row, own in zip(batch, self.score(batch), strict=True)]
@@ -217,13 +171,13 @@ class Learner:
         old = {row.number: own for part in parts for row, own in zip(part, self.score(part, masks_of=step), strict=True)}
         return [replace(row, old=old[row.number]) for row in batch]
 
-    def _update(self, rows: Sequence[LearnerRow], step: int, completions: float, ratios: _Ratios | None) -> _Update:
+    def _update(self, rows: Sequence[LearnerRow], step: int, completions: float, log_ratios: list[Float32Array] | None) -> Update:
         """Gradient of one optimizer batch and, if everything is finite, one step. `completions` is the batch's share of those that were
-        drawn, trained or not; `ratios` gathers the forward pass.
+        drawn, trained or not; `log_ratios` collects those of this process's rows.
         """
         name = _nonfinite_input(rows)
         if name:
-            return _Update(nonfinite=name)
+            return Update(nonfinite=name)
         self.optimizer.zero_gradients()
         weights = self._weights(rows, completions)
         sampler_of = {row.number: row.sampler for row in rows}
@@ -231,7 +185,7 @@ class Learner:
         infinite = torch.zeros((), device=self.base.device)
         clip = torch.zeros(2, device=self.base.device)
         pieces = (
-            replace(piece, step=step, weights=[weights[row.number] for row in piece.rows], measured=ratios is not None)
+            replace(piece, step=step, weights=[weights[row.number] for row in piece.rows], measured=log_ratios is not None)
             for piece in self._pieces(rows, share=not self.adapter.drops)
         )
         for learned in in_order(self._learn_pieces(pieces)):
@@ -239,19 +193,18 @@ class Learner:
             loss += learned.loss
             infinite += learned.infinite
             clip += learned.clip
-            if ratios is not None:
-                for number, new in learned.logprobs.items():
-                    ratios.add(new, sampler_of[number])
+            if log_ratios is not None:
+                log_ratios += [new - sampler_of[number] for number, new in learned.logprobs.items()]
         self.world.sum([*self.optimizer.gradients(), loss, infinite, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
-        update = _Update(loss.item(), norm.item(), clipped, clippable, self._nonfinite(infinite, loss, norm))
+        update = Update(loss.item(), norm.item(), clipped, clippable, self._nonfinite(infinite, loss, norm))
         if not update.nonfinite:
             self.optimizer.step(step, norm)
         return update
 
     def _weights(self, rows: Sequence[LearnerRow], completions: float) -> dict[int, _Weights]:
-        """By row number, of all rows of the optimizer batch, whichever process computes them.
+        """Row number -> weights, for all rows of the optimizer batch, whichever process computes them.
 
         The policy term is averaged over the rows that have one and the tokens that count in it; KL and entropy are averaged over all rows,
         so that switching them on changes nothing in the policy term.
@@ -271,15 +224,15 @@ class Learner:
         return ""
 
     def _pieces(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[_Piece]:
-        """Of this process's share of `rows`, which are everyone's. `share` computes a prompt once for its rows; not under dropout, whose
-        masks differ from row to row. With a sharded base every rank makes equally many, the last of them dummies.
+        """The micro-batches of this process's share of `rows`, the rows of all processes. `share` computes a prompt once for its rows; not
+        under dropout, whose masks differ from row to row. With a sharded base every process makes equally many, the last ones dummies.
         """
         parts = split_rows(share_rows(rows, self.world), self.choices.micro_batch_tokens, share=share and self._packs)
         for part in self.base.shards.in_lockstep(parts):
             yield _Piece(part or [min(rows, key=lambda row: row.tokens)], share, dummy=not part)
 
     def _learn(self, piece: _Piece) -> Iterator[_Learned]:
-        """Adds the piece's gradient to the parameters' own, or as a worker hands it over."""
+        """Adds the piece's gradient to the parameters' own; a worker returns it instead."""
         micro = self._micro_batch(piece)
         if self._pool.in_worker:
             self.optimizer.zero_gradients()
@@ -355,8 +308,8 @@ class Learner:
 
 
 def recomputes_old_logprobs(config: "TrainConfig", dtype: torch.dtype) -> bool:
-    """What `[loss] old_logprobs` says; unset, whether mode = "gspo" meets rounding that its narrow clip would take for a change of the
-    policy. `dtype` is the base's.
+    """Old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for mode = "gspo" in half precision, where its narrow clip
+    would take rounding for a change of the policy. `dtype` is the base's.
     """
     if config.is_set("loss.old_logprobs") or config.loss.mode != "gspo":
         return config.loss.old_logprobs == "recomputed"
@@ -364,7 +317,7 @@ def recomputes_old_logprobs(config: "TrainConfig", dtype: torch.dtype) -> bool:
 
 
 def old_logprobs_note(config: "TrainConfig", dtype: torch.dtype) -> str:
-    """What rounding means for gspo, in a sentence; "" where nothing is rounded."""
+    """A sentence on gspo in half precision; "" for every other run."""
     if config.loss.mode != "gspo" or not rounds(config, dtype):
         return ""
     clip = "({:g}, {:g})".format(*config.loss.clips)
@@ -379,7 +332,7 @@ def old_logprobs_note(config: "TrainConfig", dtype: torch.dtype) -> str:
 
 
 def rounds(config: "TrainConfig", dtype: torch.dtype) -> bool:
-    """Whether learner or sampler computes in less than float32, so that their log-probs of one token differ by more than its rounding."""
+    """Learner or sampler computes in less than float32, so that their log-probs of one token differ by more than float32's rounding."""
     return dtype != torch.float32 or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
 
 
@@ -410,6 +363,7 @@ def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
 
 
 def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
+    """The first kind of input that is not finite; "" if all are."""
     for name, arrays in (
         ("advantages", [row.row.advantages for row in rows]),
         ("sampler log-probs", [row.sampler for row in rows]),
@@ -419,26 +373,6 @@ def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
         if not all(np.isfinite(array).all() for array in arrays):
             return name
     return ""
-
-
-def _summary(updates: Sequence[_Update]) -> StepResult:
-    """Loss and gradient norm are means over the updates that were done; NaN where there was none among some."""
-    done = [update for update in updates if not update.nonfinite]
-    clippable = sum(update.clippable for update in done)
-    skipped = [update for update in updates if update.nonfinite]
-    return StepResult(
-        loss=(float(np.mean([update.loss for update in done])) if done else math.nan) if updates else None,
-        grad_norm=(float(np.mean([update.grad_norm for update in done])) if done else math.nan) if updates else None,
-        ratio_mean=None,
-        ratio_max=None,
-        mismatch_k1=None,
-        mismatch_k3=None,
-        ess=None,
-        updates=len(done),
-        nonfinite_updates=len(skipped),
-        nonfinite_tensor=skipped[0].nonfinite if skipped else "",
-        clip_fraction=sum(update.clipped for update in done) / clippable if clippable else None,
-    )
 
 
 def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
