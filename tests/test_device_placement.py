@@ -64,7 +64,7 @@ def decode_once(adapter: Adapter, fused: FusedDecoder | None, kv_storage: torch.
         arena.move([2], [0], 9)
         arena.reserve(20, 40, 3, 10)
         drawn = torch.empty(3, 3, dtype=torch.float64, device=DEVICE)
-        _draw_chunk(logits, np.array([1.0, 0.7, 0.0], np.float32), torch.zeros(3, dtype=torch.float64, device=DEVICE), drawn)
+        _draw_chunk(logits, np.array([1.0, 0.7, 0.0], np.float32), torch.zeros(3, dtype=torch.float64, device=DEVICE), None, drawn)
     assert {tensor.device for tensor in (logits, drawn, *short.keys, *short.values)} == {DEVICE}
 
 
