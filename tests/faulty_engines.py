@@ -13,6 +13,7 @@ from torch import Tensor
 
 from retrain.inference_engine.base import EngineCapabilities, InferenceEngine, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model.devices import EngineOptions
 from retrain.noise import Stream
 from retrain.types import Completion
 
@@ -25,11 +26,11 @@ class Served(InferenceEngine):
     capabilities = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True)
     syncs: ClassVar[list[int]] = []
     """Steps, over all engines."""
-    dtype = "auto"
+    options = EngineOptions()
 
     def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
         self.model = deepcopy(model).requires_grad_(False)
-        self.engine = TorchEngine(self.model, eos_ids, device, dtype=self.dtype)
+        self.engine = TorchEngine(self.model, eos_ids, device, options=self.options)
         self.taken = 0
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
@@ -78,11 +79,11 @@ class DropsAProjection(Served):
 
 
 class DropsAProjectionInBf16(DropsAProjection):
-    dtype = "bf16"
+    options = EngineOptions(weights=torch.bfloat16)
 
 
 class ServedInBf16(Served):
-    dtype = "bf16"
+    options = EngineOptions(weights=torch.bfloat16)
 
 
 class DropsTheLastLayer(Served):

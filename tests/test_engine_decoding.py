@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model.devices import EngineOptions
 from retrain.types import Completion, FinishReason
 
 SIZES = {
@@ -151,7 +152,8 @@ def test_max_tokens_is_per_request_and_the_context_ends_a_row_by_length():
 
 
 @pytest.mark.parametrize(
-    "limits", [{"decode_rows": 1}, {"decode_rows": 4}, {"decode_rows": 64, "decode_tokens": 80}, {"prefix_caching": False}]
+    "limits",
+    [{"decode_rows": 1}, {"decode_rows": 4}, {"decode_rows": 64, "decode_tokens": 80}, {"options": EngineOptions(prefix_caching=False)}],
 )
 def test_a_completion_does_not_depend_on_the_batch_it_was_in(limits):
     model, asked = tiny(), requests(count=5, max_tokens=30)
@@ -225,7 +227,7 @@ def test_a_redraw_uses_the_kept_prompt_until_the_weights_change():
     assert calls == [1]
     engine.sync(lambda folder: None, 1)
     run(engine, redraw)
-    assert calls == [1], "a sync that changes no weight costs no prompt"
+    assert calls == [1], "shared weights that did not change keep their prompts over a sync"
 
 
 def test_greedy_follows_the_largest_logit_with_certainty():
@@ -281,16 +283,16 @@ def test_longrope_beyond_its_original_length_is_refused():
         list(TorchEngine(model, EOS, "cpu").sample(requests(many=1, max_tokens=14)))
 
 
-@pytest.mark.parametrize("kv_cache_dtype, mean", [("bf16", 0.02), ("int8", 0.02), ("fp8", 0.1)])
-def test_a_narrow_kv_cache_stays_near_the_full_forward(kv_cache_dtype, mean):
+@pytest.mark.parametrize("storage, mean", [(torch.bfloat16, 0.02), (torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)])
+def test_a_narrow_kv_cache_stays_near_the_full_forward(storage, mean):
     model, asked = tiny(initializer_range=0.1), requests(max_tokens=30)
-    engine = TorchEngine(model, EOS, "cpu", kv_cache_dtype=kv_cache_dtype, decode_rows=5)
+    engine = TorchEngine(model, EOS, "cpu", options=EngineOptions(kv_storage=storage), decode_rows=5)
     assert_near(model, asked, run(engine, asked), mean)
 
 
 def test_bf16_on_an_fp32_model_decodes_a_copy_that_follows_the_adapter():
     model = with_adapter(tiny(initializer_range=0.1))
-    engine, asked = TorchEngine(model, EOS, "cpu", dtype="bf16"), requests(max_tokens=12)
+    engine, asked = TorchEngine(model, EOS, "cpu", options=EngineOptions(weights=torch.bfloat16)), requests(max_tokens=12)
     before = run(engine, asked)
     assert_near(model, asked, before, 0.03)
     with torch.no_grad():

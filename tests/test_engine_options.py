@@ -5,23 +5,19 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from retrain.config.schema import Inference
 from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.kv_cache import KVArena, PromptState
-from retrain.inference_engine.scheduler import Rows, Waiting
+from retrain.inference_engine.scheduler import Job, Rows
 from retrain.model.attention import FlashAttention, FusedAttention, RowLengths
 from retrain.model.budget import kv_bytes_per_token, plan_decode
-from retrain.model.devices import resolve
+from retrain.model.devices import EngineOptions, engine_options
 from retrain.noise import uniform
 
-DEFAULTS = {
-    "attention_kernel": "default",
-    "dtype": "auto",
-    "kv_cache_dtype": "auto",
-    "prefix_caching": True,
-    "device_type": "cpu",
-    "model_dtype": torch.float32,
-}
+
+def options_for(device_type: str = "cpu", model_dtype: torch.dtype = torch.float32, **keys: object) -> EngineOptions:
+    return engine_options(Inference.model_validate(keys), device_type, model_dtype)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +35,7 @@ DEFAULTS = {
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(changes: dict, error: type[RetrainError], words: str):
     with pytest.raises(error) as refusal:
-        resolve(**{**DEFAULTS, **changes})
+        options_for(**changes)
     message = str(refusal.value)
     assert words in message and message.startswith("[inference] ") and message.endswith(".") and "\n" not in message
 
@@ -47,13 +43,13 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(changes: dict, error: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where flash-attn is not installed")
 def test_flash_on_cuda_without_its_package_is_an_environment_failure():
     with pytest.raises(EnvironmentFailure, match="pip install flash-attn"):
-        resolve(**{**DEFAULTS, "attention_kernel": "flash", "device_type": "cuda", "model_dtype": torch.bfloat16})
+        options_for("cuda", torch.bfloat16, attention_kernel="flash")
 
 
 def test_what_equals_the_model_needs_no_copy_and_no_conversion():
-    options = resolve(**{**DEFAULTS, "dtype": "bf16", "kv_cache_dtype": "bf16", "model_dtype": torch.bfloat16})
+    options = options_for(model_dtype=torch.bfloat16, dtype="bf16", kv_cache_dtype="bf16")
     assert (options.weights, options.kv_storage) == (None, None)
-    options = resolve(**{**DEFAULTS, "dtype": "bf16", "kv_cache_dtype": "int8"})
+    options = options_for(dtype="bf16", kv_cache_dtype="int8")
     assert (options.weights, options.kv_storage) == (torch.bfloat16, torch.int8)
 
 
@@ -89,20 +85,20 @@ def test_a_grown_and_compacted_arena_keeps_every_token():
 
 def test_every_draw_uses_the_noise_of_its_own_coordinates():
     """Rows start at different times, move, and pass the block of precomputed positions; none borrows another's uniform."""
-    waiting = [Waiting(i, SampleRequest(np.ones(2, np.int32), 1, 500, 1.0, NoiseKey(9 + i % 2, i, 4, 7 + i)), i, 500) for i in range(4)]
+    jobs = [Job(i, SampleRequest(np.ones(2, np.int32), 1, 500, 1.0, NoiseKey(9 + i % 2, i, 4, 7 + i)), i, 500) for i in range(4)]
     rows = Rows(4, 500)
-    rows.start(waiting[:2])
+    rows.start(jobs[:2])
 
     def check() -> None:
         got = rows.uniforms(slice(0, rows.count))
         for row in range(rows.count):
-            one, key = rows.waiting[row], rows.waiting[row].request.noise
-            assert got[row] == uniform(key.seed, key.stream, key.step, key.prompt, one.sample, int(rows.sampled[row]))
+            job, key = rows.jobs[row], rows.jobs[row].request.noise
+            assert got[row] == uniform(key.seed, key.stream, key.step, key.prompt, job.sample, int(rows.sampled[row]))
         rows.sampled[: rows.count] += 1
 
     for _ in range(50):
         check()
-    rows.start(waiting[2:])
+    rows.start(jobs[2:])
     for _ in range(40):
         check()
     assert rows.remove(np.array([0])) == ([3], [0])

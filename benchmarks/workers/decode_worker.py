@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
 from retrain.inference_engine.torch_engine import TorchEngine  # noqa: E402
+from retrain.model.devices import EngineOptions  # noqa: E402
 from retrain.model.fused import FusedDecoder  # noqa: E402
 
 Run = Callable[[Job, int], int]
@@ -28,7 +29,8 @@ def engine(settings: dict[str, Any]) -> Run:
     """As a run has it: the fp32 model that learns, a copy with the adapter merged in for the sampler, and `[inference] dtype`."""
     model = load(settings, torch.float32)
     fused = FusedDecoder.of(model.get_base_model(), merge=True)
-    decoder = TorchEngine(model, [], "cpu", decode_rows=settings["rows"], dtype=settings["engine_dtype"], fused=fused)
+    options = EngineOptions(weights=torch.bfloat16 if settings["engine_dtype"] == "bf16" else None)
+    decoder = TorchEngine(model, [], "cpu", decode_rows=settings["rows"], options=options, fused=fused)
 
     def run(job: Job, seed: int) -> int:
         if job.uniform:  # one request a group, as a trainer asks

@@ -1,6 +1,7 @@
 """The PyTorch engine: samples from the very model that is being trained.
 
-The base weights serve both, and are never changed. All completions of a call decode together under a budget of rows and KV tokens.
+Sampler and learner share the base weights, which never change. All completions of a call decode together, within a budget of rows and
+KV tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,24 +17,24 @@ from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
-from retrain.inference_engine.scheduler import DecodeRun, Waiting, pieces
+from retrain.inference_engine.scheduler import DecodeRun, Job, pieces
 from retrain.model.budget import STORE_SHARE, DecodeLimits
-from retrain.model.devices import resolve
+from retrain.model.devices import EngineOptions
 from retrain.model.fused import FusedDecoder
 from retrain.model.pool import Pool
 from retrain.model.projection import AdapterLayer
 from retrain.types import Completion
 
 _MOST_PIECES = {"cpu": 16}
-"""More completions than that many times the decoding rows make the pieces longer, and a row that is free is taken again. A GPU has the
-rows of all completions in one."""
+"""Most pieces of a call, by device. With more completions than these have rows, pieces grow longer and their rows are used again. Other
+devices decode a call in one piece."""
 
 
 class TorchEngine(InferenceEngine):
-    """`inference_engine/base.py`'s contract on a transformers model in this process.
+    """`InferenceEngine` on a transformers model in this process.
 
-    The same requests give the same bytes in every process with the same threads and limits. Between two completions the
-    model is as the caller left it (training flags, attention, gradient mode, adapter).
+    The same requests give the same bytes in every process that has the same limits and number of threads. Between two completions the
+    model is as the caller left it: training flags, attention, gradient mode, adapter.
     """
 
     capabilities = PYTORCH
@@ -46,30 +47,20 @@ class TorchEngine(InferenceEngine):
         *,
         decode_rows: int = 128,
         decode_tokens: int = 1 << 20,
-        attention_kernel: str = "default",
-        dtype: str = "auto",
-        kv_cache_dtype: str = "auto",
-        prefix_caching: bool = True,
+        options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
         fused: FusedDecoder | None = None,
         shards: World = ALONE,
         follow: Callable[[], None] | None = None,
         pool: Pool | None = None,
     ) -> None:
-        """`model` is a causal language model of transformers on `device`, bare or wrapped by peft; it stays the caller's.
+        """`model`: a causal language model of transformers on `device`, bare or wrapped by peft. It stays the caller's.
 
-        `pool` computes the pieces of a call. `fused` is the caller's own, to be shared, and `shards` the processes that hold the model in
-        parts: all of them call `sample`, with requests or none, and read it to its end. `follow` copies the learner's adapter into `model`,
-        where that is a copy for sampling. attention_kernel, dtype, kv_cache_dtype and prefix_caching are keys of `[inference]`; a value
-        that cannot be served is refused (`options.resolve`).
+        `decode_rows`, `decode_tokens`: the budget of one batch, in rows and KV tokens.
+        `fused`: the caller's fused forward of `model`, to be shared.
+        `shards`: the ranks that hold `model` in parts. All of them call `sample`, with requests or none, and read it to its end.
+        `follow`: copies the learner's adapter into `model`, if `model` is a copy for sampling.
+        `pool`: computes the pieces of a call.
         """
-        options = resolve(
-            attention_kernel=attention_kernel,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            prefix_caching=prefix_caching,
-            device_type=torch.device(device).type,
-            model_dtype=_dtype_of(model),
-        )
         self._model = model
         self._copy = CastCopy(model, options.weights) if options.weights is not None else None
         if self._copy is None:
@@ -78,60 +69,61 @@ class TorchEngine(InferenceEngine):
             self._decoder = Decoder(self._copy.model, options.flash, merge=fused is not None and fused.merge)
         self._eos_ids = np.asarray(sorted(set(eos_ids)), dtype=np.int64)
         self._limits = DecodeLimits(decode_rows, decode_tokens)
-        self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if prefix_caching else None
-        self._pool = pool or Pool()
-        self._may_be_shared = pool is not None and self._decoder.device.type == "cpu"
-        """Also where there is one worker: a run has the same bytes with more of them."""
-        self._decode = self._pool.shared(self._decode_piece)
+        self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if options.prefix_caching else None
         self._kv_storage = options.kv_storage
+        self._pool = pool or Pool()
+        self._forgets_prompts = pool is not None and torch.device(device).type == "cpu"
+        """Whether stored prompts are dropped before each piece. An earlier piece may have been another worker's, and a prompt computed
+        anew may differ in its bits; so also with one worker, for a run has the same bytes with any number of them."""
+        self._decode = self._pool.shared(self._decode_piece)
         self._weights_version = weights_version(model)
         self._follow = follow
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        """Completions under different adapters share the batch where the model's family can; else slot follows slot."""
-        waiting = [one for index, request in enumerate(requests) for one in self._waiting(index, request)]
-        for _, completion in self._decode(pieces(waiting, self._limits.rows, _MOST_PIECES.get(self._decoder.device.type, 1))):
+        """Completions under different adapters share the batch if the model's family supports it; else one slot follows the other."""
+        jobs = [job for index, request in enumerate(requests) for job in self._jobs(index, request)]
+        for _, completion in self._decode(pieces(jobs, self._limits.rows, _MOST_PIECES.get(self._decoder.device.type, 1))):
             yield completion
         self._decoder.run_dummy_passes()
 
-    def _decode_piece(self, waiting: Sequence[Waiting]) -> Iterator[Completion]:
-        if self._may_be_shared:
-            self.release()  # prompts of an earlier call may be with another worker, and computed anew their bits may differ
+    def _decode_piece(self, jobs: Sequence[Job]) -> Iterator[Completion]:
+        if self._forgets_prompts:
+            self.release()
         self._follow_weights()
-        slots = sorted({one.request.adapter_slot for one in waiting}, reverse=True)
+        slots = sorted({job.request.adapter_slot for job in jobs}, reverse=True)
         for together in [slots] if self._decoder.mixes and slots else [[slot] for slot in slots]:
-            of_slots = [one for one in waiting if one.request.adapter_slot in together]
-            run = DecodeRun(self._decoder, of_slots, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
+            batch = [job for job in jobs if job.request.adapter_slot in together]
+            run = DecodeRun(self._decoder, batch, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
             while run.unfinished:
                 with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
                     finished = run.advance()
                 yield from finished
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
-        """Serve one more LoRA adapter to the requests that name `slot` > 0, in the same batch as the others.
+        """Serve a further LoRA adapter to the requests that name `slot` > 0, in the same batch as the others.
 
-        `layers` are those of a `LoraAdapter` (retrain.squeeze.adapter), of any ranks; one that had this slot is replaced.
+        `layers`: as in `retrain.squeeze.adapter.LoraAdapter`, of any ranks. An adapter that had this slot is replaced.
         """
         if slot < 1:
             raise ConfigurationError(f"Slot {slot} is taken: 0 is the adapter that is trained, -1 the base model; use 1 or more.")
-        self._pool.close()  # workers have the adapters of the time when they were forked
+        self._pool.close()  # workers have the adapters from when they were forked
         self._decoder.load_adapter(slot, layers)
         self.release()
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
-        """The weights are shared, or copied here; what was computed from the old ones is dropped at the next call."""
+        """Nothing to do for shared weights; a copy follows. What was computed from the old weights is dropped at the next call."""
         if self._follow is not None:
             self._follow()
 
     def release(self) -> None:
-        """Give back the memory that is held between calls."""
+        """Free the memory that is held between calls."""
         if self._prefixes is not None:
             self._prefixes.clear()
 
     def close(self) -> None:
         self.release()
 
-    def _waiting(self, index: int, request: SampleRequest) -> list[Waiting]:
+    def _jobs(self, index: int, request: SampleRequest) -> list[Job]:
         prompt_tokens = len(request.prompt_ids)
         limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
         if request.adapter_slot not in self._decoder.slots:
@@ -150,22 +142,16 @@ class TorchEngine(InferenceEngine):
                 f"{self._decoder.uniform_positions} tokens, where this model's longrope changes the angles of earlier positions; "
                 "choose max_tokens so that prompt and completion stay below."
             )
-        return [Waiting(index, request, request.first_sample + each, limit) for each in range(request.count)]
+        return [Job(index, request, request.first_sample + number, limit) for number in range(request.count)]
 
     def _follow_weights(self) -> None:
-        """A prompt's keys and values are only good for the weights that made them, and a copy has to follow its source."""
+        """After a change of the weights, drop the stored prompts, whose keys and values are outdated, and update the copy."""
         version = weights_version(self._model)
         if version != self._weights_version:
             self.release()
             if self._copy is not None:
                 self._copy.follow()
             self._weights_version = version
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of the frozen weights; an adapter may be kept in a wider one."""
-    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
-    return max(set(dtypes), key=lambda dtype: sum(p.numel() for p in model.parameters() if p.dtype == dtype))
 
 
 WeightsVersion = tuple[tuple[int, int], ...]
@@ -177,10 +163,10 @@ def weights_version(model: nn.Module) -> WeightsVersion:
 
 
 class CastCopy:
-    """`inference.dtype` other than the model's: the whole model once more in that dtype.
+    """A second copy of the model in another dtype, for an `[inference] dtype` that is not the model's.
 
-    A copy and not autocast, which would convert every frozen weight again for every token. The learner keeps the exact
-    weights; sampler and learner then differ by the dtype's rounding, which the parity gate bounds.
+    A copy rather than autocast, which would convert every frozen weight again for every token. The learner keeps the exact weights;
+    sampler and learner then differ by the dtype's rounding, which the parity gate bounds.
     """
 
     def __init__(self, source: nn.Module, dtype: torch.dtype) -> None:

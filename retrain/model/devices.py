@@ -1,4 +1,4 @@
-"""Which device and data type a run uses, and what it is told when they are not there."""
+"""The devices and dtypes of a run, and the options of its engine; what this machine lacks is refused or replaced."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,55 +11,49 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.packed import computes_bf16
 
 if TYPE_CHECKING:
-    import torch
-
     from retrain.config import TrainConfig
+    from retrain.config.schema import Inference
 
-
-_KV_DTYPES = {"bf16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
+_KV_STORAGE = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """The keys of `[inference]` resolved for a device and a model."""
 
-    weights: "torch.dtype | None"
-    """None: the learner's own weights. A dtype: a second copy of them for decoding, whose adapter follows the learner's."""
-    kv_storage: "torch.dtype | None"
+    weights: torch.dtype | None = None
+    """dtype of a second copy of the weights for decoding, whose adapter follows the learner's; None: the learner's own weights."""
+    kv_storage: torch.dtype | None = None
     """None: the dtype that the weights compute in."""
-    flash: bool
-    prefix_caching: bool
+    flash: bool = False
+    """Attention by the flash-attn package instead of PyTorch's fused attention. Both compute the same function."""
+    prefix_caching: bool = True
 
 
-def resolve(
-    *, attention_kernel: str, dtype: str, kv_cache_dtype: str, prefix_caching: bool, device_type: str, model_dtype: "torch.dtype"
-) -> EngineOptions:
-    """Raises ConfigurationError or EnvironmentFailure for a value that this device or install cannot serve.
-
-    Every attention kernel gives the same function; `flash` is the flash-attn package, `default` is PyTorch's fused attention.
-    """
-    import torch
-
-    _check_attention(attention_kernel, device_type, torch.bfloat16 if dtype == "bf16" else model_dtype)
-    _check_dtype(dtype)
-    if kv_cache_dtype == "fp8" and device_type == "mps":
+def engine_options(inference: "Inference", device_type: str, model_dtype: torch.dtype) -> EngineOptions:
+    """Raises ConfigurationError or EnvironmentFailure for a value that this device or installation cannot serve."""
+    narrow = inference.dtype == "bf16"
+    _check_attention(inference.attention_kernel, device_type, torch.bfloat16 if narrow else model_dtype)
+    if inference.dtype in ("fp8", "fp4"):
         raise ConfigurationError(
-            '[inference] kv_cache_dtype = "fp8" needs 8-bit floats, which mps has not; use "auto", "bf16" or "int8", or another device.'
+            f'[inference] dtype = "{inference.dtype}" needs {inference.dtype[-1]}-bit matrix products, which the pytorch engine has on no '
+            f'device; use "auto" (the model\'s own) or "bf16", or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
         )
-    weights = torch.bfloat16 if dtype == "bf16" and model_dtype != torch.bfloat16 else None
-    computes_in = weights or model_dtype
-    kv_storage: torch.dtype | None = getattr(torch, _KV_DTYPES[kv_cache_dtype]) if kv_cache_dtype != "auto" else None
+    if inference.kv_cache_dtype == "fp8" and device_type == "mps":
+        raise ConfigurationError(
+            '[inference] kv_cache_dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", "bf16" or "int8", or another device.'
+        )
+    weights = torch.bfloat16 if narrow and model_dtype != torch.bfloat16 else None
+    kv_storage = _KV_STORAGE.get(inference.kv_cache_dtype)
     return EngineOptions(
         weights=weights,
-        kv_storage=None if kv_storage == computes_in else kv_storage,
-        flash=attention_kernel == "flash",
-        prefix_caching=prefix_caching,
+        kv_storage=None if kv_storage == (weights or model_dtype) else kv_storage,
+        flash=inference.attention_kernel == "flash",
+        prefix_caching=inference.prefix_caching,
     )
 
 
-def _check_attention(kernel: str, device_type: str, dtype: "torch.dtype") -> None:
-    import torch
-
+def _check_attention(kernel: str, device_type: str, dtype: torch.dtype) -> None:
     if kernel in ("triton", "tk", "cutlass"):
         raise ConfigurationError(
             f'[inference] attention_kernel = "{kernel}" is not in the pytorch engine; use "default" (PyTorch\'s fused attention), "flash" '
@@ -78,15 +72,6 @@ def _check_attention(kernel: str, device_type: str, dtype: "torch.dtype") -> Non
         raise EnvironmentFailure(
             '[inference] attention_kernel = "flash" needs the flash-attn package, which is not installed; '
             'pip install flash-attn --no-build-isolation, or use "default".'
-        )
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype in ("fp8", "fp4"):
-        bits = dtype.removeprefix("fp")
-        raise ConfigurationError(
-            f'[inference] dtype = "{dtype}" needs {bits}-bit matrix products, which the pytorch engine has on no device; use "auto" (the '
-            f'model\'s own) or "bf16", or engine = "vllm" with a {dtype} model on a GPU that has them.'
         )
 
 

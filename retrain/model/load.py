@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model.attention import AttentionBatch
-from retrain.model.devices import choose_dtype
+from retrain.model.devices import choose_dtype, engine_options
 from retrain.model.head import Head
 from retrain.model.sharding import shard, shards_of
 
@@ -73,7 +73,8 @@ def shared_models() -> Iterator[None]:
 def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE) -> BaseModel:
     """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
     dtype = choose_dtype(config, device)
-    _check_inference(config, device, dtype)
+    if config.inference.engine == "pytorch":
+        engine_options(config.inference, device.type, dtype)  # refuses what cannot be served before gigabytes are loaded
     shards = shards_of(config, world)
     if _shelf is None or shards.size > 1:  # parts end with the processes that hold them
         return _load(config, folder_or_id, device, dtype, shards)
@@ -115,22 +116,6 @@ def _take_adapter_off(model: "PreTrainedModel") -> None:
         setattr(model.get_submodule(parent), child, module.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config  # peft would take the next adapter for a second one
-
-
-def _check_inference(config: "TrainConfig", device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse what the sampler cannot serve before gigabytes are loaded."""
-    from retrain.model.devices import resolve
-
-    inference = config.inference
-    if inference.engine == "pytorch":
-        resolve(
-            attention_kernel=inference.attention_kernel,
-            dtype=inference.dtype,
-            kv_cache_dtype=inference.kv_cache_dtype,
-            prefix_caching=inference.prefix_caching,
-            device_type=device.type,
-            model_dtype=dtype,
-        )
 
 
 def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":

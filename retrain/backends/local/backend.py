@@ -17,7 +17,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine
 from retrain.model.adapter import Adapter
-from retrain.model.devices import choose_device
+from retrain.model.devices import choose_device, engine_options
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
 from retrain.model.machine import choose
@@ -92,10 +92,7 @@ class LocalBackend(Backend):
             base.device,
             decode_rows=self._choices.decode_rows,
             decode_tokens=self._choices.decode_tokens,
-            attention_kernel=inference.attention_kernel,
-            dtype=inference.dtype,
-            kv_cache_dtype=inference.kv_cache_dtype,
-            prefix_caching=inference.prefix_caching,
+            options=engine_options(inference, base.device.type, base.dtype),
             fused=fused,
             shards=base.shards,
             follow=self._copy_to_sampler if adapter is not self._adapter else None,
