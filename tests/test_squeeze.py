@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -356,9 +357,14 @@ def test_a_source_rank_that_is_right_changes_nothing(tmp_path: Path) -> None:
 # -- the job -------------------------------------------------------------------------------------------------------------
 
 
-def test_accuracy_is_measured_on_the_compressed_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sections = {"training": {"max_steps": 1, "max_tokens": 64}, "reward": {"type": "match"}, "evaluation": {"max_examples": 6}}
-    source = train(small(tmp_path / "run", **sections), quiet=True).adapter
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(small(tmp_path_factory.mktemp("trained") / "run", training={"max_steps": 2}), quiet=True).adapter
+
+
+def test_accuracy_is_measured_on_the_compressed_update(tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sections = {"training": {"max_tokens": 64}, "reward": {"type": "match"}, "evaluation": {"max_examples": 6}}
+    source = shutil.copytree(trained, tmp_path / "source")
     generator = torch.Generator().manual_seed(0)
     weights = load_file(source / WEIGHTS)
     noise = {name: 0.3 * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items() if "lora_B" in name}
@@ -388,13 +394,14 @@ def test_the_cost_of_a_compression_is_told_problem_by_problem() -> None:
     assert f": {100 * d.mean():+.1f} pp, 95% interval" in accuracy.line()
 
 
-def test_a_trained_adapter_is_squeezed_by_a_file_of_squeeze_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = train(small(tmp_path / "run", training={"max_steps": 2}), quiet=True)
+def test_a_trained_adapter_is_squeezed_by_a_file_of_squeeze_alone(
+    tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, out = tmp_path / "squeeze.toml", tmp_path / "small"
-    file.write_text(f'[squeeze]\nadapter_path = "{run.adapter}"\noutput_path = "{out}"\ncompress_to = 2\n')
+    file.write_text(f'[squeeze]\nadapter_path = "{trained}"\noutput_path = "{out}"\ncompress_to = 2\n')
     assert main([str(file)]) == 0
     printed = capsys.readouterr().out
-    analysis = analyze_adapter(run.adapter)
+    analysis = analyze_adapter(trained)
     assert f"Recommended rank: {analysis.recommended_rank} (" in printed and "to rank 2:" in printed
     assert (out / "squeeze.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((out / "squeeze.json").read_text())

@@ -94,10 +94,10 @@ def _read_jsonl(file: Path) -> Iterator[RawRow]:
             if not line.strip():
                 continue
             try:
-                values = parse_json(line.decode("utf-8-sig" if index == 0 else "utf-8"))
+                columns = parse_json(line.decode("utf-8-sig" if index == 0 else "utf-8"))
             except ValueError:  # not UTF-8, or not JSON
-                values = None
-            yield RawRow(f"{file.name} line {index + 1}", f"{file.stem}-{index}", values if isinstance(values, dict) else None)
+                columns = None
+            yield RawRow(f"{file.name} line {index + 1}", f"{file.stem}-{index}", columns if isinstance(columns, dict) else None)
 
 
 def _read_parquet(file: Path) -> Iterator[RawRow]:

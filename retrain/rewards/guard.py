@@ -10,7 +10,7 @@ from retrain.types import Outcome, Score
 
 WINDOW_STEPS = 20
 _ENOUGH = 8
-"""Fewer failures than this, and nothing else, may still be an accident."""
+"""With fewer completions than this, a failure of all of them may be an accident."""
 
 
 @dataclass(frozen=True)
