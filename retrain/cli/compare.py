@@ -54,12 +54,13 @@ def command(
     ] = None,
     control: Annotated[bool, typer.Option("--control", help="The campaign's random-reward condition is the baseline.")] = False,
     metric: Annotated[
-        str | None, typer.Option(help="pass@K, correct_rate, auc, or a number of metrics.jsonl; held-out pass@1 where there is one.")
+        str | None,
+        typer.Option(help="pass@K, correct_rate, auc, or a column of metrics.jsonl; by default held-out pass@1, if there is one."),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Level of the whole family of comparisons.")] = 0.05,
-    margin: Annotated[float | None, typer.Option(help="Smaller differences are called equivalent (TOST), such as 0.02.")] = None,
-    effect: Annotated[float | None, typer.Option(help="Say how many seeds would find this difference, such as 0.02.")] = None,
-    power: Annotated[float, typer.Option(help="Probability of finding a difference, for what is detectable and needed.")] = 0.8,
+    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
+    margin: Annotated[float | None, typer.Option(help="Call differences below this equivalent (TOST), such as 0.02.")] = None,
+    effect: Annotated[float | None, typer.Option(help="Show how many seeds would find this difference, such as 0.02.")] = None,
+    power: Annotated[float, typer.Option(help="Power for the detectable difference and the seeds needed.")] = 0.8,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,

@@ -1,24 +1,23 @@
 """`retrain eval RUN|CONFIG`: held-out pass@1 and pass@k of a run's checkpoint, or of the model that a configuration names."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from retrain.cli.usage import load_dotenv
+from retrain.cli.shared import load_dotenv, print_progress
 from retrain.errors import ConfigurationError
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-"""The configuration's flags are for its own parser."""
+"""The configuration's flags are left to its own parser."""
 
 
 def command(
     context: typer.Context,
     target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model.")],
-    checkpoint: Annotated[int | None, typer.Option(help="Steps completed of the checkpoint; the newest unless given.")] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Execute the Python code that the run's folder names.")] = False,
+    checkpoint: Annotated[int | None, typer.Option(help="The checkpoint after this many steps; by default the newest.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Run the Python code that the run's folder names.")] = False,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
@@ -36,7 +35,5 @@ def command(
     from retrain.run.evaluate import evaluate_run
     from retrain.tracking.console import evaluation_line
 
-    result = evaluate_run(
-        target, checkpoint=checkpoint, overrides=overrides, say=lambda line: print(clean(line), file=sys.stderr, flush=True), trust=trust
-    )
+    result = evaluate_run(target, checkpoint=checkpoint, overrides=overrides, say=print_progress, trust=trust)
     print(json.dumps(finite(result.summary())) if as_json or form == "json" else clean(evaluation_line(result)))

@@ -1,4 +1,4 @@
-"""`retrain explain [FILE]`: what a configuration would do, and what it would take."""
+"""`retrain explain [FILE]`: what a configuration would do, and its memory, time and cost."""
 
 import json
 import sys
@@ -7,31 +7,27 @@ from typing import Annotated, Literal
 
 import typer
 
-from retrain.cli.usage import load_dotenv
+from retrain.cli.shared import load_dotenv, print_progress
 from retrain.errors import ConfigurationError
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
-"""The file and the configuration's flags are for its own parser."""
-
-
+"""The file and the configuration's flags are left to its own parser."""
 _MOST = 1_000_000
 
 
 def command(
     context: typer.Context,
-    pilot: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take the step time from these runs, and their spread.")] = None,
+    pilot: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take the step time and the spread from these runs.")] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Load everything and measure one step.")] = False,
-    price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Price of one device hour; wins over [campaign] price_per_hour.")
-    ] = None,
-    memory_gib: Annotated[float | None, typer.Option(min=0, help="Predict for a device of this size, here or not.")] = None,
+    price_per_hour: Annotated[float | None, typer.Option(min=0, help="Price per device hour; overrides [campaign] price_per_hour.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(min=0, help="Predict for a device of this size, whether it is here or not.")] = None,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Usage: retrain explain [FILE] [flags]; without a file, ./retrain.toml.
 
-    What would run, settings and where they come from, memory, time and cost. Any flag of the configuration may follow, such as --lr 1e-4.
-    Exit 2 where it would be refused.
+    Shows what would run, the settings and where they come from, memory, time and cost. Any flag of the configuration may follow, such as
+    --lr 1e-4. Exits with 2 if the configuration would be refused.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
@@ -52,14 +48,8 @@ def command(
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
 
-    seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=_progress)
+    seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=print_progress)
     text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
     sys.stdout.write(clean(Redactor().text(text)))
     if seen.refused:
         raise typer.Exit(ConfigurationError.exit_code)
-
-
-def _progress(line: str) -> None:
-    from retrain.records.terminal import clean
-
-    print(clean(line), file=sys.stderr, flush=True)

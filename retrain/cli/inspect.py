@@ -1,4 +1,4 @@
-"""`retrain inspect RUN`: what every token of a step was given, in colour or as a table, under one or more transforms."""
+"""`retrain inspect RUN`: the credit of every token of a step, in colour or as a table, under one or more transforms."""
 
 import json
 from enum import StrEnum
@@ -19,7 +19,7 @@ class Format(StrEnum):
 
 
 class By(StrEnum):
-    """As retrain.inspect.shading.Quantity, which numpy comes with."""
+    """Repeats retrain.inspect.shading.Quantity, whose module imports numpy."""
 
     ADVANTAGE = "advantage"
     SURPRISAL = "surprisal"
@@ -29,18 +29,18 @@ class By(StrEnum):
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder with tokens in it ([logging] tokens_every).")],
-    step: Annotated[int | None, typer.Option(help="The step; by default the last that was stored.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step; by default the last one stored.")] = None,
     against: Annotated[
         list[str] | None, typer.Option(help="Another transform on the same completions, such as gtpo_hicra or grpo+gtpo; may be repeated.")
     ] = None,
-    prompt: Annotated[int | None, typer.Option(help="The prompt's place in the step; by default one with advantages.")] = None,
-    sample: Annotated[int | None, typer.Option(help="One completion of the prompt; by default all of them.")] = None,
+    prompt: Annotated[int | None, typer.Option(help="Position of the prompt in the step; by default one with advantages.")] = None,
+    sample: Annotated[int | None, typer.Option(help="One completion of the prompt; by default all.")] = None,
     by: Annotated[By, typer.Option(help="What colours a token.")] = By.ADVANTAGE,
-    table: Annotated[bool, typer.Option("--table", help="A line for each token; the default where there is no colour.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="One line per token; the default where there is no colour.")] = False,
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
 ) -> None:
-    """Look at the credit of single tokens: advantage after each stage, surprisal, entropy, planning mask, log-ratio."""
+    """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning mask, log-ratio."""
     from rich.console import Console
 
     from retrain.analysis.runs import open_run
@@ -77,7 +77,7 @@ def _list(numbers: list[int]) -> str:
 
 
 def to_json(credit: "StepCredit", numbers: list[int]) -> dict[str, Any]:
-    """The completions `numbers`, one entry a token in each list; what is not known is null."""
+    """The completions `numbers`, each list with one entry per token; unknown values are null."""
     completions = []
     for number in numbers:
         completion = credit.completion(number)

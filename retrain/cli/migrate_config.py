@@ -104,8 +104,6 @@ def command(
     _check_usage(path, check=check, write=write, backup=backup, output=output, stdin=stdin, stdout=stdout)
     name = "standard input" if path is None else str(path)
     old = sys.stdin.read() if path is None else _read(path)
-    from retrain.cli.migrate_config import migrate_text
-
     new = migrate_text(old, name)
     if check:
         _check(old, new, name)
@@ -156,8 +154,6 @@ def _preview(old: str, new: str, name: str) -> None:
     if old == new:
         print(f"{name} needs no migration.")
         return
-    from retrain.cli.migrate_config import unified_diff
-
     sys.stdout.write(unified_diff(old, new, name))
 
 

@@ -17,14 +17,14 @@ def command(
     pilot: Annotated[Path | None, typer.Argument(metavar="[PILOT_DIR]", help="A campaign or runs that show the spread.")] = None,
     effect: Annotated[float | None, typer.Option(help="The difference to find; for rates a fraction, such as 0.02.")] = None,
     sd: Annotated[float | None, typer.Option(help="Standard deviation of the differences between two arms, in place of a pilot.")] = None,
-    metric: Annotated[str | None, typer.Option(help="Of the pilot: pass@K, correct_rate, auc, or a number of metrics.jsonl.")] = None,
+    metric: Annotated[str | None, typer.Option(help="The pilot's pass@K, correct_rate, auc, or a column of metrics.jsonl.")] = None,
     comparisons: Annotated[int | None, typer.Option(help="Conditions beside the baseline; the pilot's, or 1.")] = None,
-    alpha: Annotated[float, typer.Option(help="Level of the whole family of comparisons.")] = 0.05,
+    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Plan a campaign: seeds needed for a difference, from a pilot's spread or a given one."""
+    """Plan a campaign: the seeds needed to find a difference, given a pilot or a standard deviation."""
     from retrain.analysis.power import SeedPlan, read_pilot
 
     if (pilot is None) == (sd is None):
@@ -47,9 +47,9 @@ def _check(plan: "SeedPlan", comparisons: int | None) -> None:
             raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
     for name, size in (("effect", plan.effect), ("sd", plan.sd)):
         if size is not None and not 0 <= size < float("inf"):
-            raise ConfigurationError(f"--{name} {size:g} is not a size; give a number above 0, such as 0.02.")
+            raise ConfigurationError(f"--{name} {size:g} is not a positive number; give one, such as 0.02.")
     if plan.effect == 0:
-        raise ConfigurationError("--effect 0 is found by no number of seeds; give the smallest difference that would matter, such as 0.02.")
+        raise ConfigurationError("--effect 0 needs infinitely many seeds; give the smallest difference that matters, such as 0.02.")
     if comparisons is not None and comparisons < 1:
         raise ConfigurationError(f"--comparisons {comparisons} is not a number of comparisons; give 1 or more.")
 

@@ -19,15 +19,15 @@ def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, a campaign's, or one that holds runs.")],
     output: Annotated[Path | None, typer.Option(help="The page; DIR/report.html by default. Pictures of the figures go beside it.")] = None,
     baseline: Annotated[str | None, typer.Option(help="The condition that the others are compared with; the first by default.")] = None,
-    metric: Annotated[str | None, typer.Option(help="What is compared, as in `retrain compare`.")] = None,
-    alpha: Annotated[float, typer.Option(help="Level of the whole family of comparisons.")] = 0.05,
-    margin: Annotated[float | None, typer.Option(help="Call differences below this equivalent, such as 0.02.")] = None,
+    metric: Annotated[str | None, typer.Option(help="Metric to compare, as in `retrain compare`.")] = None,
+    alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
+    margin: Annotated[float | None, typer.Option(help="Call differences below this equivalent (TOST), such as 0.02.")] = None,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
     against: Annotated[list[str] | None, typer.Option(help="Another transform beside the run's own in the token viewer.")] = None,
     steps: Annotated[int, typer.Option(min=0, help="Steps of a run whose completions are shown.")] = 4,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve the page at 127.0.0.1, fresh while runs go on, until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --serve; 0 takes a free one.")] = 0,
-    refresh: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks for news, with --serve.")] = 5.0,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page at 127.0.0.1, updated while runs continue, until Ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
+    refresh: Annotated[float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")] = 5.0,
 ) -> None:
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs no network and no server."""
     _require_extra()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.cli.usage import load_dotenv
+from retrain.cli.shared import load_dotenv
 from retrain.errors import ConfigurationError
 from retrain.records.disk import expanded
 

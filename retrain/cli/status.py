@@ -1,4 +1,4 @@
-"""`retrain status [LOGS]`: how runs and campaigns are getting on."""
+"""`retrain status [LOGS]`: the progress of runs and campaigns."""
 
 import json
 import shutil
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 _CLEAR = "\x1b[H\x1b[2J"
 _HEADER = ("run", "state", "step", "correct", "reward", "loss", "held-out", "tokens/s", "s/step", "left")
 _EXPENDABLE = ("reward", "tokens/s", "loss", "s/step")
-"""Columns that are left out on a narrow terminal, in this order; --json has them."""
+"""Columns dropped on a narrow terminal, in this order; --json has them."""
 
 
 def command(
     logs: Annotated[Path, typer.Argument(metavar="LOGS", help="A folder of runs, a campaign's or a single run's.")] = Path("logs"),
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
-    watch: Annotated[bool, typer.Option("--watch", help="Print it again until nothing runs any more, or Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Print again until nothing runs any more, or Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two prints of --watch.")] = 2.0,
 ) -> None:
-    """Progress, last metrics, throughput and step time of every run in and below a folder; runs that were killed or hang are named."""
+    """Show progress, last metrics, throughput and step time of every run in and below a folder, and which runs were killed or hang."""
     from retrain.analysis.status import overview
 
     as_json = as_json or form == "json"
@@ -52,7 +52,7 @@ def _show(text: str, *, clear: bool) -> None:
 
 
 def _terminal_width() -> int | None:
-    """None where the output is no terminal: whoever reads it gets every column."""
+    """None where the output is not a terminal: then every column is shown."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

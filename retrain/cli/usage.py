@@ -1,34 +1,15 @@
 """What `retrain --help` prints. Plain text and no imports, so that it answers at once."""
 
-from pathlib import Path
-
-from retrain.errors import ConfigurationError
-
-
-def load_dotenv() -> bool:
-    """True if there was a file."""
-    path = Path(".env")
-    if not path.is_file():
-        return False
-    from dotenv import load_dotenv as load
-
-    try:
-        load(path, override=False)
-    except (UnicodeDecodeError, OSError) as error:
-        raise ConfigurationError(f"{path} cannot be read ({error}): it holds lines NAME=value in UTF-8; mend or remove it.") from error
-    return True
-
-
 COMMANDS = {
     "init": "write a configuration to start from",
-    "migrate-config": "rewrite removed keys of an older configuration",
-    "explain": "what a configuration would do, and the memory, time and cost that it takes",
-    "status": "how runs and campaigns are getting on",
+    "migrate-config": "rewrite the removed keys of an older configuration",
+    "explain": "what a configuration would do, and its memory, time and cost",
+    "status": "progress of runs and campaigns",
     "eval": "held-out pass@1 and pass@k of a run's checkpoint or of a base model",
     "compare": "conditions across seeds: differences, intervals, p values, verdicts",
     "report": "one HTML page of a run or campaign: curves, differences, completions",
-    "inspect": "what every token of a step was given, in colour",
-    "power": "how many seeds a difference needs",
+    "inspect": "the credit of every token of a step, in colour",
+    "power": "how many seeds it takes to find a difference",
     "help": "this page; `retrain help config` lists every key with its flag",
     "version": "print the version",
 }
@@ -37,15 +18,15 @@ FLAGS = {
     "--max-steps": "training steps",
     "--seed": "seed of everything random; -1 draws one and stores it",
     "--lr": "learning rate",
-    "--batch-size": "prompts a step",
-    "--group-size": "completions a prompt",
-    "--max-tokens": "new tokens a completion, at most",
+    "--batch-size": "prompts per step",
+    "--group-size": "completions per prompt",
+    "--max-tokens": "most new tokens per completion",
     "--advantage-mode": "episode advantage: maxrl, grpo, rloo, ...",
     "--transform-mode": "token credit: none, gtpo, gtpo_hicra, gtpo_sepa, ...",
     "--log-dir": "the run's folder",
-    "--resume": "go on in this run's folder",
+    "--resume": "continue the run in this folder",
 }
-"""The ten flags asked for most, of the many in `retrain help config`."""
+"""The ten most used flags; `retrain help config` lists all."""
 
 
 def usage() -> str:

@@ -139,17 +139,17 @@ class Backend(Section):
     )
     shard_base: bool = key(
         False,
-        "Under torchrun, for a model too big for one GPU: each process holds a part of the frozen layers and gathers one at a time.",
+        "Shard the frozen layers over the processes of torchrun, for a model too big for one GPU; layers are gathered one at a time.",
         may_change_at_resume=True,
     )
     adapter_path: PathText = key(
         "",
-        "Folder under which checkpoints go, in a subfolder named like the run; unset means <log_dir>/checkpoints.",
+        "Folder for checkpoints, in a subfolder named after the run; unset means <log_dir>/checkpoints.",
         meaningful_unset=True,
         may_change_at_resume=True,
     )
     options: Table = key({}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire.")
-    max_concurrent: int = key(4, "Simultaneous Tinker calls over all workers of a campaign.", ge=1, may_change_at_resume=True)
+    max_concurrent: int = key(4, "Most simultaneous Tinker calls, over all workers of a campaign.", ge=1, may_change_at_resume=True)
     throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
 
     @property
@@ -170,9 +170,9 @@ class PrimeRLOptions(Section):
     zmq_host: str = key("localhost", "Host of the ZMQ transport.", min_length=1)
     zmq_port: int = key(5555, "Port of the ZMQ transport.", ge=1, le=65535)
     zmq_hwm: int = key(10, "Messages that ZMQ holds before it drops or blocks.", ge=1)
-    strict_advantages: bool = key(True, "Must stay true: per-token advantages are never averaged in silence.")
-    sync_wait_s: float = key(30, "Seconds to wait for broadcast weights at most.", gt=0)
-    sync_poll_s: float = key(0.2, "Seconds between two looks for broadcast weights.", gt=0)
+    strict_advantages: bool = key(True, "Must stay true: per-token advantages are never averaged silently.")
+    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds.", gt=0)
+    sync_poll_s: float = key(0.2, "Seconds between checks for broadcast weights.", gt=0)
     wire: Literal["v0.8", "main"] = key("v0.8", "Version of PRIME-RL's wire format.")
 
 
@@ -214,27 +214,27 @@ class Algorithm(Section):
         "surprisal", "Per-token uncertainty that GTPO weights by; shannon_entropy needs engine pytorch and backend local."
     )
     surprisal_mask_rho: float = key(
-        0.0, "Train only this fraction of tokens, those of highest uncertainty (arXiv 2506.01939); 0 is off.", ge=0, le=1
+        0.0, "Train only on this fraction of tokens, those with the highest uncertainty (arXiv 2506.01939); 0 is off.", ge=0, le=1
     )
-    surprisal_mask_scope: Literal["batch", "group", "completion"] = key("batch", "Set of tokens over which the mask's threshold is taken.")
+    surprisal_mask_scope: Literal["batch", "group", "completion"] = key("batch", "Tokens over which the mask's threshold is computed.")
     surprisal_mask_denominator: Literal["all", "kept"] = key(
         "all", "Tokens over which the means of [loss] aggregation are taken: all, masked ones as zeros, or the kept ones of each update."
     )
     params: Table = key({}, "Parameters of an algorithm_mode plugin.")
     advantage_params: Table = key({}, "Parameters of the advantage.")
-    transform_params: Table = key({}, "Parameters of the transform; uncertainty_kind in it wins over the key of that name.")
+    transform_params: Table = key({}, "Parameters of the transform; its uncertainty_kind overrides the key of that name.")
     uncertainty_params: Table = key({}, "Parameters of an uncertainty plugin.")
 
 
 class Plugins(Section):
     """How plugins are found."""
 
-    search_paths: Strings = key(["plugins"], "Module prefixes that are searched before normal imports.")
+    search_paths: Strings = key(["plugins"], "Module prefixes searched before normal imports.")
     strict: bool = key(True, "Stop when a plugin fails its shape probe; false prints a warning.")
 
 
 class Training(Section):
-    """The loop."""
+    """The training loop."""
 
     traits = Traits(sizes_memory=True)
 
@@ -248,19 +248,19 @@ class Training(Section):
     )
     max_steps: int = key(
         500,
-        "Training steps in all.",
+        "Total number of training steps.",
         ge=1,
         may_change_at_resume=True,
         not_for_a_condition="conditions are compared after the same steps, so [campaign] max_steps gives it",
     )
-    batch_size: int = key(8, "Prompts a step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
+    batch_size: int = key(8, "Prompts per step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
     group_size: int = key(16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
-    max_tokens: int = key(10240, "New tokens per completion at most.", ge=1, sets_step_time=True)
-    temperature: float = key(0.7, "Sampling temperature; the policy that is trained is the one at this temperature.", gt=0)
+    max_tokens: int = key(10240, "Most new tokens per completion.", ge=1, sets_step_time=True)
+    temperature: float = key(0.7, "Sampling temperature; the trained policy is the model at this temperature.", gt=0)
     top_k: int = key(0, "Sample from, and train over, the k most probable tokens at each position, renormalised; 0 is off.", ge=0)
     top_p: float = key(
         1.0,
-        "Sample from, and train over, the fewest most probable tokens whose probability reaches top_p, taken after top_k; 1 is off.",
+        "Sample from, and train over, the fewest most probable tokens with a total probability of at least top_p, after top_k; 1 is off.",
         gt=0,
         le=1,
     )
@@ -272,28 +272,26 @@ class Training(Section):
     lr_warmup_steps: int = key(0, "Steps over which the learning rate rises from 0.", ge=0)
     weight_decay: float = key(0.0, "AdamW weight decay.", ge=0)
     updates_per_batch: int = key(1, "Passes over each batch.", ge=1, sets_step_time=True)
-    minibatches: int = key(1, "Optimizer updates that one pass is cut into.", ge=1)
-    micro_batch_tokens: int = key(0, "Tokens of one forward and backward pass at most; 0 chooses from the machine.", ge=0)
-    gradient_checkpointing: Literal["auto"] | bool = key(
-        "auto", "Recompute activations in the backward pass; auto chooses from the machine."
-    )
+    minibatches: int = key(1, "Optimizer updates per pass.", ge=1)
+    micro_batch_tokens: int = key(0, "Most tokens per forward and backward pass; 0 chooses by the machine.", ge=0)
+    gradient_checkpointing: Literal["auto"] | bool = key("auto", "Recompute activations in the backward pass; auto decides by the machine.")
     dynamic_sampling: int = key(
         0,
-        "Redraws at most of a group whose rewards are all equal, with the same prompt; correct_rate, mean_reward and SEPA's gate read the "
-        "first draws, which no reward has selected.",
+        "Most times that a group whose rewards are all equal is sampled again; correct_rate, mean_reward and SEPA's gate use the first "
+        "draws, which are not selected by reward.",
         ge=0,
         le=1000,
     )
-    max_examples: int = key(0, "Examples used of the data source; 0 uses all.", ge=0)
+    max_examples: int = key(0, "Number of the data source's examples to use; 0 uses all.", ge=0)
     save_every: int = key(20, "Steps between checkpoints.", ge=1, may_change_at_resume=True, own_to_a_run=True)
     keep_checkpoints: int = key(
         0,
-        "Newest checkpoints that are kept; 0 keeps all, and at least two are needed to survive a crash.",
+        "Number of newest checkpoints to keep, at least 2 to survive a crash; 0 keeps all.",
         ge=0,
         may_change_at_resume=True,
         own_to_a_run=True,
     )
-    max_hours: float = key(0.0, "Stop and save after so many hours; 0 is no limit.", ge=0, may_change_at_resume=True, own_to_a_run=True)
+    max_hours: float = key(0.0, "Save and stop after this many hours; 0 is no limit.", ge=0, may_change_at_resume=True, own_to_a_run=True)
 
     @property
     def truncated(self) -> bool:
@@ -317,7 +315,7 @@ class Lora(Section):
     alpha: int = key(0, "LoRA alpha; 0 means twice the rank.", ge=0)
     dropout: float = key(0.0, "LoRA dropout rate.", ge=0, lt=1)
     target_modules: Strings = key([], "Names of the adapted layers; empty means all linear layers of the blocks.")
-    init_from: PathText = key("", "PEFT folder whose weights the adapter starts from.")
+    init_from: PathText = key("", "PEFT folder with the adapter's initial weights.")
     use_rslora: bool = key(False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.")
 
 
@@ -344,38 +342,40 @@ class Loss(Section):
         example=0.2,
     )
     dual_clip: float = key(0.0, "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.", ge=0)
-    correction: Literal["none", "tis", "icepop"] = key("none", 'Correction for sampler against learner; needs old_logprobs = "recomputed".')
+    correction: Literal["none", "tis", "icepop"] = key(
+        "none", 'Correction for the mismatch of sampler and learner; needs old_logprobs = "recomputed".'
+    )
     correction_cap: float = key(2.0, "Largest correction weight of tis.", gt=0)
-    correction_low: float = key(0.5, "Correction weights below this drop the token (icepop).", ge=0)
-    correction_high: float = key(5.0, "Correction weights above this drop the token (icepop).", gt=0)
+    correction_low: float = key(0.5, "Tokens with a correction weight below this are dropped (icepop).", ge=0)
+    correction_high: float = key(5.0, "Tokens with a correction weight above this are dropped (icepop).", gt=0)
     aggregation: Literal["token_mean", "sequence_mean", "constant", "sum"] = key(
         "token_mean",
-        "How token losses become an update's loss: the means are over the completions with an advantage, constant divides by max_tokens "
-        "for every judged completion of the step, sum by nothing; unset is token_mean, or constant with algorithm_mode dr_grpo.",
+        "How token losses become an update's loss: means are over the completions with an advantage, constant divides by max_tokens for "
+        "every judged completion of the step, sum does not divide; unset is token_mean, or constant with algorithm_mode dr_grpo.",
         meaningful_unset=True,
     )
     kl_coef: float = key(
         0.0,
-        "Weight of the KL divergence to the frozen base model, aggregated over all judged completions, those of groups with equal rewards "
-        "too; 0 skips its forward pass.",
+        "Weight of the KL divergence to the frozen base model, aggregated over all judged completions, including groups with equal "
+        "rewards; 0 skips the base model's forward pass.",
         ge=0,
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
-        "The KL term of a token. Its expected gradient is that of KL(policy || base) with k2, of KL(base || policy) with k3, and 0 with "
-        "k1, which is refused.",
+        "Per-token KL estimator. Its expected gradient is the gradient of KL(policy || base) for k2, of KL(base || policy) for k3, and 0 "
+        "for k1, which is refused.",
     )
-    entropy_coef: float = key(0.0, "Weight of the entropy bonus, aggregated over all judged completions as the KL divergence is.", ge=0)
-    max_grad_norm: float = key(0.0, "Clip the gradient's norm to this; 0 is off.", ge=0)
-    log_ratio_clamp: float = key(20.0, "Clamp log ratios to this before exp.", gt=0)
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus, aggregated like the KL divergence.", ge=0)
+    max_grad_norm: float = key(0.0, "Clip the gradient norm at this value; 0 is off.", ge=0)
+    log_ratio_clamp: float = key(20.0, "Clamp log-ratios to this magnitude before exp.", gt=0)
     old_logprobs: Literal["sampler", "recomputed"] = key(
         "sampler",
-        "Log-probs the ratio is taken against: as sampled, or recomputed by the learner before the first update, under the same dropout "
+        "Log-probs in the ratio's denominator: the sampler's, or recomputed by the learner before the first update, under the same dropout "
         "masks; unset is sampler, or recomputed with mode gspo in half precision.",
         meaningful_unset=True,
     )
     mask_truncated: bool = key(
-        False, "Leave completions that ended by length out of the loss and its means; aggregation constant still counts them."
+        False, "Leave completions cut off at max_tokens out of the loss and its means; aggregation constant still counts them."
     )
 
     @property
@@ -390,20 +390,20 @@ class Evaluation(Section):
 
     traits = Traits(may_change_at_resume=True, sizes_memory=True)
 
-    every: int = key(0, "Evaluate after every so many steps; 0 is off.", ge=0)
+    every: int = key(0, "Steps between evaluations; 0 is off.", ge=0)
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(False, "Evaluate after the last step; unset is true in campaigns.", meaningful_unset=True)
     source: Annotated[str, OpenName("data", may_be_empty=True)] = key("", "Data source; empty means the training source's held-out split.")
     reward: Annotated[str, OpenName("reward", may_be_empty=True)] = key(
         "",
-        "Reward that judges held-out answers, with the parameters of [reward]; empty means training's, without what is random in it, "
-        "and in campaigns the base's for all conditions.",
+        "Reward that judges held-out answers, with the parameters of [reward]; empty means training's without the random one, and "
+        "in campaigns the base's for all conditions.",
     )
-    max_examples: int = key(200, "Problems evaluated at most; 0 uses all.", ge=0)
+    max_examples: int = key(200, "Most problems evaluated; 0 uses all.", ge=0)
     samples: int = key(1, "Completions sampled per problem.", ge=1, le=MOST_COMPLETIONS)
     temperature: float | None = key(
         None,
-        "Sampling temperature, 0 for greedy; unset means training's. Where it is not 0, [training] top_k, top_p and min_p apply as well.",
+        "Sampling temperature, 0 for greedy; unset means training's. Above 0, [training] top_k, top_p and min_p apply too.",
         ge=0,
         meaningful_unset=True,
         example=1.0,
@@ -437,10 +437,10 @@ class Sepa(Section):
     steps: int = key(500, "Duration of the linear ramp from 0 to 1.", ge=0)
     schedule: Literal["linear", "auto"] = key("linear", "linear ramps; auto follows the decay of the uncertainty's variance.")
     delay_steps: int = key(50, "Steps before the ramp begins.", ge=0)
-    correct_rate_gate: float = key(0.1, "Correct rate of a step that opens the gate for good; 0 opens it from the start.", ge=0, le=1)
+    correct_rate_gate: float = key(0.1, "Correct rate at which a step opens the gate for good; 0 opens it from the start.", ge=0, le=1)
     ema_decay: float = key(0.99, "Decay of the variance's moving average (auto).", ge=0, lt=1)
-    var_threshold: float = key(0.2, "Fraction of the first variance at which pooling is complete (auto).", gt=0)
-    warmup: int = key(50, "Steps before the first variance is fixed (auto).", ge=1)
+    var_threshold: float = key(0.2, "Fraction of the reference variance at which pooling is complete (auto).", gt=0)
+    warmup: int = key(50, "Steps before the reference variance is fixed (auto).", ge=1)
 
 
 class Planning(Section):
@@ -449,7 +449,7 @@ class Planning(Section):
     detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
     model: str = key("all-MiniLM-L6-v2", "Sentence-transformer model of the semantic detector.", min_length=1)
     threshold: float = key(0.02, "Margin by which a window must be nearer to planning than to execution (semantic).", ge=-2, le=2)
-    min_similarity: float = key(0.25, "Least similarity to planning (semantic).", ge=-1, le=1)
+    min_similarity: float = key(0.25, "Smallest similarity to planning (semantic).", ge=-1, le=1)
     strategic_grams: Annotated[str | Strings, AfterValidator(check_grams)] = key(
         "", "Planning phrases as a list, a JSON array or comma-separated; empty means the built-in ones."
     )
@@ -473,8 +473,8 @@ class Inference(Section):
     prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")
     mismatch_limit: float | None = key(
         None,
-        "Nats: a mean |learner - sampler log-prob| above this for 3 steps in a row stops the run, 0 is off; unset is ten times the parity "
-        "gate's own mean and at least 1e-3 (half precision: 0.02), and off under dropout and in split mode.",
+        "Stop the run when the mean |learner - sampler log-prob|, in nats, exceeds this for 3 steps in a row; 0 is off; unset is ten times "
+        "the parity gate's own mean, at least 1e-3 (half precision: 0.02), and off with dropout or in split mode.",
         ge=0,
         meaningful_unset=True,
         example=0.02,
@@ -512,7 +512,7 @@ class Environment(Section):
     provider: Literal["", "verifiers"] = key("", "Environment provider; empty is none.")
     id: str = key("", "Environment id, such as primeintellect/gsm8k.")
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
-    max_turns: int = key(-1, "Turns at most in multi-turn environments; -1 leaves it to the environment.", ge=-1)
+    max_turns: int = key(-1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
 
 
@@ -523,7 +523,7 @@ class Reward(Section):
     """How a completion is judged."""
 
     type: RewardType | Annotated[list[RewardType], Field(min_length=1)] = key(
-        "match", "Reward, or a list of rewards whose weighted sum counts."
+        "match", "Reward, or a list of rewards whose weighted sum is used."
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
     judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
@@ -535,13 +535,13 @@ class Reward(Section):
     normalize: Literal["none", "hendrycks"] = key(
         "none", "Normalisation of both sides before match compares them.", parameter_of=("match",)
     )
-    correct_threshold: float = key(0.5, "A reward above this is correct.")
+    correct_threshold: float = key(0.5, "A completion is correct when its reward is above this.")
     max_failure_rate: float = key(
-        0.05, "Stop when more than this fraction could not be judged over the last 20 steps; 1 is off.", ge=0, le=1
+        0.05, "Stop when more than this fraction of the last 20 steps' completions could not be judged; 1 is off.", ge=0, le=1
     )
     deadline_s: float = key(5.0, "Seconds after which a verification is killed.", gt=0)
     workers: int = key(
-        0, "Worker processes that verify; 0 chooses from the machine.", ge=0, le=1024, may_change_at_resume=True, own_to_a_run=True
+        0, "Worker processes that verify; 0 chooses by the machine.", ge=0, le=1024, may_change_at_resume=True, own_to_a_run=True
     )
 
     @property
@@ -559,14 +559,14 @@ class Backpressure(Section):
     enabled: bool = key(False, "Adapt the batch size.")
     warmup_steps: int = key(10, "Steps to collect before the throughput model is fitted.", ge=1)
     ema_decay: float = key(0.9, "Decay of the throughput's moving average.", ge=0, lt=1)
-    throttle_margin: float = key(0.85, "Fraction of the optimal concurrency that is aimed at.", gt=0, le=1)
-    increase_margin: float = key(0.5, "Fraction of that aim below which the batch grows.", ge=0, le=1)
+    throttle_margin: float = key(0.85, "Target fraction of the optimal concurrency.", gt=0, le=1)
+    increase_margin: float = key(0.5, "Fraction of that target below which the batch grows.", ge=0, le=1)
     min_batch_size: int = key(1, "Smallest batch size.", ge=1)
     max_batch_size: int = key(64, "Largest batch size.", ge=1)
     peak_gflops: float = key(0.0, "Peak GFLOP/s of the hardware for roofline hints; 0 skips them.", ge=0)
     peak_bw_gb_s: float = key(0.0, "Peak memory bandwidth in GB/s for roofline hints; 0 skips them.", ge=0)
-    cooldown: int = key(5, "Steps between two changes at least.", ge=0)
-    min_r2: float = key(0.5, "Least R squared at which a fit is believed.", ge=0, le=1)
+    cooldown: int = key(5, "Fewest steps between two changes.", ge=0)
+    min_r2: float = key(0.5, "Smallest R squared at which a fit is trusted.", ge=0, le=1)
     weights: Literal["relative", "none"] = key("relative", "Weights of the fit.")
 
 
@@ -575,24 +575,24 @@ class Squeeze(Section):
 
     traits = Traits(own_to_a_run=True, whole_campaign=True, acts_by_presence=True)
 
-    min_variance_retention: float = key(0.95, "Variance that the recommended rank must keep.", gt=0, le=1)
+    min_variance_retention: float = key(0.95, "Fraction of the variance that the recommended rank must keep.", gt=0, le=1)
     adapter_path: PathText = key("", "Adapter to analyse; a file with this key and no [campaign] is a squeeze job.")
     source_rank: int = key(0, "Expected rank of the adapter; 0 reads it from the weights.", ge=0)
     target_ranks: list[Positive] = key([], "Ranks to evaluate; empty means powers of two.")
     output_path: PathText = key("", "Folder for the compressed adapter; empty does not compress.")
     compress_to: int = key(0, "Rank of the compressed adapter; 0 takes the recommended one.", ge=0)
     device: Annotated[str, AfterValidator(check_svd_device)] = key("cpu", "Torch device of the SVD.")
-    rule: Literal["mean", "min"] = key("mean", "Whether the mean or the worst layer must keep the variance.")
+    rule: Literal["mean", "min"] = key("mean", "What must keep the variance: the mean of the layers, or the worst layer.")
     per_layer: bool = key(False, "Choose a rank for each layer.")
     evaluate: bool = key(False, "Evaluate the compressed adapter.")
 
 
 class Resume(Section):
-    """Going on with a run."""
+    """Resuming a run."""
 
     traits = Traits(own_to_a_run=True, whole_campaign=True)
 
-    from_: PathText = key("", "Folder of the run to go on with (it holds trainer_state.json).", alias="from", may_change_at_resume=True)
+    from_: PathText = key("", "Folder of the run to resume (it holds trainer_state.json).", alias="from", may_change_at_resume=True)
 
 
 class Logging(Section):
@@ -602,7 +602,7 @@ class Logging(Section):
 
     log_dir: PathText = key(
         "logs/train",
-        "The run's folder; of a campaign, its folder (unset: logs/campaign_<time>).",
+        "Folder of the run, or of the campaign (unset: logs/campaign_<time>).",
         min_length=1,
         not_for_a_condition="each run has its own folder",
     )
@@ -617,9 +617,9 @@ class Logging(Section):
     wandb_group: str = key("", "wandb group.")
     wandb_tags: str = key("", "Comma-separated wandb tags.")
     trackers: list[Literal["wandb", "trackio", "tensorboard"]] = key([], "Trackers beside the run's own files.")
-    generations_every: int = key(1, "Steps between two records of generations; 0 is off.", ge=0)
-    generations_per_step: int = key(8, "Generations recorded in such a step.", ge=0)
-    tokens_every: int = key(0, "Steps between two per-token files for inspect; 0 is off.", ge=0)
+    generations_every: int = key(1, "Steps between records of generations; 0 is off.", ge=0)
+    generations_per_step: int = key(8, "Generations recorded at each such step.", ge=0)
+    tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)
 
     @property
     def tags(self) -> list[str]:
@@ -676,13 +676,13 @@ class Campaign(Section):
     max_steps: int | None = key(
         None, "Steps of each run; unset means [training] max_steps (500).", ge=1, meaningful_unset=True, example=500
     )
-    parallel: bool = key(False, "Run conditions at the same time.")
-    max_workers: int = key(0, "Runs at the same time at most; 0 starts all, on CUDA as many as the devices hold.", ge=0)
-    stagger_seconds: float = key(0.0, "Seconds between two starts.", ge=0)
+    parallel: bool = key(False, "Run conditions simultaneously.")
+    max_workers: int = key(0, "Most simultaneous runs; 0 starts all, on CUDA as many as the devices hold.", ge=0)
+    stagger_seconds: float = key(0.0, "Seconds between starts of runs.", ge=0)
     conditions: list[Condition] = key([], "The conditions; empty means the five of the standard ablation.")
     launcher: Literal["local", "ray"] = key("local", "What starts the runs.")
     ray_address: str = key("", "Address of a Ray cluster; empty starts a local one.")
-    max_retries: int = key(2, "Times a run whose worker was lost (killed, or its machine gone) is started again.", ge=0)
+    max_retries: int = key(2, "Times that a run is restarted after its worker was lost (killed, or its machine gone).", ge=0)
     devices_per_run: int = key(1, "Devices of one run.", ge=1)
     workers_per_device: int = key(1, "Runs that share one device.", ge=1)
     price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)

@@ -1,0 +1,27 @@
+"""What several commands share: the .env file, and lines of progress on standard error."""
+
+import sys
+from pathlib import Path
+
+from retrain.errors import ConfigurationError
+
+
+def load_dotenv() -> bool:
+    """Set the variables of ./.env that are not set yet; False where there is no such file."""
+    path = Path(".env")
+    if not path.is_file():
+        return False
+    from dotenv import load_dotenv as load
+
+    try:
+        load(path, override=False)
+    except (UnicodeDecodeError, OSError) as error:
+        raise ConfigurationError(f"{path} cannot be read ({error}); it holds lines NAME=value in UTF-8: correct or remove it.") from error
+    return True
+
+
+def print_progress(line: str) -> None:
+    """On standard error, since standard output is for the result."""
+    from retrain.records.terminal import clean
+
+    print(clean(line), file=sys.stderr, flush=True)
