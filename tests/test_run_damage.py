@@ -12,7 +12,7 @@ import pytest
 from retrain import train
 from retrain.config import TrainConfig
 from retrain.config.overrides import Overrides
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.checkpoint import CheckpointStore
 from retrain.records.run_folder import RunFolder
 from retrain.run.evaluate import evaluate_run
@@ -185,10 +185,18 @@ def test_a_path_to_checkpoints_that_are_not_the_runs_is_not_believed(run: Path, 
     assert tree(made) == before
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"path": "/x"}'])
-def test_a_damaged_pointer_is_named(run: Path, outside: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "is not valid JSON"),
+        ("[]", "holds a list"),
+        ("{}", "names no folder of checkpoints"),
+        ('{"path": "/x"}', "names no folder of checkpoints"),
+    ],
+)
+def test_a_damaged_pointer_is_named(run: Path, outside: Path, content: str, problem: str) -> None:
     (run / "checkpoints.json").write_text(content)
-    with pytest.raises(ConfigurationError, match=r"checkpoints\.json cannot be understood"):
+    with pytest.raises(RunFailed, match=rf"checkpoints\.json {problem}"):
         opened(resumed(run))
 
 
