@@ -149,7 +149,7 @@ def test_a_volume_that_cannot_hold_a_checkpoint_is_found_before_step_one(tmp_pat
 def test_a_state_in_the_middle_of_a_step_is_never_sealed(store: CheckpointStore) -> None:
     state = _state(6)
     state.learning = True
-    with pytest.raises(ValueError, match="half done"):
+    with pytest.raises(ValueError, match="is unfinished"):
         store.save(state, _write)
     assert store.steps() == [2, 4]
 

@@ -82,8 +82,8 @@ def test_a_tracker_that_raises_is_said_once_and_closed(tmp_path: Path) -> None:
     tracker.close()
     assert sink.closed == 1
     assert said == [
-        "recorder failed and gets no more of this run (ZeroDivisionError: no such server); "
-        f"the run goes on, and {tmp_path} holds all of it."
+        "recorder failed and receives nothing more from this run (ZeroDivisionError: no such server); "
+        f"the run continues, and {tmp_path} holds all of it."
     ]
 
 
@@ -99,7 +99,9 @@ def test_a_tracker_that_hangs_takes_no_time_and_no_more_memory_than_its_queue(
     tracker.close()
     assert time.monotonic() - began < 5
     assert tracker._events.qsize() <= 11 and sink.steps == []
-    assert said == [f"recorder is 10 events behind and loses what comes while it is; the run goes on, and {tmp_path} holds all of it."]
+    assert said == [
+        f"recorder is 10 events behind and drops new ones until it catches up; the run continues, and {tmp_path} holds all of it."
+    ]
 
 
 def test_the_end_of_a_run_waits_for_a_tracker_no_longer_than_its_patience(
@@ -111,7 +113,7 @@ def test_the_end_of_a_run_waits_for_a_tracker_no_longer_than_its_patience(
     began = time.monotonic()
     tracker.close()
     assert 0.1 < time.monotonic() - began < 5
-    assert [line.partition(";")[0] for line in said] == ["recorder has not ended after 0.2 s and is left behind"]
+    assert [line.partition(";")[0] for line in said] == ["recorder did not end within 0.2 s and is abandoned"]
 
 
 def test_a_tracker_that_was_never_started_is_closed_at_once(tmp_path: Path) -> None:
@@ -133,5 +135,5 @@ def test_a_run_does_not_notice_what_becomes_of_its_tracker(
     run = train(small(tmp_path / "run", training={"max_steps": 2}, logging={"wandb_project": "p"}))
     out = capsys.readouterr().out
     assert [line["step"] for line in lines(run.folder / "metrics.jsonl")] == [0, 1]
-    assert out.count("the run goes on, and") == 1
+    assert out.count("the run continues, and") == 1
     assert ("ZeroDivisionError" in out) == (kind == "raises")

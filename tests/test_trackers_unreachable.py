@@ -100,14 +100,14 @@ def test_a_process_ends_in_time_though_wandb_still_waits_for_its_server(server: 
     ended = run_of(LEAVING, tmp_path / "run")
     assert time.monotonic() - began < 30, "without a limit it is a minute"
     assert ended.returncode == 0 and ended.stderr == ""
-    assert ended.stdout.count("wandb has not ended after 0.5 s and is left behind") == 1
+    assert ended.stdout.count("wandb did not end within 0.5 s and is abandoned") == 1
 
 
 def test_a_process_ends_without_a_traceback_though_wandbs_own_process_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_here(tmp_path / "home", monkeypatch)
     ended = run_of(DYING, tmp_path / "run")
     assert ended.returncode == 0 and "Traceback" not in ended.stderr
-    assert ended.stdout.count("wandb failed and gets no more of this run") == 1
+    assert ended.stdout.count("wandb failed and receives nothing more from this run") == 1
 
 
 def test_wandb_sends_no_reports_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

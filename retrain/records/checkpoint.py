@@ -37,7 +37,7 @@ class TrainerState:
     step: int = 0
     """Steps completed."""
     learning: bool = False
-    """True from the first change of the weights until the step is written down. Such a state is never sealed."""
+    """True from the first change of the weights until the step is recorded. Such a state is never saved."""
     cursor: int = 0
     """Prompts consumed; the data order itself is computed from (seed, epoch)."""
     batch_size: int = 0
@@ -57,7 +57,7 @@ class TrainerState:
     rewards: dict[str, Any] = field(default_factory=dict)
     tracking: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Size and sha256 of each JSON lines file of the run, by its path in the run folder; empty in checkpoints of 0.1.0."""
+    """Path in the run folder -> size and sha256, for each JSON lines file of the run; empty in checkpoints of 0.1.0."""
     choices: MachineChoices | None = None
     schema_version: int = SCHEMA_VERSION
 
@@ -94,12 +94,12 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self.folder = folder
         self.keep = keep
-        """Newest checkpoints that stay; 0 keeps all."""
+        """How many of the newest checkpoints to keep; 0 keeps all."""
 
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Commit one checkpoint. `write` puts the backend's files into the folder that it is given. Raises OSError."""
+        """Commit one checkpoint. `write` puts the backend's files into the given folder. Raises OSError."""
         if state.learning:
-            raise ValueError(f"Step {state.step} is half done, and only a state between two steps is a checkpoint.")
+            raise ValueError(f"Step {state.step} is unfinished; a checkpoint holds the state between two steps.")
         target = self.folder / f"step_{state.step:06d}"
 
         def fill(folder: Path) -> None:
@@ -107,10 +107,12 @@ class CheckpointStore:
             (folder / STATE).write_text(state.to_json(), encoding="utf-8")
 
         commit_folder(target, fill, step=state.step, config_hash=state.config_hash)
-        self._drop_old()
+        for step in self.steps()[: -self.keep] if self.keep else ():
+            delete(self.folder / f"step_{step:06d}")
         return target
 
     def save_final(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+        """Commit the last adapter, replacing an earlier one. Raises OSError."""
         target = self.folder / FINAL
         commit_folder(target, write, step=state.step, config_hash=state.config_hash)
         return target
@@ -123,6 +125,7 @@ class CheckpointStore:
         return sorted(int(match.group(1)) for match in matches if match)
 
     def at(self, step: int) -> Checkpoint:
+        """The checkpoint of `step` completed steps. Raises RunFailed, naming the steps there are, if it does not verify."""
         folder = self.folder / f"step_{step:06d}"
         problem = verify(folder)
         if problem:
@@ -131,22 +134,22 @@ class CheckpointStore:
         return Checkpoint(folder, step)
 
     def newest(self, say: Callable[[str], None], beside: Callable[[Checkpoint], str] = lambda _: "") -> Checkpoint | None:
-        """The newest checkpoint whose manifest verifies; each one passed over is said in a line.
+        """The newest checkpoint that verifies; `say` gets a line about each newer one that does not.
 
-        `beside` says what else, outside of its folder, keeps a checkpoint from being used; "" for nothing.
+        `beside` returns a problem outside of a checkpoint's folder that makes it unusable, or "".
         """
         for step in reversed(self.steps()):
             found = Checkpoint(self.folder / f"step_{step:06d}", step)
             problem = verify(found.folder) or beside(found)
             if not problem:
                 return found
-            say(f"Checkpoint {found.folder.name} is not used: {problem}; trying the one before.")
+            say(f"Checkpoint {found.folder.name} is not used: {problem}; trying the previous one.")
         return None
 
     def make_room_after(self, step: int, say: Callable[[str], None]) -> None:
-        """Nothing stands where the steps after `step` will be saved, and what a killed save left is deleted.
+        """Clear the places of the checkpoints after `step`, and delete what a killed save left.
 
-        A checkpoint that was passed over is renamed and stays: it may still be of use.
+        A checkpoint that was not usable is renamed instead of deleted: a person may still recover something from it.
         """
         for folder in [self.folder / f"step_{later:06d}" for later in self.steps() if later > step]:
             names = (f"{_DAMAGED}{folder.name}-{number}" if number > 1 else f"{_DAMAGED}{folder.name}" for number in count(1))
@@ -157,18 +160,13 @@ class CheckpointStore:
             delete(left)
 
     def empty(self) -> None:
-        """Delete every checkpoint, and nothing else that lies there."""
+        """Delete every checkpoint and nothing else in the folder."""
         for path in [*self.folder.iterdir()]:
             if _STEP_FOLDER.fullmatch(path.name) or path.name == FINAL or path.name.startswith((_DAMAGED, TEMPORARY)):
                 delete(path)
 
-    def _drop_old(self) -> None:
-        if self.keep:
-            for step in self.steps()[: -self.keep]:
-                delete(self.folder / f"step_{step:06d}")
-
     def rehearse(self, num_bytes: int) -> None:
-        """Write and delete a file of a checkpoint's size, so that a full disk is found before step 1 and not after step 20."""
+        """Write and delete a file of a checkpoint's size, so that a full disk is noticed before step 1 and not after step 20."""
         path = self.folder / f"{TEMPORARY}rehearsal"
         block = bytes(1 << 20)
         try:
@@ -189,7 +187,7 @@ class CheckpointStore:
 
 
 def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, config_hash: str) -> None:
-    """Write a folder aside, seal it with a manifest and rename it to `target`, replacing what was there. Raises OSError."""
+    """Let `fill` write a folder, seal it with a manifest, and put it in the place of `target`. Raises OSError."""
     with replacing_folder(target) as aside:
         fill(aside)
         entries = [_seal(path, aside) for path in sorted(aside.rglob("*")) if path.is_file()]
@@ -205,12 +203,12 @@ def _seal(path: Path, root: Path) -> dict[str, str | int]:
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """sha256 of what a manifest says, so that damage to the manifest itself is noticed too."""
+    """sha256 of a manifest's content, so that damage to the manifest itself is noticed too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path) -> str:
-    """An empty string if every byte of `folder` matches its manifest, else what is wrong."""
+    """The first difference between `folder` and its manifest; "" if every byte matches."""
     try:
         manifest = parse_json((folder / MANIFEST).read_bytes())
         seal = manifest.pop("sha256")

@@ -1,4 +1,4 @@
-"""What a full or broken disk says, and a path that cannot be one, as errors that the rest of the code expects."""
+"""Errors of disks and paths, turned into those that the rest of the code expects."""
 
 import errno
 import os
@@ -15,13 +15,13 @@ _PATH_PROBLEMS = {
     errno.ENAMETOOLONG: "its name is too long (255 bytes at most, 4,095 with its folders); shorten it",
     errno.EISDIR: "it is a folder, and a file is expected there; name the file",
     errno.ENOTDIR: "a file stands where a folder is expected; check the path",
-    errno.ELOOP: "its links lead in a circle; mend them",
+    errno.ELOOP: "its symbolic links form a loop; fix them",
 }
 _DENIED = frozenset({errno.EACCES, errno.EPERM})
 
 
 def path_error(error: OSError) -> RetrainError | None:
-    """The sentence for an OSError that is about a path or a disk and never about this program; None for any other."""
+    """The error to show for an OSError that concerns a path or a disk; None for any other, which may be a fault of this program."""
     where = str(error.filename or "A file")
     if error.errno in _PATH_PROBLEMS:
         return ConfigurationError(f"{where} cannot be used: {_PATH_PROBLEMS[error.errno]}.")
@@ -31,12 +31,12 @@ def path_error(error: OSError) -> RetrainError | None:
 
 
 def is_disk(error: OSError) -> bool:
-    """Whether a disk that is full or broken said it."""
+    """True for the error of a full or broken disk."""
     return error.errno in _FAILURES
 
 
 def expanded(path: str, key: str) -> Path:
-    """The path that a key names, with ~ and ~user expanded. Raises ConfigurationError for a user whom this machine does not have."""
+    """The path given by `key`, with ~ and ~user expanded. Raises ConfigurationError for a user that this machine does not have."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -45,12 +45,12 @@ def expanded(path: str, key: str) -> Path:
 
 
 def is_reader_gone(error: OSError) -> bool:
-    """Whether it comes from writing to a pipe whose reader went away, or to a terminal that was closed."""
+    """True for a write to a pipe whose reader went away, or to a terminal that was closed."""
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
 
 def delete(path: Path) -> None:
-    """A file, a folder with all that is in it, or a link but nothing behind it; gone already is fine."""
+    """Delete a file, a folder with its content, or a link without its target; a missing path is fine."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -59,7 +59,7 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def safetensors_io() -> Iterator[None]:
-    """safetensors wraps what the disk said in an error of its own; outside of this context it is the OSError that it was."""
+    """Raise the OSError that safetensors wraps in an error of its own."""
     from safetensors import SafetensorError
 
     try:
@@ -73,9 +73,9 @@ def safetensors_io() -> Iterator[None]:
 
 @contextmanager
 def writing_to(folder: Path, then: str) -> Iterator[None]:
-    """Raises EnvironmentFailure in place of an OSError of a disk that is full or broken; other errors pass.
+    """Turn the OSError of a full or broken disk into EnvironmentFailure; other errors pass.
 
-    `then` is what to do when there is room again.
+    `then` tells the user what to do once there is space.
     """
     try:
         yield

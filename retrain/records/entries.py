@@ -1,6 +1,6 @@
-"""The records of a run's files. Whoever reads a run (status, compare, report, load_runs) reads these and nothing else.
+"""The lines of a run's files. Every reader of a run (status, compare, report, load_runs) goes through these dataclasses.
 
-Absent is None in memory and null in the file, never 0: a step without planning tokens has no planning entropy.
+A missing value is None in memory and null in the file, never 0: a step without planning tokens has no planning entropy.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ class _Record:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Self:
-        """Reads a line of any version: keys that this one does not know are dropped, those it misses are absent.
+        """Reads a line of any version: unknown keys are dropped, and missing ones get their defaults.
 
-        Raises RunFailed for a value of another type than its field's, and for a field that must be there and is not.
+        Raises RunFailed for a value whose type is not its field's, and for a missing field without a default.
         """
         kinds = _field_kinds(cls)  # type: ignore[arg-type]  # a class is hashable
         values = {name: line[name] for name in kinds if name in line}
         for name, value in values.items():
-            if type(value) not in kinds[name] or not _is_finite(value):
+            if type(value) not in kinds[name] or (isinstance(value, float) and not isfinite(value)):
                 raise RunFailed(_misshapen(cls, f"{name} = {str(value)[:_SHOWN]!r}", f"{name} is of another type"))
         try:
             return cls(**values)
@@ -45,10 +45,6 @@ def _field_kinds(record: type[_Record]) -> dict[str, frozenset[type]]:
     """Field -> the types of its JSON values; an integer is a number too."""
     kinds = {name: frozenset(get_args(hint) or (hint,)) for name, hint in get_type_hints(record).items()}
     return {name: types | {int} if float in types else types for name, types in kinds.items()}
-
-
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, float) or isfinite(value)
 
 
 def _misshapen(record: type[_Record], found: str, because: str) -> str:

@@ -1,4 +1,4 @@
-"""environment.json: what a number depends on beyond the configuration. It never holds a value of an environment variable."""
+"""environment.json: what results depend on beyond the configuration. It never holds the value of an environment variable."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """Versions, machine, git revision of the current folder, and the command line. Secrets in the latter are the caller's to mask."""
+    """Versions, machine, git revision of the current folder, and the command line. The caller masks secrets in the command line."""
     return {
         "retrain": __version__,
         "python": platform.python_version(),
@@ -32,7 +32,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Installed versions of what retrain declares, extras included; of the main ones where it runs from a folder, not installed."""
+    """Installed versions of the declared requirements, extras included; if retrain itself is not installed, of the main ones."""
     try:
         requirements = metadata.requires("retrain") or []
     except metadata.PackageNotFoundError:

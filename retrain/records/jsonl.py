@@ -1,7 +1,7 @@
-"""JSON lines that survive a crash: one write a line on an append descriptor, and a reader that accepts a torn last line.
+"""JSON lines that survive a crash: one write per line on an append descriptor, and a reader that accepts a torn last line.
 
-JSON has no NaN and no infinity; they become null, and the line's `nonfinite` names the fields. A lone surrogate, which a model can
-write and UTF-8 cannot hold, is escaped.
+JSON has no NaN and no infinity: they become null, and the line's `nonfinite` names the fields. An unpaired surrogate, which a model
+can write and UTF-8 cannot encode, is escaped.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
 
 
 def finite(record: Mapping[str, Any]) -> Json:
-    """The record with plain JSON numbers; what was not finite is null and listed in `nonfinite`."""
+    """The record with plain JSON numbers; numbers that are not finite become null and are listed in `nonfinite`."""
     nonfinite: list[str] = []
     clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
     return clean | {"nonfinite": nonfinite} if nonfinite else clean
@@ -60,14 +60,14 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Extent:
-    """How far a file reaches, and what it holds up to there: a file that is only appended to keeps its extents as beginnings."""
+    """A file as it was at some moment. If it is only appended to, later versions begin with these bytes."""
 
     size: int
     """Bytes."""
     sha256: str
 
     def problem(self, path: Path) -> str:
-        """What is wrong with the beginning of the file `path`; "" if it is as it was, or if nothing was there."""
+        """Why the file `path` no longer begins with these bytes; "" if it does."""
         if not self.size:
             return ""
         if not path.is_file():
@@ -82,7 +82,7 @@ class Extent:
 class JsonlWriter:
     """Appends lines to one file. A torn tail that a crash left behind is cut first, so that no line is ever glued to it.
 
-    What the disk refuses is kept and tried again, with the next line or by `sync`.
+    A line that the disk refuses is kept and tried again, with the next line or by `sync`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class JsonlWriter:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the disk refused a line that is still to be written."""
+        """True if the disk refused a line that is still to be written."""
         return bool(self._unwritten)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class JsonlWriter:
             self._write_out()
 
     def sync(self) -> Extent:
-        """Everything written so far is on the disk, not only on its way. Raises OSError, which names the file."""
+        """Flush every line written so far to the disk, and return how far the file reaches. Raises OSError, which names the file."""
         try:
             self._write_out()
             os.fsync(self._descriptor)
@@ -170,7 +170,7 @@ def read_jsonl_backwards(path: Path) -> Iterator[Json]:
 
 
 def truncate_to_step(path: Path, step: int) -> None:
-    """Keep the lines of the steps before `step`, atomically; those from it on are about to be made again."""
+    """Keep the lines of the steps before `step`, atomically: a resumed run is about to repeat the others."""
     if not path.exists():
         return
     kept = [line for number, line in enumerate(_whole_lines(path), start=1) if _parse(line, path, number)["step"] < step]

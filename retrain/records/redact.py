@@ -1,7 +1,7 @@
-"""Secrets never leave the process: what is printed, written or sent passes through here.
+"""Secrets never leave the process: everything that is printed, written or sent passes through here.
 
-Masked are the values of environment variables and of table keys that are named like a secret, tokens of known shapes, and credentials
-in URLs. A configuration is masked value by value, before it is written as text, and stays one that loads.
+Values of environment variables and of table keys that are named like a secret are masked, and so are tokens of known shapes and
+credentials in URLs. A configuration is masked value by value, before it is written as text, and stays one that loads.
 """
 
 import json
@@ -26,7 +26,7 @@ _HARMLESS_NAME = re.compile(
 )
 """Parts of names that only look like a secret's: max_tokens, and judge_api_key_env, which names a variable."""
 _MIN_LENGTH = 6
-"""A shorter value of a variable stands in ordinary text by chance: masking "1" would eat every number."""
+"""A shorter value occurs in ordinary text by chance: masking "1" would destroy every number."""
 
 _SHAPES = re.compile(
     r"""
@@ -59,12 +59,15 @@ _URL_PARAMETER = re.compile(
 
 
 class Redactor:
-    """Masks by the environment as it was when this was made: make it after `.env` is loaded."""
+    """Masks the secrets of the environment at construction, so construct it after `.env` is loaded."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         given = os.environ if environment is None else environment
         values = {value for name, value in given.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH}
-        forms = {form for value in values for form in _written(value)}
+        forms = set(values)
+        for value in values:  # with the escapes of JSON and TOML or of Python, and in a URL
+            escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))
+            forms |= {*(form[1:-1] for form in escaped), quote(value), quote(value, safe=""), quote_plus(value)}
         ordered = sorted(forms, key=len, reverse=True)  # a secret that contains another goes first
         self._values = re.compile("|".join(re.escape(value) for value in ordered)) if ordered else None
 
@@ -74,13 +77,13 @@ class Redactor:
         if any(mark in text for mark in _MARKS):  # most texts hold none, and a search for them costs a hundredth
             text = _SHAPES.sub(MASK, text)
         if "@" in text or "%40" in text:
-            text = _URL_CREDENTIALS.sub(_masked_credentials, text)
+            text = _URL_CREDENTIALS.sub(lambda match: MASK + ("@" if match.group().endswith("@") else "%40"), text)
         if "=" in text or "%3" in text:
             text = _URL_PARAMETER.sub(rf"\g<1>{MASK}", text)
         return text
 
     def json(self, value: Any, name: str = "") -> Any:
-        """The same value with every string in it masked, keys included; whole where `name` or a table's key is that of a secret."""
+        """The same value with every string in it masked, keys included; a string whose `name` is a secret's is masked as a whole."""
         match value:
             case str():
                 return MASK if value and is_secret_name(name) else self.text(value)
@@ -91,7 +94,7 @@ class Redactor:
         return value
 
     def arguments(self, arguments: Sequence[str]) -> list[str]:
-        """A command line, in which a secret may stand behind its key: `--reward-params api_key=...`."""
+        """A command line, in which a secret may follow its key: `--reward-params api_key=...`."""
         masked = []
         for argument in arguments:
             name, sign, value = argument.rpartition("=")
@@ -99,9 +102,9 @@ class Redactor:
         return masked
 
     def config(self, config: "TrainConfig") -> "TrainConfig":
-        """The configuration as it may be stored.
+        """The configuration in a form that may be stored.
 
-        A value that the schema would not take masked, such as one of a few words, is no secret, whatever a variable holds.
+        A value whose masked form the schema refuses, such as one of a fixed set of words, is no secret and stays.
         """
         from retrain.config import replaced
         from retrain.config.load import given_values
@@ -120,13 +123,3 @@ class Redactor:
 def is_secret_name(name: str) -> bool:
     """Whether a variable, a table's key or a command line's key is named like a secret."""
     return bool(_SECRET_NAME.search(_HARMLESS_NAME.sub("", name)))
-
-
-def _written(value: str) -> tuple[str, ...]:
-    """The forms in which a value may stand in a text: as it is, with the escapes of JSON and TOML or of Python, and in a URL."""
-    escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))
-    return value, *(form[1:-1] for form in escaped), quote(value), quote(value, safe=""), quote_plus(value)
-
-
-def _masked_credentials(match: re.Match[str]) -> str:
-    return MASK + ("@" if match.group().endswith("@") else "%40")

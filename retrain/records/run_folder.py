@@ -104,7 +104,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def written(self) -> tuple[Path, ...]:
-        """Every file and folder that a run, or a look at it, writes here; its marker and lock aside."""
+        """Every file and folder that a run or its report writes here, except the marker and the lock."""
         folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.tensorboard, self.wandb)
         files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
         return (*folders, *files, self.checkpoint_pointer, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
@@ -114,15 +114,15 @@ class RunFolder:
         return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
 
     def remains(self) -> list[Path]:
-        """What a run left here; not the pointer to its checkpoints, which stands before the run begins."""
+        """What a run left here, except the pointer to its checkpoints, which is written before the run begins."""
         return [path for path in self.written() if path != self.checkpoint_pointer and os.path.lexists(path)]
 
     def holds_run(self) -> bool:
-        """Our marker and any of a run's files: one that is missing may be the one that was lost."""
+        """True for our marker with any of a run's files; no single file is required, since a damaged run may have lost it."""
         return kind_of(self.path) == "run" and bool(self.remains())
 
     def links(self) -> list[Path]:
-        """Links in the places of what a resume cuts or deletes."""
+        """Symbolic links in place of files that a resume cuts or deletes."""
         places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines())
         return [path for path in places if path.is_symlink()]
 
@@ -131,14 +131,14 @@ class RunFolder:
         mark(self.path, "run")
 
     def empty(self) -> None:
-        """Delete what a run wrote, and nothing else: another file that lies in the folder stays."""
+        """Delete what a run wrote; other files in the folder stay."""
         for path in self.written():
             delete(path)
 
     # -- beside a checkpoint ---------------------------------------------------------------------------------------------
 
     def missing_rows(self, state: TrainerState) -> str:
-        """What of the steps and evaluations before `state` is not here any more; "" where all is as it was."""
+        """What is missing of the steps and evaluations before `state`; "" if nothing is."""
         if state.files:
             problems = (self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation))
             return next((problem for problem in problems if problem), "")
@@ -148,7 +148,7 @@ class RunFolder:
         return f"{self.metrics.name} has no line for step {lost[0]}" if lost else ""
 
     def cut_to(self, state: TrainerState, say: Callable[[str], None]) -> None:
-        """Forget what came after `state`, before a resumed run makes it again."""
+        """Delete the rows and token files after `state`, which a resumed run is about to make again."""
         for path in self.lines():
             extent = self._extent(path, state)
             problem = extent.problem(path)
@@ -157,19 +157,19 @@ class RunFolder:
                     os.truncate(path, extent.size)
                 continue
             if state.files:
-                say(f"{path.relative_to(self.path)}: {problem}; what is left of it stays, and the run goes on.")
+                say(f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run goes on.")
             # An evaluation counts completed steps, and one at `state.step` may have been cut before the state knew of it.
             truncate_to_step(path, state.last_evaluation + 1 if path == self.evaluation else state.step)
         self._cut_tokens(state.step)
 
     def forget_steps(self) -> None:
-        """Of a run that has no checkpoint yet."""
+        """Delete every row and token file, for a run that has no checkpoint yet."""
         for path in self.lines():
             path.unlink(missing_ok=True)
         self._cut_tokens(0)
 
     def _extent(self, path: Path, state: TrainerState) -> Extent:
-        """How far `path` reached when `state` was sealed; a file that was not there had no bytes."""
+        """How far `path` reached when `state` was saved; a file that did not exist had no bytes."""
         values = state.files.get(path.relative_to(self.path).as_posix())
         return Extent(**values) if values else Extent(0, "")
 
@@ -187,7 +187,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(folder: Path) -> str:
-    """What retrain made a folder for: run, checkpoints, campaign; "" where it did not."""
+    """What retrain made a folder for: run, checkpoints, campaign or squeeze; "" for a folder that it did not make."""
     return str(read_marker(folder).get("kind", ""))
 
 

@@ -13,17 +13,23 @@ _ESCAPE_SEQUENCES = re.compile(
     """,
     re.VERBOSE,
 )
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-_BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_C0 = [code for code in range(0x20) if chr(code) not in "\t\n"]
+_DIRECTION_MARKS = {code: f"<U+{code:04X}>" for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_HARMLESS = _DIRECTION_MARKS | dict.fromkeys([*_C0, *range(0x7F, 0xA0)], "")
+_VISIBLE = (
+    _DIRECTION_MARKS
+    | {code: chr(0x2400 + code) for code in _C0}  # control pictures
+    | {0x7F: "\u2421"}
+    | {code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *range(0xD800, 0xE000))}
+)
 
 
 def clean(text: str) -> str:
-    """A sentence or a table as it may be printed or stored, whoever wrote the names and messages in it.
+    """A sentence or a table that is safe to print or store, whoever wrote the names and messages in it.
 
     Escape sequences and controls are dropped, direction marks shown as <U+202E>; line breaks and tabs stay.
     """
-    return _BIDI.sub(_named, _CONTROLS.sub("", _ESCAPE_SEQUENCES.sub("", text)))
+    return _ESCAPE_SEQUENCES.sub("", text).translate(_HARMLESS)
 
 
 def one_line(text: str, limit: int = 120) -> str:
@@ -40,22 +46,13 @@ def without_escapes(pieces: Sequence[str]) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """`text` with everything that acts unseen written out: controls as their pictures, direction marks and the rest as <U+202E>.
+    """`text` with its invisible characters written out: controls as their pictures, direction marks and unpaired surrogates as <U+202E>.
 
-    Line breaks and tabs stay. For a page: what a terminal would take for an escape sequence is shown there.
+    Line breaks and tabs stay. For a page, where an escape sequence is harmless and its text is shown.
     """
-    return _BIDI.sub(_named, _HIDDEN.sub(_picture, text))
-
-
-def _named(character: re.Match[str]) -> str:
-    return f"<U+{ord(character.group()):04X}>"
-
-
-def _picture(character: re.Match[str]) -> str:
-    code = ord(character.group())
-    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else _named(character)
+    return text.translate(_VISIBLE)
 
 
 def encodable(text: str, encoding: str) -> str:
-    """`text` with what a stream's encoding cannot hold, lone surrogates included, written as an escape."""
+    """`text` with every character that the encoding lacks, unpaired surrogates included, written as an escape."""
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,4 +1,4 @@
-"""Whether a run is being written: the process that its lock names, asked for on this machine."""
+"""The process that is writing a run: the one that the run's lock names, looked up on this machine."""
 
 import os
 import re
@@ -34,7 +34,7 @@ class Writer:
 
     @classmethod
     def of(cls, folder: RunFolder) -> Self | None:
-        """None where no process has the folder: a run that ends by itself, or by an error or a signal, takes its name away."""
+        """None if no process has the folder: a run removes its name when it ends, also by an error or a signal."""
         try:
             text = folder.lock_owner.read_text(encoding="utf-8")
             since = folder.lock_owner.stat().st_mtime
@@ -53,7 +53,7 @@ class Writer:
 
 
 def _runs(pid: int, since: float) -> bool:
-    """Whether `pid` is a process that was there at `since`: a number that was given out again is another process."""
+    """True if `pid` is a process that already ran at `since`; a later one only reuses the number."""
     if not Path("/proc/self/stat").exists():
         return _answers(pid)
     try:

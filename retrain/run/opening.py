@@ -144,7 +144,7 @@ def _newest(store: CheckpointStore, folder: RunFolder, say: Callable[[str], None
     passed_over: list[str] = []
     found = store.newest(passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state()))
     if found is None and passed_over:
-        raise _not_resumable(folder, " ".join(passed_over).removesuffix("; trying the one before."))
+        raise _not_resumable(folder, " ".join(passed_over).removesuffix("; trying the previous one."))
     if found is None and folder.trainer_state.exists():
         raise _not_resumable(folder, f"{folder.trainer_state.name} says that a checkpoint was made, but {store.folder} holds none")
     for line in passed_over:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich import progress as bars
 
 _BAR_DELAY_S = 1.0
-"""A step that is over sooner shows no bar: it would only flicker."""
+"""A shorter step shows no bar: it would only flicker."""
 
 
 class Console(Tracker):
@@ -77,7 +77,7 @@ class Console(Tracker):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Who watches may go away (`| head`, a terminal that closes) while the run, and its files, go on."""
+        """The reader may go away (`| head`, a closed terminal); the run continues and writes its files."""
         try:
             yield
         except OSError as error:
@@ -132,7 +132,7 @@ def pass_at_1(result: Evaluation) -> str:
 
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     lines = [f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.seconds:.1f}s."]
-    if summary.status != "done":  # the reason is on its way to the other stream
+    if summary.status != "done":  # the reason is printed on standard error
         return [*lines, f"Run folder: {folder} | go on with --resume {folder}"]
     if summary.before is not None and summary.after is not None and summary.before.step != summary.after.step:
         lines.append(f"Held-out {pass_at_1(summary.before)} at step {summary.before.step} -> {pass_at_1(summary.after)}.")
@@ -142,7 +142,7 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
 
 
 class _Bar:
-    """A bar that stands only while it is told to: any line printed takes it away first, so that the two streams never mix."""
+    """A transient progress bar: it is hidden before any line is printed, so that the two streams never mix."""
 
     def __init__(self, error: TextIO, clock: Callable[[], float]) -> None:
         self._error = error

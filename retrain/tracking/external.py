@@ -1,4 +1,4 @@
-"""What the trackers outside of the run's folder have in common: settings, metric names, the sentence for a missing extra."""
+"""What the trackers outside of the run's folder share: settings, metric names, a missing extra, and the thread that each runs in."""
 
 import contextlib
 import importlib
@@ -72,14 +72,14 @@ class ExternalTracker(Tracker):
         """Lines for the person at the screen, which the run's own thread prints."""
 
     def abandon(self) -> None:
-        """It failed, or nobody waits for it any longer: what its library would still do at the end of the process must not delay that."""
+        """Called after a failure or a timeout: from here on the library must not delay the end of the process."""
 
 
 # -- metric names --------------------------------------------------------------------------------------------------------
 
 
 def metrics(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step under train/, train/entropy/, train/surprisal/ and train/backpressure/; what is absent is left out."""
+    """The numbers of a step under train/, train/entropy/, train/surprisal/ and train/backpressure/; None is left out."""
     return {
         metric_name(name): float(value)
         for name, value in record.to_json().items()
@@ -139,12 +139,12 @@ class Background(Tracker):
     """Hands each event to `sink` in another thread. Neither an event nor its failure ever reaches the caller."""
 
     capacity = 1000
-    """Events that may wait: minutes of an unreachable server, and some megabytes."""
+    """Length of the queue: enough for minutes without a server, and some megabytes."""
     patience_s = 30.0
-    """How long the end of a run waits for a tracker: time to upload the last steps, not the time of a server that is down."""
+    """How long the end of a run waits for a tracker: enough to upload the last steps, but not for a server that is down."""
 
     def __init__(self, name: str, sink: ExternalTracker, say: Callable[[str], None], files: Path) -> None:
-        """`files` is the folder that is named as holding what the tracker misses."""
+        """`files` is the folder to name in a complaint: it holds what the tracker misses."""
         self._name = name
         self._sink = sink
         self._say = say
@@ -160,7 +160,7 @@ class Background(Tracker):
     def emit(self, event: Event) -> None:
         match event:
             case Started():
-                # A daemon: a tracker that hangs for ever must not keep the process alive either.
+                # daemon: a tracker that hangs must not keep the process alive
                 self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
                 self._thread.start()
                 self._hand_over(event)
@@ -171,7 +171,7 @@ class Background(Tracker):
                 self._hand_over(event)
 
     def close(self) -> None:
-        """Wait until the sink has taken everything, and not for ever."""
+        """Wait until the sink has taken everything, at most `patience_s`."""
         if self._thread is None or self._closed:
             return
         self._closed = True
@@ -179,7 +179,7 @@ class Background(Tracker):
         self._thread.join(self.patience_s)
         self._tell_news()
         if self._thread.is_alive():
-            self._complain(f"{self._name} has not ended after {self.patience_s:g} s and is left behind")
+            self._complain(f"{self._name} did not end within {self.patience_s:g} s and is abandoned")
         if self._thread.is_alive() or self._failure is not None:
             self._sink.abandon()
 
@@ -193,19 +193,19 @@ class Background(Tracker):
         if self._events.qsize() < self.capacity:
             self._events.put(event)
         else:
-            self._complain(f"{self._name} is {self.capacity} events behind and loses what comes while it is")
+            self._complain(f"{self._name} is {self.capacity} events behind and drops new ones until it catches up")
 
     def _tell_news(self) -> None:
         while not self._sink.outbox.empty():
             self._say(self._sink.outbox.get())
         if self._failure is not None:
-            reason = " ".join(str(self._failure).split()) or "no reason given"
-            self._complain(f"{self._name} failed and gets no more of this run ({type(self._failure).__name__}: {reason.rstrip('.')})")
+            reason = " ".join(str(self._failure).split()).rstrip(".") or "no reason given"
+            self._complain(f"{self._name} failed and receives nothing more from this run ({type(self._failure).__name__}: {reason})")
 
     def _complain(self, what: str) -> None:
         if not self._complained:
             self._complained = True
-            self._say(f"{what}; the run goes on, and {self._files} holds all of it.")
+            self._say(f"{what}; the run continues, and {self._files} holds all of it.")
 
     # -- the tracker's thread ----------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Background(Tracker):
             while (event := self._events.get()) is not None:
                 self._sink.emit(event)
             self._sink.close()
-        except Exception as error:  # whatever a library raises, it is not the run's end
+        except Exception as error:  # a library may raise anything, and none of it may end the run
             self._failure = error
-            with contextlib.suppress(Exception):  # one failure is said, and a second one says nothing new
+            with contextlib.suppress(Exception):  # the first failure is reported; a second one adds nothing
                 self._sink.close()

@@ -49,11 +49,11 @@ class RunFiles(Tracker):
                 replace_file(self._folder.summary, _pretty(self._redactor.json(event.to_json())))
 
     def _start(self, device: str) -> None:
-        """config.toml as this session resolved it; environment.json of the first session, later ones listed under `resumed`."""
+        """Write config.toml as this session resolved it, and environment.json; the latter lists later sessions under `resumed`."""
         from retrain.config import dump_toml
 
         self._folder.create()
-        self._folder.summary.unlink(missing_ok=True)  # what it says of an earlier session is true no more
+        self._folder.summary.unlink(missing_ok=True)  # an earlier session wrote it, and it is no longer true
         replace_file(self._folder.config, dump_toml(self._redactor.config(self._config)))
         environment = describe_environment(device)
         environment = self._redactor.json(environment) | {"command": self._redactor.arguments(environment["command"])}
@@ -103,7 +103,7 @@ class RunFiles(Tracker):
 
 
 def kept_generations(logging: "Logging", step: int, records: Sequence[GenerationRecord]) -> list[GenerationRecord]:
-    """The completions of a step that `[logging]` keeps; none between two steps that are kept."""
+    """The completions of a step that `[logging]` keeps; empty for a step that is not due."""
     due = logging.generations_every > 0 and step % logging.generations_every == 0
     return spread(records, logging.generations_per_step) if due else []
 

@@ -32,7 +32,8 @@ class TensorboardTracker(ExternalTracker):
             case Generations(step, records):
                 lines = (f"{record.outcome} {record.prompt_id} ({record.num_tokens} tokens)\n{record.completion}" for record in records)
                 text = self.settings.redactor.text("\n\n".join(lines))
-                self._writer().add_text("completions", _as_code(text), step)
+                code = "\n".join(f"    {line}" for line in text.splitlines())  # a model's text is no Markdown
+                self._writer().add_text("completions", code, step)
             case SqueezeSummary():
                 for row in event.table:
                     self._scalars(self._writer(), squeeze_metrics(row), row.rank)
@@ -44,7 +45,7 @@ class TensorboardTracker(ExternalTracker):
             from torch.utils.tensorboard import SummaryWriter
 
             first = self.settings.first_step
-            # Steps that a resumed run makes again hide what the events said of them before.
+            # The steps that a resumed run repeats hide their earlier events.
             purge = first + 1 if name else first
             self._writers[name] = SummaryWriter(str(self.settings.folder.tensorboard / name), purge_step=purge if first else None)
         return self._writers[name]
@@ -58,8 +59,3 @@ class TensorboardTracker(ExternalTracker):
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
-
-
-def _as_code(text: str) -> str:
-    """What a model wrote is no Markdown."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -33,7 +33,7 @@ _INCREMENTS = 100
 _INIT_S = 10.0
 """For a server that does not answer; then the run is kept on disk."""
 _FINISH_S = 25.0
-"""For the last steps on their way to the server: shorter than the background's patience, so that the sentence about it is wandb's."""
+"""For uploading the last steps; shorter than the background's patience, so that the message is the one with the command to send them."""
 _EXIT_S = 2.0
 """For wandb's service process at the end of ours, once the tracker has failed or hangs."""
 _TAG_LENGTH = 64
@@ -43,7 +43,7 @@ _TAG_LENGTH = 64
 class WandbTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
         super().__init__(settings)
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb tells its makers of every exception
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb reports every exception to its makers
         self._wandb = import_extra("wandb", "wandb")
         self._run: Any = None
         # Chosen here and not by wandb: the first checkpoint may be sealed before wandb has answered.
@@ -112,7 +112,7 @@ class WandbTracker(ExternalTracker):
         )
 
     def _add_completions(self, records: Sequence[GenerationRecord]) -> None:
-        """Rows of one growing table. A table of its own for every step would show the last step's alone."""
+        """Add rows to one growing table: wandb shows only the newest of several tables under one name."""
         if self._completions is None:
             self._completions = self._wandb.Table(columns=list(GENERATION_COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True)
         for row in self.settings.masked_rows(records):
@@ -155,7 +155,7 @@ class WandbTracker(ExternalTracker):
         try:
             run.finish(exit_code=exit_code)
         except TimeoutError:
-            self.outbox.put(f"wandb has not taken everything in {_FINISH_S:g} s; {self._how_to_send(f'run-*-{self._run_id}')}.")
+            self.outbox.put(f"wandb did not accept everything within {_FINISH_S:g} s; {self._how_to_send(f'run-*-{self._run_id}')}.")
 
     def _how_to_send(self, folder: str) -> str:
         return f"send it later with `wandb sync --id {self._run_id} {self.settings.folder.wandb}/{folder}`"
