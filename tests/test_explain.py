@@ -61,7 +61,13 @@ def test_what_is_explained_of_a_run_is_what_the_run_does(tmp_path: Path) -> None
 def test_every_condition_meets_every_seed_once() -> None:
     seen = explain(campaign())
     assert len(seen.runs) == 40 == len({(run.condition, run.seed) for run in seen.runs})
-    assert [arm.label for arm in seen.arms] == ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
+    assert [condition.label for condition in seen.conditions] == [
+        "grpo+none",
+        "maxrl+none",
+        "maxrl+gtpo",
+        "maxrl+gtpo_hicra",
+        "maxrl+gtpo_sepa",
+    ]
     assert seen.to_json()["runs"][0]["name"] == "grpo+none_s1"
     assert seen.schedule is not None and seen.schedule.total_campaign_steps == 5 * 8 * 50
     assert "5 conditions x 8 seeds = 40 runs of 50 steps" in to_text(seen)
@@ -74,8 +80,8 @@ def test_a_condition_shows_what_it_sets_and_how_far_lambda_comes() -> None:
         {"advantage_mode": "maxrl", "transform_mode": "none"},
     ]
     seen = explain(campaign(campaign={"conditions": conditions}))
-    assert [arm.maximal_lambda for arm in seen.arms] == [1.0, 0.0, None]  # the default ramp begins after step 50
-    assert seen.arms[0].sets == {"sepa.steps": 20, "sepa.delay_steps": 5}
+    assert [condition.maximal_lambda for condition in seen.conditions] == [1.0, 0.0, None]  # the default ramp begins after step 50
+    assert seen.conditions[0].sets == {"sepa.steps": 20, "sepa.delay_steps": 5}
     (warning,) = [sentence for sentence in seen.warnings if "lambda" in sentence]
     assert warning.startswith("maxrl+gtpo_sepa: SEPA's lambda reaches at most 0.000")
 
@@ -206,7 +212,7 @@ def test_the_step_time_of_a_pilot_is_the_median_over_all_its_steps(tmp_path: Pat
     assert seen["schedule"]["cost"] == pytest.approx(100 * times[1] / 3600 * 2)
     assert seen["warnings"] == []
     seen = explained(capsys, file, "--pilot", tmp_path / "pilot", "--batch-size", "4")
-    assert "[training] batch_size = 2, and this is 4" in seen["warnings"][0]
+    assert "[training] batch_size = 2; here it is 4" in seen["warnings"][0]
 
 
 def test_a_probe_measures_one_step_and_leaves_nothing_behind(tmp_path: Path) -> None:

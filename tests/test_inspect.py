@@ -132,7 +132,7 @@ def test_json_holds_every_token(run: StoredRun, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--step", "7"], "the steps that have are 0, 1"),
+        (["--step", "7"], "the stored steps are 0, 1"),
         (["--prompt", "9"], "its prompts are 0, 1, 2"),
         (["--prompt", "0", "--sample", "9"], "its samples are 0, 1, 2, 3"),
         (["--against", "gtpo_nonsense"], "gtpo_nonsense"),
@@ -167,7 +167,7 @@ def test_a_file_of_an_earlier_version_is_shown_and_not_computed_on(run: StoredRu
     write_tokens(path, older, 1)
     assert "(not stored)" in printed(read_step(copied, 1))
     assert main(["inspect", str(copied.path), "--against", "gtpo"]) == 2
-    assert "without rewards" in capsys.readouterr().err
+    assert "did not store the rewards" in capsys.readouterr().err
 
 
 # -- what a model wrote --------------------------------------------------------------------------------------------------

@@ -122,8 +122,11 @@ def _compare(grouped: RunsByCondition, baseline: str, test: TestSettings, metric
     base, *others = [arm_of(label, alike[label], metric, left_out) for label in dict.fromkeys((baseline, *alike))]
     paired = [arm for arm in others if any(seed in base.values for seed in arm.values)]
     if not paired:
-        judged_apart = any(len(alike[label]) < len(runs) for label, runs in grouped.conditions.items())
-        raise ConfigurationError(_no_pair(base, others, left_out) + (_same_judge_advice(metric) if judged_apart else ""))
+        advice = ""
+        if any(len(alike[label]) < len(runs) for label, runs in grouped.conditions.items()):  # judged by different rewards
+            held_out = "Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
+            advice = f" {held_out}" if metric.k is None else " Train all arms with the same [evaluation] reward."
+        raise ConfigurationError(_no_pair(base, others, left_out) + advice)
     return Comparison(
         metric=metric,
         judge=judge,
@@ -155,12 +158,6 @@ def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
     found = "; ".join(f"{label}: {values}" for label, values in seeds.items())
     because = f" Left out: {' '.join(left_out)}" if left_out else ""
     return f"there is no pair to compare: no usable run shares its seed with a usable run of the baseline (seeds of {found}).{because}"
-
-
-def _same_judge_advice(metric: Metric) -> str:
-    if metric.k is not None:
-        return " Train all arms with the same [evaluation] reward."
-    return " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
 
 
 def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:

@@ -1,4 +1,4 @@
-"""Everything that `retrain explain` tells, as data."""
+"""What `retrain explain` shows, as data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from retrain.squeeze.adapter import LoraAdapter
 
 CAMPAIGN_FOLDER = Path("logs/campaign_<time>")
-"""Stands for the folder that is named by the time of the start."""
+"""Placeholder: the real folder is named after the time of the start."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Setting:
     """A value that differs from its default."""
 
     key: str
-    """ "section.key"."""
+    """As "section.key"."""
     value: Any
     origin: str
-    """file, environment NAME or flag --name."""
+    """"file", "environment NAME" or "flag --name"."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class ExplainedCondition:
 
     label: str
     sets: dict[str, Any]
-    """Keys that the condition sets over the base, beside its modes."""
+    """Keys that the condition sets, apart from its modes."""
     maximal_lambda: float | None
-    """The largest lambda of SEPA's ramp; None where the condition does not follow it."""
+    """The largest lambda on SEPA's ramp; None unless the condition uses it."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +58,31 @@ class Explanation:
     config: TrainConfig
     settings: tuple[Setting, ...]
     unused: tuple[str, ...]
-    """One sentence for each key that was set and has no effect."""
+    """One sentence per key that was set but has no effect."""
     refused: tuple[str, ...]
-    """Why it would not start, one sentence each."""
-    arms: tuple[ExplainedCondition, ...] = ()
+    """Why it would not start: one sentence per reason."""
+    conditions: tuple[ExplainedCondition, ...] = ()
     runs: tuple[CampaignRun, ...] = ()
-    """In the order in which they start."""
+    """In starting order."""
     schedule: Schedule | None = None
     memory: "Memory | None" = None
     memory_unknown: str = ""
-    """Why there is no prediction, as a sentence."""
+    """A sentence that says why there is no prediction."""
     power: Power | None = None
     adapter: "LoraAdapter | None" = None
-    """What a squeeze job would look at."""
+    """The adapter of a squeeze job."""
     warnings: tuple[str, ...] = field(default=())
     engine: EngineCapabilities | None = None
-    """As declared; None where the backend samples by itself, or where it cannot be read."""
+    """As declared; None if the backend samples by itself or the declaration cannot be read."""
     backend: BackendCapabilities | None = None
 
     def to_json(self) -> dict[str, Any]:
-        training = self.runs[0].config.training if self.runs else None
+        training, adapter = (self.runs[0].config.training if self.runs else None), self.adapter
         shape = ("max_steps", "batch_size", "group_size", "max_tokens")
         return {
             "kind": self.kind,
             "file": str(self.config.source_path) if self.config.source_path else None,
-            "conditions": [asdict(arm) for arm in self.arms],
+            "conditions": [asdict(condition) for condition in self.conditions],
             "seeds": list(dict.fromkeys(run.seed for run in self.runs)),
             "runs": [{"name": run.name, "condition": run.condition, "seed": run.seed, "dir": str(run.folder)} for run in self.runs],
             "training": {name: getattr(training, name) for name in shape} if training else None,
@@ -96,13 +96,8 @@ class Explanation:
             "power": self.power.to_json() if self.power else None,
             "engine": asdict(self.engine) if self.engine else None,
             "backend": asdict(self.backend) if self.backend else None,
-            "squeeze": self._squeeze_json(),
+            "squeeze": {"adapter": str(adapter.folder), "rank": adapter.rank, "layers": len(adapter.layers)} if adapter else None,
         }
-
-    def _squeeze_json(self) -> dict[str, Any] | None:
-        if self.adapter is None:
-            return None
-        return {"adapter": str(self.adapter.folder), "rank": self.adapter.rank, "layers": len(self.adapter.layers)}
 
 
 def explain(
@@ -114,22 +109,22 @@ def explain(
     memory_gib: float | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Explanation:
-    """What `config` would do. Nothing is started but the step of `probe`, and nothing is written.
+    """What `config` would do. Nothing is started except the one step of `probe`, and nothing is written.
 
-    `pilot` is a folder of runs whose steps were timed; `memory_gib` stands for a device that is not here.
-    Raises ConfigurationError for a pilot without steps, and what a run raises before its first step where one is measured.
+    `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a device on another machine.
+    Raises ConfigurationError for a pilot without steps, and with `probe` whatever a run raises before its first step ends.
     """
     settings, unused, refused = tuple(_settings(config)), tuple(unused_keys(config)), not_built(config)
     if config.kind == "squeeze":
         adapter, problems = _adapter_of(config)
         return Explanation("squeeze", config, settings, unused, (*refused, *problems), adapter=adapter)
     runs, plan = _runs(config)
-    of_each = runs[: len(config.conditions)]  # a campaign starts with all conditions of its first seed
-    memory, unknown = _memory([run.config for run in of_each], memory_gib)
+    one_per_condition = runs[: len(config.conditions)]  # a campaign starts with all conditions of its first seed
+    memory, unknown = _memory([run.config for run in one_per_condition], memory_gib)
     step_time = from_probe(runs[0].config, say) if probe else from_pilot(pilot) if pilot else None
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
-    engine, backend, incapacities = _capabilities([run.config for run in of_each])
-    surprises = notes(config) if plan is None else condition_notes(plan)
+    engine, backend, incapacities = _capabilities([run.config for run in one_per_condition])
+    run_notes = notes(config) if plan is None else condition_notes(plan)
     power = power_of(config, pilot)
     differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
     return Explanation(
@@ -138,20 +133,20 @@ def explain(
         settings=settings,
         unused=unused,
         refused=tuple(dict.fromkeys((*refused, *problems, *incapacities))),
-        arms=tuple(_arms(config, of_each)),
+        conditions=tuple(_conditions(config, one_per_condition)),
         runs=runs,
         schedule=schedule,
         memory=memory,
         memory_unknown=unknown,
         power=power,
-        warnings=(*surprises, *campaign_caveats(config, schedule, memory, power), *differences),
+        warnings=(*run_notes, *campaign_caveats(config, schedule, memory, power), *differences),
         engine=engine,
         backend=backend,
     )
 
 
 def _capabilities(configs: Sequence[TrainConfig]) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str]]:
-    """What engine and backend of the first run declare, and what the runs ask for beyond that."""
+    """What the engine and the backend declare, and a sentence for everything that the runs need beyond that."""
     try:
         problems = [problem for config in configs for problem in incapable(config)]
         return declared_engine(configs[0]), declared_backend(configs[0]), problems
@@ -170,7 +165,7 @@ def _settings(config: TrainConfig) -> list[Setting]:
 
 
 def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | None]:
-    """The runs, and the plan of a campaign."""
+    """The runs, and a campaign's plan."""
     if config.kind == "campaign":
         new = Path(config.logging.log_dir) if config.is_set("logging.log_dir") else CAMPAIGN_FOLDER
         plan = plan_campaign(config, Path(config.resume.from_) if config.resume.from_ else new)
@@ -182,7 +177,7 @@ def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | 
 def _schedule(
     config: TrainConfig, plan: CampaignPlan | None, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
 ) -> tuple[Schedule | None, list[str]]:
-    """None, and why, where a campaign asks for more workers than its devices hold."""
+    """None and the reasons if a campaign has more workers than its devices have room for."""
     if plan is None:
         return schedule_run(config, _steps_done(config, None), step_time, price_per_hour), []
     try:
@@ -192,14 +187,14 @@ def _schedule(
 
 
 def _steps_done(config: TrainConfig, plan: CampaignPlan | None) -> int:
-    """Over all runs, where `[resume] from` names what goes on."""
+    """Steps already done in the runs that `[resume] from` continues."""
     if not config.resume.from_:
         return 0
     folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
     return sum(StoredRun(folder).steps for folder in folders)
 
 
-def _arms(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
+def _conditions(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
     sets = {condition.label: condition.sets for condition in config.conditions}
     return [
         ExplainedCondition(
@@ -210,20 +205,22 @@ def _arms(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[ExplainedCon
 
 
 def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[Memory | None, str]":
-    """Of the run that takes most, or a sentence that says why it is not known."""
+    """The memory of the largest run, or a sentence that says why it is not known."""
     backend = configs[0].backend.backend
     if backend != "local":
-        return None, f'The "{backend}" backend holds the model elsewhere.'
+        return None, f'The "{backend}" backend does not hold the model on this machine.'
     from retrain.model.devices import choose_device
     from retrain.model.memory import predict_memory
 
-    configs = [replaced(config, {"model.trust_remote_code": False}) for config in configs]  # to explain is to read: no code is run
+    configs = [replaced(config, {"model.trust_remote_code": False}) for config in configs]  # explaining runs no code
     if memory_gib is None:
         try:
             choose_device(configs[0])
         except EnvironmentFailure as error:
-            return None, f"{error} Or predict for a device of another machine by its size: --memory-gib 24."
-    distinct = {_sizing(config): config for config in configs}
+            return None, f"{error} Or predict for a device elsewhere by its memory: --memory-gib 24."
+    distinct = {  # runs of equal memory only once
+        _sizing(config): config for config in configs
+    }
     try:
         return max((predict_memory(config, memory_gib=memory_gib) for config in distinct.values()), key=lambda memory: memory.peak), ""
     except (EnvironmentFailure, ConfigurationError) as error:
@@ -236,6 +233,7 @@ def _sizing(config: TrainConfig) -> str:
 
 
 def _adapter_of(config: TrainConfig) -> "tuple[LoraAdapter | None, list[str]]":
+    """The adapter of a squeeze job, or why the job would be refused."""
     from retrain.squeeze.adapter import read_adapter
     from retrain.squeeze.analysis import checked_ranks, svd_device
     from retrain.squeeze.job import check_settings

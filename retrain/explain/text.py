@@ -1,45 +1,38 @@
-"""An explanation as a person reads it: what would run first, then tables; a section without content is left out."""
+"""An explanation as text: what would run, then a table per section; empty sections are left out."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from retrain.backends.declared import backend_words, engine_words
 from retrain.explain.caveats import POWER
 from retrain.parsing import toml_value
-from retrain.records.printing import duration
+from retrain.records.printing import GAP, counted, duration, table_lines
 
 if TYPE_CHECKING:
-    from retrain.config.schema import Squeeze
-    from retrain.explain.caveats import Power
-    from retrain.explain.explanation import ExplainedCondition, Explanation
+    from retrain.explain.explanation import Explanation
     from retrain.explain.timing import Schedule
     from retrain.model.memory import Memory
 
-_INDENT = "  "
+
+_WIDTH = 120
+"""Columns for a fact of the headline."""
 
 
 def to_text(seen: "Explanation") -> str:
+    settings = [(setting.key, toml_value(setting.value), setting.origin) for setting in seen.settings]
     sections = (
         ("", _headline(seen)),
         ("Conditions", _conditions(seen)),
-        ("Settings that differ from the defaults", _settings(seen)),
+        ("Settings that differ from the defaults", table_lines(settings, indent=GAP)),
         ("Memory", _memory(seen)),
-        ("Time", _time(seen)),
+        ("Time", table_lines([*_time_rows(seen.schedule)], indent=GAP) if seen.schedule else ()),
         ("Would be refused", _sentences(seen.refused)),
         ("Unused here", _sentences(seen.unused)),
         ("Warnings", _sentences(seen.warnings)),
     )
     blocks = ["\n".join([title] * bool(title) + content) for title, lines in sections if (content := list(lines))]
     return "\n\n".join(blocks) + "\n"
-
-
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Aligned and indented; the columns of `right` to the right, and an empty column left out."""
-    columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows)] if rows else []
-    widths = {column: max(len(row[column]) for row in rows) for column in columns}
-    for row in rows:
-        cells = [row[column].rjust(widths[column]) if column in right else row[column].ljust(widths[column]) for column in columns]
-        yield (_INDENT + _INDENT.join(cells)).rstrip()
 
 
 def _sentences(sentences: Sequence[str]) -> Iterator[str]:
@@ -55,22 +48,27 @@ def _headline(seen: "Explanation") -> Iterator[str]:
         return
     run, config = seen.runs[0], seen.runs[0].config
     training = config.training
-    batch = f"{training.batch_size:,} prompts x {training.group_size:,} completions of up to {training.max_tokens:,} tokens a step"
+    batch = f"{training.batch_size:,} prompts x {training.group_size:,} completions of up to {training.max_tokens:,} tokens per step"
     if seen.kind == "campaign":
         seeds = list(dict.fromkeys(run.seed for run in seen.runs))
-        product = f"{_counted(len(seen.arms), 'condition')} x {_counted(len(seeds), 'seed')} = {_counted(len(seen.runs), 'run')}"
-        yield f"Campaign: {product} of {_counted(training.max_steps, 'step')}{_resumed(seen)}"
+        product = f"{counted(len(seen.conditions), 'condition')} x {counted(len(seeds), 'seed')} = {counted(len(seen.runs), 'run')}"
+        yield f"Campaign: {product} of {counted(training.max_steps, 'step')}{_resumed(seen)}"
     else:
         seed = "a seed drawn at the start" if run.seed == -1 else f"seed {run.seed}"
-        yield f"Run: {run.condition}, {seed}, {_counted(training.max_steps, 'step')}{_resumed(seen)}"
-    facts = [("batch", batch), ("model", config.model.model), ("problems", _problems(seen)), ("folder", _folder(seen))]
+        yield f"Run: {run.condition}, {seed}, {counted(training.max_steps, 'step')}{_resumed(seen)}"
+    if seen.kind == "campaign":
+        folder = f"{run.folder.parent.parent}/runs/<condition>_s<seed>"
+    else:
+        folder = seen.config.resume.from_ or seen.config.logging.log_dir
+    facts = [("batch", batch), ("model", config.model.model), ("problems", _problems(seen)), ("folder", folder)]
     facts += [("engine", f"{config.inference.engine}: {engine_words(seen.engine)}")] if seen.engine else []
     facts += [("backend", f"{config.backend.backend}: {backend_words(seen.backend)}")] if seen.backend else []
-    if seen.kind == "run" and seen.arms[0].maximal_lambda is not None:
-        facts.insert(1, ("SEPA", f"lambda reaches {seen.arms[0].maximal_lambda:.3g}"))
+    if seen.kind == "run" and seen.conditions[0].maximal_lambda is not None:
+        facts.insert(1, ("SEPA", f"lambda reaches {seen.conditions[0].maximal_lambda:.3g}"))
     if seen.kind == "campaign":
         facts.insert(0, ("seeds", ", ".join(map(str, seeds))))
-    yield from table(facts)
+    lines = [(name, textwrap.wrap(words, _WIDTH, break_long_words=False, break_on_hyphens=False)) for name, words in facts]
+    yield from table_lines([(name if line == 0 else "", part) for name, parts in lines for line, part in enumerate(parts)], indent=GAP)
 
 
 def _resumed(seen: "Explanation") -> str:
@@ -84,12 +82,6 @@ def _problems(seen: "Explanation") -> str:
     return f"{config.data.source}, reward {' + '.join(config.reward.types)}"
 
 
-def _folder(seen: "Explanation") -> str:
-    if seen.kind == "campaign":
-        return f"{seen.runs[0].folder.parent.parent}/runs/<condition>_s<seed>"
-    return seen.config.resume.from_ or seen.config.logging.log_dir
-
-
 def _squeeze(seen: "Explanation") -> Iterator[str]:
     settings, adapter = seen.config.squeeze, seen.adapter
     yield f"Squeeze job: {settings.adapter_path}"
@@ -100,14 +92,10 @@ def _squeeze(seen: "Explanation") -> Iterator[str]:
     if adapter:
         rows.insert(0, ("adapter", f"rank {adapter.rank}, {len(adapter.layers)} layers, {adapter.num_parameters:,} parameters"))
     if settings.output_path:
-        rows.append(("writes", f"{settings.output_path}, {_compressed(settings)}{', and evaluates both' if settings.evaluate else ''}"))
-    yield from table(rows)
-
-
-def _compressed(settings: "Squeeze") -> str:
-    if settings.per_layer:
-        return "a rank for each layer"
-    return f"rank {settings.compress_to}" if settings.compress_to else "the recommended rank"
+        fixed = f"rank {settings.compress_to}" if settings.compress_to else "the recommended rank"
+        ranks_written = "a rank for each layer" if settings.per_layer else fixed
+        rows.append(("writes", f"{settings.output_path}, {ranks_written}{', and evaluates both' if settings.evaluate else ''}"))
+    yield from table_lines(rows, indent=GAP)
 
 
 def _ranks(seen: "Explanation") -> Sequence[int]:
@@ -119,28 +107,20 @@ def _ranks(seen: "Explanation") -> Sequence[int]:
 
 
 def _conditions(seen: "Explanation") -> Iterator[str]:
-    """Of a campaign; a single run has its one in the headline."""
+    """A campaign's; the headline names the condition of a single run."""
     if seen.kind != "campaign":
         return
-    yield from table(
-        [(arm.label, _lambda(arm), ", ".join(f"{key} = {toml_value(value)}" for key, value in arm.sets.items())) for arm in seen.arms]
-    )
-    if seen.power and seen.power.detectable is not None:
-        yield _INDENT + _detectable(seen.power)
-
-
-def _lambda(arm: "ExplainedCondition") -> str:
-    return "" if arm.maximal_lambda is None else f"SEPA's lambda reaches {arm.maximal_lambda:.3g}"
-
-
-def _detectable(power: "Power") -> str:
-    unit = f"in {power.metric}" if power.metric else "standard deviations of the paired differences"
-    family = "one comparison" if power.comparisons == 1 else f"{power.comparisons} comparisons (Holm)"
-    return f"{power.seeds} seeds find a difference of {power.detectable:.3g} {unit} with probability {POWER:.0%}, over {family}."
-
-
-def _settings(seen: "Explanation") -> Iterator[str]:
-    yield from table([(setting.key, toml_value(setting.value), setting.origin) for setting in seen.settings])
+    rows = []
+    for condition in seen.conditions:
+        sepa = "" if condition.maximal_lambda is None else f"SEPA's lambda reaches {condition.maximal_lambda:.3g}"
+        rows.append((condition.label, sepa, ", ".join(f"{key} = {toml_value(value)}" for key, value in condition.sets.items())))
+    yield from table_lines(rows, indent=GAP)
+    power = seen.power
+    if power and power.detectable is not None:
+        unit = f"in {power.metric}" if power.metric else "standard deviations of the paired differences"
+        family = f"{counted(power.comparisons, 'comparison')}{' (Holm)' if power.comparisons > 1 else ''}"
+        found = f"{power.detectable:.3g} {unit} with probability {POWER:.0%}, over {family}"
+        yield f"{GAP}{counted(power.seeds, 'seed')} find a difference of {found}."
 
 
 # -- what it takes -------------------------------------------------------------------------------------------------------
@@ -148,9 +128,9 @@ def _settings(seen: "Explanation") -> Iterator[str]:
 
 def _memory(seen: "Explanation") -> Iterator[str]:
     if seen.memory is None:
-        yield from ([_INDENT + seen.memory_unknown] if seen.memory_unknown else [])
+        yield from ([GAP + seen.memory_unknown] if seen.memory_unknown else [])
         return
-    yield from table([*_memory_rows(seen.memory)], right=(1,))
+    yield from table_lines([*_memory_rows(seen.memory)], right=(1,), indent=GAP)
 
 
 def _memory_rows(memory: "Memory") -> Iterator[tuple[str, str, str]]:
@@ -163,33 +143,21 @@ def _memory_rows(memory: "Memory") -> Iterator[tuple[str, str, str]]:
         yield "peak", size_words(peak), f"of {size_words(memory.machine.memory)} on {device}{turns}"
 
 
-def _time(seen: "Explanation") -> Iterator[str]:
-    if seen.schedule is not None:
-        yield from table([*_time_rows(seen.schedule)])
-
-
-def _time_rows(plan: "Schedule") -> Iterator[tuple[str, str, str]]:
-    workers = f" / {plan.effective_parallelism} at once" if plan.effective_parallelism > 1 else ""
-    runs = f"{_counted(plan.total_runs, 'run')} x " if plan.total_runs > 1 else ""
-    done = f", less {plan.steps_done:,} done" if plan.steps_done else ""
-    what = f"{runs}{_counted(plan.steps_per_run, 'step')}{done}{workers}"
-    if plan.step_time is None or plan.estimated_wall_time_s is None or plan.device_hours is None:
+def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
+    workers = f" / {schedule.effective_parallelism} at once" if schedule.effective_parallelism > 1 else ""
+    runs = f"{counted(schedule.total_runs, 'run')} x " if schedule.total_runs > 1 else ""
+    done = f", less {schedule.steps_done:,} done" if schedule.steps_done else ""
+    what = f"{runs}{counted(schedule.steps_per_run, 'step')}{done}{workers}"
+    if schedule.step_time is None or schedule.estimated_wall_time_s is None or schedule.device_hours is None:
         product = f"{what}; " if runs or done else ""
-        yield "steps", f"{plan.steps_left:,}", f"{product}for time and cost measure one with --probe, or give --pilot RUN_DIR"
+        yield "steps", f"{schedule.steps_left:,}", f"{product}for time and cost measure one with --probe, or give --pilot RUN_DIR"
     else:
-        yield "step", _seconds(plan.step_time.seconds), plan.step_time.source
-        if plan.step_time.peak_memory_gib is not None:
-            yield "measured", f"{plan.step_time.peak_memory_gib:.2f} GiB", "peak memory so far, of the device on CUDA, else of the process"
-        yield "in all", duration(plan.estimated_wall_time_s), f"{what}; evaluations and loading aside"
-        if plan.cost is not None:
-            yield "cost", f"{plan.cost:,.2f}", f"{plan.device_hours:,.2f} device hours at {plan.price_per_hour:g}"
-    if plan.recommended:
-        yield "workers", str(plan.effective_parallelism), f"recommended max_workers: {plan.recommended.count} ({plan.recommended.because})"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds < 100 else duration(seconds)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+        step = schedule.step_time
+        yield "step", f"{step.seconds:.2f} s" if step.seconds < 100 else duration(step.seconds), step.source
+        if step.peak_memory_gib is not None:
+            yield "measured", f"{step.peak_memory_gib:.2f} GiB", "peak memory so far, of the device on CUDA, else of the process"
+        yield "in all", duration(schedule.estimated_wall_time_s), f"{what}; evaluations and loading aside"
+        if schedule.cost is not None:
+            yield "cost", f"{schedule.cost:,.2f}", f"{schedule.device_hours:,.2f} device hours at {schedule.price_per_hour:g}"
+    if best := schedule.recommended:
+        yield "workers", str(schedule.effective_parallelism), f"recommended max_workers: {best.count} ({best.because})"

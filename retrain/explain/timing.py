@@ -1,4 +1,4 @@
-"""How long a step takes: from runs that were made before, or from one step that is made now."""
+"""How long a step takes, from earlier runs or from one step measured now, and what a run or a campaign takes in all."""
 
 import os
 import tempfile
@@ -27,20 +27,20 @@ _NO_TRACE: dict[str, object] = {
     "backend.adapter_path": "",
     "resume.from": "",
 }
-"""A measured step evaluates nothing and writes nowhere but into its own folder."""
+"""A measured step evaluates nothing and writes only into its own folder."""
 
 
 @dataclass(frozen=True)
 class StepTime:
     seconds: float
     source: str
-    """In words."""
+    """How it was measured, in words."""
     peak_memory_gib: float | None = None
-    """As measured; of the device on CUDA, of the whole process elsewhere."""
+    """Measured peak: of the device on CUDA, of the whole process elsewhere."""
 
 
 def from_pilot(folder: Path) -> StepTime:
-    """The median over all steps of all runs in or below `folder`. Raises ConfigurationError where there is no run or no step."""
+    """The median over all steps of all runs in or below `folder`. Raises ConfigurationError without a run or a step."""
     from retrain.analysis.runs import find_runs, read_metrics
 
     runs = find_runs(folder)
@@ -48,13 +48,13 @@ def from_pilot(folder: Path) -> StepTime:
         time for run in runs for time in read_metrics(run.folder.metrics, ("step_time_s",))["step_time_s"].to_pylist() if time is not None
     ]
     if not times:
-        raise ConfigurationError(f"--pilot {folder} holds no step yet, so no time was measured; wait for one, or use --probe.")
+        raise ConfigurationError(f"--pilot {folder} has no step yet, so no time was measured; wait for one, or use --probe.")
     where = f"{len(runs)} runs in {folder}" if len(runs) > 1 else str(folder)
     return StepTime(median(times), f"median of {len(times):,} steps, {where}")
 
 
 def pilot_differences(folder: Path, config: "TrainConfig") -> Iterator[str]:
-    """One sentence for each key that a step's time hangs on and that the pilot had otherwise."""
+    """One sentence per key that affects the time of a step and differs in the pilot."""
     from retrain.analysis.runs import find_runs
     from retrain.config.keys import all_keys
     from retrain.parsing import toml_value
@@ -64,13 +64,13 @@ def pilot_differences(folder: Path, config: "TrainConfig") -> Iterator[str]:
         values = list(dict.fromkeys(toml_value(pilot.value(path)) for pilot in pilots))
         if values != [toml_value(config.value(path))]:
             section, _, name = path.partition(".")
-            yield f"The pilot ran with [{section}] {name} = {' and '.join(values)}, and this is {toml_value(config.value(path))}."
+            yield f"The pilot ran with [{section}] {name} = {' and '.join(values)}; here it is {toml_value(config.value(path))}."
 
 
 def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
-    """Load everything, make the first step of `config` (a single run) in a folder of its own, and measure it.
+    """Load everything, take the first step of `config` (a single run) in a temporary folder, and measure it.
 
-    Raises what a run raises before its first step.
+    Raises what a run raises up to the end of its first step.
     """
     from retrain.config.load import replaced
     from retrain.records.entries import StepRecord
@@ -91,7 +91,7 @@ def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
 
 @dataclass(frozen=True)
 class Workers:
-    """How many runs at once a campaign could use, and what bounds it."""
+    """How many runs a campaign could make at once, and what limits it."""
 
     count: int
     because: str
@@ -102,16 +102,16 @@ class Schedule:
     total_runs: int
     steps_per_run: int
     steps_done: int
-    """Over all runs, where a run or a campaign goes on."""
+    """Over all runs, when a run or campaign is resumed."""
     effective_parallelism: int
     recommended: Workers | None
     """None for a single run."""
     devices: int
-    """In use at a time."""
+    """In use at the same time."""
     step_time: StepTime | None
-    """Of one step of one run; None where nothing was measured."""
+    """Of one step of one run; None if nothing was measured."""
     price_per_hour: float
-    """Of one device; 0 where none is known."""
+    """Per device; 0 if not known."""
 
     @property
     def total_campaign_steps(self) -> int:
@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def estimated_wall_time_s(self) -> float | None:
-        """Of the steps that are left; evaluations, loading and waiting aside."""
+        """For the steps left, without evaluations, loading and waiting."""
         return None if self.step_time is None else self.steps_left * self.step_time.seconds / self.effective_parallelism
 
     @property
@@ -185,14 +185,14 @@ def _workers(plan: "CampaignPlan") -> int:
 
 
 def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Workers:
-    """As many runs at once as have a device, a core or a call of their own, and the memory for it."""
+    """As many runs at once as each have a device, a core or a call of their own, and enough memory."""
     bounds = [Workers(len(plan.runs), "all runs at once"), *_bounds(plan, memory)]
     tightest = min(bounds, key=lambda bound: bound.count)
     return Workers(max(1, tightest.count), tightest.because)
 
 
 def _bounds(plan: "CampaignPlan", memory: "Memory | None") -> Iterator[Workers]:
-    """None for a Ray cluster elsewhere, which starts as many runs as it holds."""
+    """No bounds for a Ray cluster elsewhere, which starts as many runs as it has room for."""
     settings, backend = plan.settings, plan.config.backend
     if settings.ray_address:
         return

@@ -1,1 +1,1 @@
-"""The token-credit viewer: what every token of a step was given and why, in a terminal or in the report."""
+"""The token-credit viewer: the advantage of every token of a step and where it comes from, in a terminal or in the report."""

@@ -1,6 +1,6 @@
-"""One step's token file, completion by completion, and the same completions under other transforms.
+"""The credit of one step, completion by completion, from its token file; also under other transforms.
 
-Another transform is computed by the credit pipeline of training, from the token ids, log-probs, entropies and rewards that the file holds.
+Another transform is computed by the training credit pipeline from the stored token ids, log-probs, entropies and rewards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class Pieces:
-    """The vocabulary of a run's model. Raises EnvironmentFailure where its tokenizer cannot be had."""
+    """The text of tokens under a run's tokenizer. Raises EnvironmentFailure if the tokenizer cannot be loaded."""
 
     def __init__(self, model: "Model") -> None:
-        self._tokenizer = load_tokenizer(model.model, model.revision)  # whoever looks at a run trusts no code that it names
+        self._tokenizer = load_tokenizer(model.model, model.revision)  # no code that the run names is executed
         self.vocabulary = VocabularyTable(self._tokenizer)
 
     def of(self, token_ids: TokenIds) -> list[str]:
-        """[T] one string a token. A special token, which adds nothing to a text, is its name; an unfinished code point is ""."""
+        """[T] one string per token: a special token's name, "" for a part of an unfinished code point."""
         pieces = self.vocabulary.pieces(token_ids)
         return [piece or self._name(int(token)) for piece, token in zip(pieces, token_ids, strict=True)]
 
@@ -50,38 +50,38 @@ class Pieces:
 
 @dataclass(frozen=True)
 class CompletionCredit:
-    """One completion of T tokens."""
+    """One completion of T tokens with everything that is known about each."""
 
     slot: int
-    """The prompt's place in the step."""
+    """The prompt's index in the step."""
     sample: int
     reward: float | None
-    """None where the file is of a version that did not store it; `truncated` and `log_ratios` too."""
+    """None in files of versions that did not store it; `truncated` and `log_ratios` likewise."""
     truncated: bool | None
     token_ids: npt.NDArray[np.int32]
     pieces: list[str]
-    """[T] the text of each token; a special token under its name."""
+    """[T] the text of each token; a special token's name."""
     surprisals: npt.NDArray[np.float64]
     """[T] nats."""
     entropies: Float32Array | None
-    """[T] nats; None where the engine recorded none."""
+    """[T] nats; None if the engine recorded none."""
     planning: npt.NDArray[np.bool_] | None
-    """[T] inside a planning phrase; None where no condition looked for them."""
+    """[T] True inside a planning phrase; None if no condition looks for them."""
     log_ratios: Float32Array | None
-    """[T] learner - sampler log-prob before the step; None where the completion was not trained on."""
+    """[T] learner minus sampler log-prob before the step; None if the completion was not trained on."""
     kept: npt.NDArray[np.int32] | None
-    """[T] how many tokens each one was drawn from; None where the sampled distribution was not truncated."""
+    """[T] size of the truncated distribution each token was drawn from; None without truncation."""
     stages: Mapping[str, Mapping[str, Float32Array]]
-    """Condition -> stage -> [T] advantages, in the order in which the stages were applied."""
+    """Condition -> stage -> [T] advantages, stages in the order of their application."""
 
     def advantages(self, label: str) -> Float32Array:
-        """[T] as the loss takes them."""
+        """[T] as the loss uses them."""
         return list(self.stages[label].values())[-1]
 
 
 @dataclass(frozen=True)
 class StepCredit:
-    """One step with what one or more conditions give its n tokens; texts are decoded when they are asked for."""
+    """The n tokens of one step and their advantages under one or more conditions; texts are decoded on demand."""
 
     step: int
     stages: Mapping[str, Mapping[str, Float32Array]]
@@ -98,26 +98,26 @@ class StepCredit:
 
     @cached_property
     def slots(self) -> list[int]:
-        """The prompts' places in the step, in their order."""
+        """The prompts' indices in the step, in order."""
         return list(dict.fromkeys(self.table.slot.tolist()))
 
     def finals(self) -> dict[str, Float32Array]:
-        """Condition -> [n] advantages as the loss takes them."""
+        """Condition -> [n] advantages as the loss uses them."""
         return {label: list(stages.values())[-1] for label, stages in self.stages.items()}
 
     def of_slot(self, slot: int) -> list[int]:
-        """The numbers of a prompt's completions."""
+        """The indices of a prompt's completions."""
         return np.flatnonzero(self.table.slot == slot).tolist()
 
     def liveliest_slot(self) -> int:
-        """The first prompt whose tokens were given the largest advantages in the run's own condition: the one with most to see."""
+        """The prompt with the largest advantage under the run's own condition: the one with most to see."""
         sizes = np.abs(self.finals()[self.labels[0]])
         offsets = self.table.offsets
         largest = {slot: max(float(sizes[offsets[i] : offsets[i + 1]].max(initial=0.0)) for i in self.of_slot(slot)) for slot in self.slots}
         return max(self.slots, key=lambda slot: largest[slot])
 
     def prompt(self, slot: int) -> str | None:
-        """The prompt as the model saw it, special tokens under their names; None where the file does not hold it."""
+        """The prompt as the model saw it, with the names of special tokens; None if the file does not store it."""
         table = self.table
         if table.prompt_offsets is None or table.prompt_token_ids is None:
             return None
@@ -145,16 +145,16 @@ class StepCredit:
 
 
 def stored_steps(folder: RunFolder) -> list[int]:
-    """The steps whose tokens a run stored, rising."""
+    """The steps whose tokens a run stored, in increasing order."""
     numbers = [path.stem.removeprefix("step_") for path in folder.tokens.glob("step_*.safetensors")]
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def read_step(run: StoredRun, step: int | None = None, against: Sequence[str] = ()) -> StepCredit:
-    """A step of `run`, by default the last that was stored, with the transforms of `against` beside its own condition.
+    """A step of `run`, by default the last one stored, under its own condition and those of `against`.
 
-    Each of these is a transform, or "advantage+transform". Raises ConfigurationError for a step or a condition that is not there,
-    EnvironmentFailure where the model's tokenizer cannot be had.
+    Each of `against` is a transform or "advantage+transform". Raises ConfigurationError for an unknown step or condition,
+    EnvironmentFailure if the model's tokenizer cannot be loaded.
     """
     step = _chosen_step(run, step)
     table = read_tokens(run.folder.step_tokens(step))
@@ -178,18 +178,15 @@ def _chosen_step(run: StoredRun, step: int | None) -> int:
     steps = stored_steps(run.folder)
     if not steps:
         raise ConfigurationError(
-            f"{run.path} holds no tokens to inspect; train with [logging] tokens_every = 1 (--tokens-every 1) to store those of every step."
+            f"{run.path} holds no tokens to inspect; train with [logging] tokens_every = 1 (--tokens-every 1) to store every step's."
         )
     if step is None:
         return steps[-1]
     if step not in steps:
-        raise ConfigurationError(f"--step {step} has no tokens in {run.folder.tokens}; the steps that have are {_listed(steps)}.")
+        names = [str(stored) for stored in steps]
+        shown = ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-2:]])
+        raise ConfigurationError(f"--step {step} has no tokens in {run.folder.tokens}; the stored steps are {shown}.")
     return step
-
-
-def _listed(steps: Sequence[int]) -> str:
-    shown = [str(step) for step in steps]
-    return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-2:]])
 
 
 # -- other transforms on the same completions ----------------------------------------------------------------------------
@@ -199,7 +196,7 @@ _NO_PROMPT = Prompt(Example(prompt="", reference=""), "", np.zeros(0, np.int32))
 
 
 def _under(config: TrainConfig, name: str) -> TrainConfig:
-    """The run's configuration with another transform, and another advantage where the name has one."""
+    """The run's configuration with another transform, and with another advantage if `name` gives one."""
     advantage, _, transform = name.rpartition("+")
     recipe = recipe_of(config.algorithm)
     if not advantage and recipe is None:
@@ -211,7 +208,7 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
         "algorithm.algorithm_mode": "",
         "algorithm.advantage_mode": advantage or (recipe.advantage if recipe else ""),
         "algorithm.transform_mode": transform,
-        "algorithm.transform_params": {},  # they are those of the run's own transform
+        "algorithm.transform_params": {},  # these belong to the run's own transform
         "algorithm.uncertainty_kind": str(config.algorithm.transform_params.get("uncertainty_kind", config.algorithm.uncertainty_kind)),
     }
     if advantage:
@@ -220,7 +217,7 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
 
 
 def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
-    """What the run used at the step, or what its [sepa] section would have given a run that follows it."""
+    """The lambda that the run used at the step, or else the one on the linear ramp of its [sepa] section."""
     recorded = read_metrics(run.folder.metrics, ("step", "sepa_lambda")).to_pylist()
     value = next((row["sepa_lambda"] for row in recorded if row["step"] == step), None)
     if value is not None:
@@ -231,11 +228,11 @@ def _sepa_lambda(run: StoredRun, step: int, notes: list[str]) -> float:
 
 
 def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
-    """The judged groups of the step, as credit assignment got them."""
+    """The judged groups of the step, as credit assignment received them."""
     if table.rewards is None or table.truncated is None:
         raise ConfigurationError(
-            f"{run.folder.tokens} was written by an earlier version, without rewards, so --against has nothing to start from; "
-            "train anew with [logging] tokens_every to store them."
+            f"{run.folder.tokens} was written by an earlier version, which did not store the rewards that --against needs; "
+            "train again with [logging] tokens_every to store them."
         )
     threshold = run.config.reward.correct_threshold
     groups: dict[int, Group] = {}

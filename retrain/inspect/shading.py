@@ -1,4 +1,4 @@
-"""Which colour a token gets: a signed or unsigned quantity in a few steps, the same in the terminal and on the page."""
+"""The shade of a token: a signed or unsigned quantity in a few levels, the same in the terminal and on the page."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -9,7 +9,10 @@ import numpy.typing as npt
 from retrain.inspect.credit import CompletionCredit, StepCredit
 
 LEVELS = 5
-"""Shades on each side of 0: more are not told apart."""
+"""Shades on each side of 0; more could not be told apart."""
+_STRONGEST = 0.98
+"""Quantile that gets the strongest shade; with the maximum, one token of tiny probability would make all others pale."""
+Values = npt.NDArray[np.floating] | None
 
 
 class Quantity(StrEnum):
@@ -21,14 +24,8 @@ class Quantity(StrEnum):
     LOG_RATIO = "log-ratio"
 
 
-_STRONGEST = 0.98
-"""Quantile: one token of a tiny probability would pale all the others."""
-
-Values = npt.NDArray[np.floating] | None
-
-
 def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> Values:
-    """[T], or None where the completion has none of it."""
+    """[T], or None if it was not stored for the completion."""
     match quantity:
         case Quantity.ADVANTAGE:
             return completion.advantages(label)
@@ -41,7 +38,7 @@ def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> V
 
 
 def scale_of(credit: StepCredit, quantity: Quantity) -> float:
-    """The size from which a token gets the strongest shade: few of the step's tokens go beyond it, whatever the condition."""
+    """The size from which a token gets the strongest shade; few of the step's tokens exceed it under any condition."""
     table = credit.table
     arrays: dict[Quantity, Sequence[Values]] = {
         Quantity.ADVANTAGE: list(credit.finals().values()),
@@ -55,7 +52,7 @@ def scale_of(credit: StepCredit, quantity: Quantity) -> float:
 
 
 def levels(values: Values, scale: float, count: int) -> list[int]:
-    """[T] from -LEVELS to LEVELS, 0 only for what is exactly 0 or unknown: a small advantage still shows its sign."""
+    """[T] from -LEVELS to LEVELS; 0 only where the value is exactly 0 or unknown, so a small advantage still shows its sign."""
     if values is None:
         return [0] * count
     sizes = np.ceil(np.abs(values) / scale * LEVELS - 1e-9)

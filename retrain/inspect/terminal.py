@@ -1,6 +1,6 @@
-"""A step's credit in a terminal: the text of the completions with every token coloured, or a table with a line for each token.
+"""A step's credit in a terminal: the text of the completions with every token coloured, or a table with one line per token.
 
-Model text is never markup here, its escape sequences are dropped, and direction marks are written out.
+Model text is never treated as markup; its escape sequences are dropped and direction marks are written out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ import numpy as np
 
 from retrain.inspect.credit import CompletionCredit, StepCredit
 from retrain.inspect.shading import LEVELS, Quantity, levels, scale_of, values_of
+from retrain.records.printing import counted, table_lines
 from retrain.records.terminal import one_line, without_escapes
 from retrain.types import Float32Array
 
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 _POSITIVE = ("#d8e9f7", "#aed2ef", "#7db8e4", "#4a9ad6", "#1b75bc")
 _NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
-"""Blue and orange are told apart by nearly everyone; text on them is black, on the strongest white."""
+"""Nearly everyone can tell blue from orange. Text is black, on the strongest shade white."""
 _MARKED = 8
-"""Tokens in the table below a coloured text."""
+"""Rows of the table below a coloured text."""
 
 
 def show(credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Console", *, table: bool) -> None:
-    """Print the completions `numbers`; `table` has a line for each token and needs no colour."""
+    """Print the completions `numbers`, coloured or as a `table` with one line per token."""
     for note in credit.notes:
         console.print(note, markup=False, highlight=False)
     if not table:
@@ -41,7 +42,7 @@ def show(credit: StepCredit, numbers: Sequence[int], by: Quantity, console: "Con
             console.print()
             console.print(f"Prompt {shown_prompt}: {one_line(prompt or '(not stored)', 400)}", markup=False, highlight=False)
         console.print()
-        console.print(_heading(completion), style="bold", markup=False, highlight=False)
+        console.print(heading(completion), style="bold", markup=False, highlight=False)
         if table:
             _print_lines(token_lines(completion, range(len(completion.pieces)), width), console)
         else:
@@ -54,14 +55,15 @@ def _print_lines(lines: Sequence[str], console: "Console") -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _heading(completion: CompletionCredit) -> str:
+def heading(completion: CompletionCredit) -> str:
+    """Sample 3, reward 1, 212 tokens, cut off by max_tokens"""
     reward = "" if completion.reward is None else f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
-    return f"Sample {completion.sample}{reward}, {len(completion.pieces)} tokens{end}"
+    return f"Sample {completion.sample}{reward}, {counted(len(completion.pieces), 'token')}{end}"
 
 
 def most_marked(completion: CompletionCredit) -> list[int]:
-    """The positions with the largest advantages under any condition, in their order."""
+    """The positions with the largest advantages under any condition, in reading order."""
     sizes = np.max([np.abs(completion.advantages(label)) for label in completion.stages], axis=0)
     return sorted(np.argsort(-sizes, kind="stable")[:_MARKED].tolist())
 
@@ -70,7 +72,7 @@ def most_marked(completion: CompletionCredit) -> list[int]:
 
 
 def _coloured(credit: StepCredit, completion: CompletionCredit, by: Quantity) -> "RenderableType":
-    """One column for each condition; what colours a token in other quantities is the same in all of them."""
+    """One column per condition for advantages; the other quantities do not depend on the condition."""
     from rich.table import Table
 
     labels = credit.labels if by is Quantity.ADVANTAGE else credit.labels[:1]
@@ -95,7 +97,7 @@ def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label:
 
 
 def _shown(piece: str) -> str:
-    """A token on one line; one that writes nothing by itself has a place all the same."""
+    """A token on one line, with a sign in place of one that prints nothing."""
     return one_line(piece.replace("\n", "↵"), 200) or "◌"
 
 
@@ -129,9 +131,9 @@ def _legend(credit: StepCredit, by: Quantity) -> "Text":
 
 
 def token_lines(completion: CompletionCredit, positions: Sequence[int], width: int | None = None) -> list[str]:
-    """Aligned columns: what is known of each token, then its advantage after each stage, or at last under each of several conditions.
+    """Aligned columns: each token's numbers, then its advantage after each stage, or the final one under each of several conditions.
 
-    Conditions whose names make the lines wider than `width` are called A, B, ..., as a first line says.
+    If the names of the conditions make the lines wider than `width`, they become A, B, ... and the first line explains them.
     """
     from rich.cells import cell_len
 
@@ -144,16 +146,14 @@ def token_lines(completion: CompletionCredit, positions: Sequence[int], width: i
 
 
 def _columns(completion: CompletionCredit, positions: Sequence[int], advantages: Mapping[str, Float32Array]) -> list[str]:
-    from rich.cells import cell_len
-
+    """The token's text and mark on the left, numbers on the right."""
     pieces = without_escapes(completion.pieces)
     kept = ("kept",) if completion.kept is not None else ()
     rows = [("token", "text", "plan", "surprisal", "entropy", "log-ratio", *kept, *map(one_line, advantages))]
     for position in positions:
         given = (f"{values[position]:+.4f}" for values in advantages.values())
         rows.append((str(position), f"'{_shown(pieces[position])}'", *_numbers(completion, position), *given))
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    return list(table_lines(rows, right=[column for column in range(len(rows[0])) if column not in (1, 2)]))
 
 
 def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
@@ -166,19 +166,10 @@ def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
 
 
 def _advantages(completion: CompletionCredit, letters: Mapping[str, str] | None = None) -> dict[str, Float32Array]:
-    """Heading -> [T]; `letters` stand for the conditions where they are given."""
+    """Heading -> [T]; `letters` replace the names of the conditions."""
     if len(completion.stages) == 1:
         return {stage: values for stages in completion.stages.values() for stage, values in stages.items()}
     finals = {(letters or {}).get(label, label): completion.advantages(label) for label in completion.stages}
     own, *others = finals
     changes = {f"{label}-{own}" if letters else f"change by {label}": finals[label] - finals[own] for label in others}
     return finals | changes
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Numbers to the right, the token's text and mark to the left."""
-    from rich.cells import cell_len
-
-    for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        space = " " * (width - cell_len(cell))
-        yield cell + space if column in (1, 2) else space + cell

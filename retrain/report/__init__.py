@@ -1,4 +1,4 @@
-"""One page for a run or a campaign: what was learned, how it compares, what it cost, and what the model wrote.
+"""One page about a run or a campaign: what was learned, how conditions compare, what it cost, and what the model wrote.
 
-`data` reads the folder, `figures` draw from the data, `page` puts both into the HTML of `templates/`, `serve` keeps it fresh.
+`data` reads the folder, `figures` draws the data, `page` puts both into the HTML of `templates/`, and `serve` keeps the page current.
 """

@@ -1,4 +1,4 @@
-"""The numbers behind the curves: the metrics of every run, and their mean and spread over the runs of an arm, step by step."""
+"""The numbers behind the curves: every run's metrics by step, and their mean and standard deviation over the runs of a condition."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ _LONGEST_WINDOW = 25
 
 @dataclass(frozen=True)
 class Curves:
-    """One run's metrics by step; what is null in the file is NaN."""
+    """One run's metrics by step; a null in the file is NaN."""
 
     steps: Floats
-    """[S] counted from 0, rising."""
+    """[S] counted from 0, increasing."""
     values: Mapping[str, Floats]
     """Field -> [S]"""
 
@@ -38,7 +38,7 @@ class Curves:
         return cls(table["step"].to_numpy(), {name: table[name].to_numpy() for name in FIELDS})
 
     def last(self, name: str, window: int) -> float | None:
-        """Mean of the last `window` values that there are."""
+        """Mean of the last `window` known values; None without any."""
         known = self.values[name][~np.isnan(self.values[name])][-window:]
         return float(known.mean()) if len(known) else None
 
@@ -58,7 +58,7 @@ class HeldOutPoint:
 
 
 def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
-    """Every evaluation of a run that judged something, in the order of the steps."""
+    """The evaluations of a run that judged something, ordered by step."""
     if not run.folder.evaluation.is_file():
         return []
     records = map(EvaluationRecord.from_json, read_jsonl(run.folder.evaluation))
@@ -68,19 +68,19 @@ def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
 
 @dataclass(frozen=True)
 class Band:
-    """Mean and spread over runs at each step. S steps."""
+    """Mean and standard deviation over runs at each of S steps."""
 
     steps: Floats
     """[S]"""
     mean: Floats
     """[S]"""
     sd: Floats | None
-    """[S] standard deviation between runs, ddof = 1; None for a single run."""
+    """[S] between runs, ddof = 1; None for a single run."""
 
 
 @dataclass(frozen=True)
 class ConditionCurves:
-    """The runs that share a condition."""
+    """The runs of one condition and their curves."""
 
     label: str
     runs: Sequence[StoredRun]
@@ -92,16 +92,16 @@ class ConditionCurves:
         return any(not np.isnan(curves.values[name]).all() for curves in self.curves)
 
     def band(self, name: str, window: int = 1) -> Band | None:
-        """A field over the steps, each run smoothed over `window` steps first; None where no run has it.
+        """A field over the steps, each run smoothed over `window` steps first; None if no run has it.
 
-        A step counts where at least half of the runs that have begun have a value, so that a campaign that is still going on, whose
-        runs have come to different steps, does not end in the noise of its first run.
+        Steps at which fewer than half of the started runs have a value are left out, so that the curve of an unfinished campaign does
+        not end in the noise of its fastest run.
         """
         begun = [curves for curves in self.curves if len(curves.steps)]
         return _band([(curves.steps, smoothed(curves.values[name], window)) for curves in begun])
 
     def held_out_band(self) -> Band | None:
-        """pass@1 at each evaluation."""
+        """pass@1 at each evaluation; None without any."""
         evaluated = [points for points in self.held_out if points]
         return _band([(np.array([p.step for p in points], float), np.array([p.accuracy for p in points])) for points in evaluated])
 
@@ -111,7 +111,7 @@ class ConditionCurves:
 
 
 def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
-    """Curves [S_i] over their own steps, aligned by step number."""
+    """The curves of the runs, (steps [S_i], values [S_i]) each, aligned by step number."""
     if not curves:
         return None
     steps = np.unique(np.concatenate([own for own, _ in curves]))
@@ -132,12 +132,12 @@ def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
 
 
 def window_for(steps: int) -> int:
-    """Steps of the running mean: one step's rate, over some hundred completions, jumps by several points."""
+    """Steps of the running mean: the rate of a single step, over about a hundred completions, jumps by several points."""
     return max(1, min(_LONGEST_WINDOW, steps // _SMOOTHED_PART))
 
 
 def smoothed(values: Floats, window: int) -> Floats:
-    """[S] -> [S] mean over the last `window` values that are known; NaN stays NaN."""
+    """[S] -> [S] mean over the known values among the last `window`; NaN stays NaN."""
     known = ~np.isnan(values)
     if window == 1 or not known.any():
         return values
@@ -151,7 +151,7 @@ def smoothed(values: Floats, window: int) -> Floats:
 
 
 def curves_by_condition(labelled: Iterable[tuple[str, StoredRun]]) -> list[ConditionCurves]:
-    """Runs by label, in the order in which the labels come."""
+    """The curves of (label, run) pairs, one ConditionCurves per label in order of first appearance."""
     by_label: dict[str, list[StoredRun]] = {}
     for label, run in labelled:
         by_label.setdefault(label, []).append(run)

@@ -1,4 +1,4 @@
-"""Everything that a report shows, read from a folder; nothing here draws or knows HTML."""
+"""Everything that a report shows, read from a folder; drawing and HTML are elsewhere."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,22 +23,22 @@ _MOST_TOKEN_RUNS = 3
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """What was asked for."""
+    """The options of `retrain report`."""
 
     folder: Path
     baseline: str | None = None
-    """A condition; the first by default."""
+    """The condition that the others are compared with; by default the first."""
     metric: str | None = None
     test: TestSettings = field(default_factory=TestSettings)
     against: Sequence[str] = ()
-    """Transforms to show beside a run's own in the token viewer."""
+    """More transforms for the token viewer."""
     sampled_steps: int = 4
-    """Steps of a run whose completions are shown."""
+    """How many steps of a run show their completions."""
 
 
 @dataclass(frozen=True)
 class SqueezeCurve:
-    """The variance that each rank of an adapter keeps, over its layers."""
+    """The variance that an adapter keeps at each rank: mean, lowest and highest over its layers."""
 
     adapter: str
     ranks: Sequence[int]
@@ -51,7 +51,7 @@ class SqueezeCurve:
 
     @classmethod
     def from_json(cls, adapter: str, squeeze: Mapping[str, Any]) -> "SqueezeCurve":
-        """From what a campaign's manifest holds, and Analysis.to_json gives."""
+        """`squeeze` is what Analysis.to_json gives and a campaign's manifest stores."""
         table = squeeze["table"]
         return cls(
             adapter=adapter,
@@ -76,18 +76,18 @@ class InspectedRun:
 class ReportData:
     folder: Path
     kind: str
-    """run, campaign or runs."""
+    """"run", "campaign" or "runs"."""
     statuses: Sequence[RunStatus]
     arms: Sequence[ConditionCurves]
-    """The runs that have begun, by condition."""
+    """The runs that have started, by condition."""
     seeds: int
-    """Different ones, of the runs that have not begun too."""
+    """Number of different seeds, including runs that have not started."""
     comparison: Comparison | None
     squeeze: SqueezeCurve | None
     samples: Sequence[SampledRun]
     tokens: Sequence[InspectedRun]
     config: str
-    """config.toml of a single run, "" otherwise."""
+    """config.toml of a single run, else ""."""
     notes: Sequence[str]
     """What could not be shown, and why."""
 
@@ -97,7 +97,7 @@ class ReportData:
 
 
 def read_report_data(request: ReportRequest) -> ReportData:
-    """Raises ConfigurationError for a folder without runs and for a baseline or metric that is not there."""
+    """Read the folder. Raises ConfigurationError if it holds no runs, or not the requested baseline or metric."""
     folder = request.folder
     kind = "run" if is_run(folder) else "campaign" if is_campaign(folder) else "runs"
     planned = campaign_runs(folder) if kind == "campaign" else find_runs(folder)
@@ -122,7 +122,7 @@ def read_report_data(request: ReportRequest) -> ReportData:
 
 
 def _labels(runs: Sequence[StoredRun]) -> list[str]:
-    """The condition of each run, with the campaign's name before it where the runs are of several."""
+    """The condition of each run, prefixed with its campaign if there are several."""
     campaigns = [run.path.parent.parent.name if run.planned else "" for run in runs]
     several = len(set(campaigns)) > 1
     return [
@@ -131,7 +131,7 @@ def _labels(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
-    """A sentence for each condition whose runs are not repetitions of one configuration, as a campaign's are."""
+    """A sentence for each condition whose runs differ in more than their seeds."""
     for arm in arms:
         keys = differing_keys([(arm.runs[0], run) for run in arm.runs[1:]])
         if keys:
@@ -142,7 +142,7 @@ def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
 
 
 def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], request: ReportRequest, notes: list[str]) -> Comparison | None:
-    """None, with a note, where there is nothing that may be compared; what the user named and got wrong is an error."""
+    """None, with a note, if nothing can be compared; a wrong --baseline or --metric is an error instead."""
     conditions = list(dict.fromkeys(run.condition for run in runs))
     if request.baseline is not None and request.baseline not in conditions:
         raise ConfigurationError(f"--baseline {request.baseline} is no condition of {request.folder}; they are {', '.join(conditions)}.")
@@ -150,7 +150,7 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], requ
     if len(conditions) < 2:
         return None
     if len(arms) > len(conditions) or any(": " in arm.label for arm in arms):
-        notes.append("The runs are of several campaigns, which are not compared with each other; make a report of each.")
+        notes.append("The runs belong to several campaigns, which are not compared with each other; make a report of each.")
         return None
     baseline = request.baseline or conditions[0]
     base = [run for run in runs if run.condition == baseline]
@@ -163,28 +163,20 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], requ
         return None
 
 
-# -- what not every run has ----------------------------------------------------------------------------------------------
+# -- what only some runs have ---------------------------------------------------------------------------------------------
 
 
 def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
-    """From the campaign's manifest, which holds that of its first run, else of the first adapter that a run finished."""
+    """From the campaign's manifest, which describes its first run, else from the first final adapter of a run."""
     if is_campaign(folder):
         squeeze = read_object(folder / MANIFEST).get("squeeze")
         if isinstance(squeeze, dict) and squeeze.get("table"):
             return SqueezeCurve.from_json(runs[0].name if runs else "", squeeze)
     for run in runs:
-        adapter = _final_adapter(run)
-        if adapter is not None:
-            return _analysed(run, adapter, notes)
+        named = run.summary.get("adapter")
+        if named and is_path_text(named) and (run.path / named / "adapter_config.json").is_file():
+            return _analysed(run, run.path / named, notes)
     return None
-
-
-def _final_adapter(run: StoredRun) -> Path | None:
-    if not run.folder.summary.is_file():
-        return None
-    named = run.summary.get("adapter")
-    adapter = run.path / named if named and is_path_text(named) else None
-    return adapter if adapter and (adapter / "adapter_config.json").is_file() else None
 
 
 def _analysed(run: StoredRun, adapter: Path, notes: list[str]) -> SqueezeCurve | None:
@@ -200,7 +192,7 @@ def _analysed(run: StoredRun, adapter: Path, notes: list[str]) -> SqueezeCurve |
 
 
 def _tokens(arms: Sequence[ConditionCurves], against: Sequence[str], notes: list[str]) -> list[InspectedRun]:
-    """The last step with tokens of the first run of each arm that stored some."""
+    """The last stored step of the first run of each condition that stored tokens."""
     found: list[InspectedRun] = []
     for arm in arms:
         run = next((run for run in arm.runs if stored_steps(run.folder)), None)

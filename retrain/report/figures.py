@@ -1,12 +1,12 @@
-"""The figures of a report: each a function from the data to a drawing, or None where there is nothing to draw."""
+"""The figures of a report: each is a function from the data to a drawing, or to None if there is nothing to draw."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrain.analysis.compare import Comparison
 from retrain.analysis.verdict import Verdict
 from retrain.report.curves import PHASES, ConditionCurves
 from retrain.report.data import ReportData, SqueezeCurve
@@ -25,24 +25,30 @@ from retrain.report.panels import (
 )
 from retrain.report.theme import GRID, INK, MUTED, drawing, series, to_png
 
+_SQUEEZE = "squeeze"
+_LENGTH = {"completion_tokens_mean": ""}
+_SPEED = {"tokens_per_s": ""}
+_INFORMATIVE = {"informative_fraction": ""}
+_INFORMATIVE_NOTE = "The fraction of groups in which some token has an advantage; the others add nothing to the policy gradient."
+
 
 def draw_figures(data: ReportData) -> list[Drawn]:
-    """Every figure that the data has something for."""
+    """Every figure for which there is data."""
     makers: Sequence[Callable[[ReportData], Drawn | None]] = (
         _held_out,
         _differences,
         _training,
         _entropy,
-        _sepa,
-        _lengths,
-        _signal,
-        _throughput,
+        partial(line_figure, name="sepa", title="SEPA's lambda", fields={"sepa_lambda": ""}, smooth=False, limits=(-0.03, 1.03)),
+        partial(line_figure, name="lengths", title="Length of the completions", fields=_LENGTH, ylabel="tokens", from_zero=True),
+        partial(line_figure, name="signal", title="Informative groups", fields=_INFORMATIVE, percent=True, note=_INFORMATIVE_NOTE),
+        partial(line_figure, name="throughput", title="Throughput", fields=_SPEED, ylabel="tokens per second", from_zero=True),
         _phases,
-        _squeeze,
+        lambda data: squeeze_figure(data.squeeze) if data.squeeze else None,
     )
     drawn = []
     for maker in makers:
-        with drawing(maker.__name__):
+        with drawing("report"):
             found = maker(data)
             if found:
                 add_legend(found.figure, least=2 if len(data.arms) < 2 else 1)
@@ -85,7 +91,7 @@ def _held_out(data: ReportData) -> Drawn | None:
 
 
 def _held_out_once(data: ReportData, step: int) -> Drawn:
-    """One evaluation a run: no curve, but a row for each condition."""
+    """With one evaluation per run there is no curve, but a row per condition."""
     arms = [(index, arm) for index, arm in enumerate(data.arms) if any(arm.held_out)]
     figure, axes = empty_figure(height=0.9 + ROW_HEIGHT * len(arms))
     for row, (index, arm) in enumerate(arms):
@@ -118,55 +124,30 @@ def _differences(data: ReportData) -> Drawn | None:
         weight = "normal" if found.verdict is Verdict.INCONCLUSIVE else "bold"
         words = f"{contrast.condition}: {found.verdict}"
         row_label(axes, place + 0.26, words, weight)
-    axes.set(ylim=(-len(contrasts) + 0.5, 0.75), xlabel=_difference_words(comparison))
+    unit = " (percentage points)" if comparison.metric.is_rate else ""
+    axes.set(ylim=(-len(contrasts) + 0.5, 0.75), xlabel=f"difference in {comparison.metric.name}{unit}")
     without_scale(axes)
     confidence = f"{100 * (1 - comparison.test.alpha):g}%"
-    alone = ", each for itself" if len(contrasts) > 1 else ""
-    caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}. {_better(comparison)}"
+    alone = ", not adjusted" if len(contrasts) > 1 else ""
+    better = "Left" if comparison.test.lower_is_better else "Right"
+    caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}. {better} of 0 is better."
     return Drawn("differences", f"Differences from {comparison.baseline}, paired by seed", caption, figure)
-
-
-def _difference_words(comparison: Comparison) -> str:
-    unit = " (percentage points)" if comparison.metric.is_rate else ""
-    return f"difference in {comparison.metric.name}{unit}"
-
-
-def _better(comparison: Comparison) -> str:
-    return f"{'Left' if comparison.test.lower_is_better else 'Right'} of 0 is better."
 
 
 # -- what the policy is like ---------------------------------------------------------------------------------------------
 
 
 def _entropy(data: ReportData) -> Drawn | None:
-    """Entropy where the engine recorded it, else surprisal, which is never called entropy."""
+    """Entropy if the engine recorded it, else surprisal, which is never called entropy."""
     if any(arm.has("exec_entropy_mean") for arm in data.arms):
         kind, title = "entropy", "Entropy of the policy"
     else:
         kind, title = "surprisal", "Surprisal of the sampled tokens"
     fields = {f"exec_{kind}_mean": "", f"plan_{kind}_mean": "planning"}
-    return line_figure(data, "entropy", title, fields, ylabel="nats a token", note="Dashed: tokens inside planning phrases.")
-
-
-def _sepa(data: ReportData) -> Drawn | None:
-    return line_figure(data, "sepa", "SEPA's lambda", {"sepa_lambda": ""}, smooth=False, limits=(-0.03, 1.03))
-
-
-def _lengths(data: ReportData) -> Drawn | None:
-    return line_figure(data, "lengths", "Length of the completions", {"completion_tokens_mean": ""}, ylabel="tokens", from_zero=True)
-
-
-def _signal(data: ReportData) -> Drawn | None:
-    title = "Informative groups"
-    note = "The fraction of the groups in which some token has an advantage; the others add nothing to the policy gradient."
-    return line_figure(data, "signal", title, {"informative_fraction": ""}, percent=True, note=note)
+    return line_figure(data, "entropy", title, fields, ylabel="nats per token", note="Dashed: tokens inside planning phrases.")
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------------
-
-
-def _throughput(data: ReportData) -> Drawn | None:
-    return line_figure(data, "throughput", "Throughput", {"tokens_per_s": ""}, ylabel="tokens a second", from_zero=True)
 
 
 def _phases(data: ReportData) -> Drawn | None:
@@ -187,27 +168,21 @@ def _phases(data: ReportData) -> Drawn | None:
     for place, arm, total in zip(places, arms, totals, strict=True):
         words = f"{arm.label}: {total:.3g} s"
         row_label(axes, place + 0.12, words)
-    axes.set(ylim=(-len(arms) + 0.6, 0.6), xlabel="seconds a step")
+    axes.set(ylim=(-len(arms) + 0.6, 0.6), xlabel="seconds per step")
     without_scale(axes)
-    caption = "Medians over the steps. Rewards are scored while other completions are sampled; reward is the wait after the last one."
+    caption = "Medians over the steps. Rewards are scored during sampling, so reward is only the wait after the last completion."
     return Drawn("phases", "Time by phase", caption, figure)
 
 
 def _median(arm: ConditionCurves, field: str) -> float:
-    """Over all steps of all runs; 0 where none has it."""
+    """Over all steps of all runs; 0 if no run has the field."""
     values = np.concatenate([curves.values[field] for curves in arm.curves])
     known = values[~np.isnan(values)]
     return float(np.median(known)) if len(known) else 0.0
 
 
-def _squeeze(data: ReportData) -> Drawn | None:
-    return squeeze_figure(data.squeeze) if data.squeeze else None
-
-
-_NAME = "squeeze"
-
-
 def squeeze_figure(curve: SqueezeCurve) -> Drawn:
+    """The variance kept by rank, with the threshold and the recommended rank."""
     figure, axes = empty_figure()
     ranks = np.array(curve.ranks, float)
     axes.fill_between(
@@ -221,18 +196,15 @@ def squeeze_figure(curve: SqueezeCurve) -> Drawn:
     axes.minorticks_off()
     as_percentages(axes)
     axes.set(xlabel="rank", ylabel="variance kept")
-    return Drawn(_NAME, "What the adapter needs of its rank", _caption(curve), figure)
-
-
-def _caption(curve: SqueezeCurve) -> str:
     judged = "the mean over the layers" if curve.rule == "mean" else "the worst layer"
     of = f" of {curve.adapter}" if curve.adapter else ""
-    return f"Squared singular values kept by each rank of the adapter{of}; the recommendation goes by {judged}."
+    caption = f"Fraction of the squared singular values of the adapter{of} that each rank keeps; {judged} decides the recommendation."
+    return Drawn(_SQUEEZE, "How much of its rank the adapter needs", caption, figure)
 
 
 def write_squeeze_picture(curve: SqueezeCurve, path: Path) -> None:
     """A PNG. Raises OSError."""
-    with drawing(_NAME):
+    with drawing(_SQUEEZE):
         drawn = squeeze_figure(curve)
         add_legend(drawn.figure, 1)
-    path.write_bytes(to_png(drawn.figure, _NAME))
+    path.write_bytes(to_png(drawn.figure, _SQUEEZE))

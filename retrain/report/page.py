@@ -1,4 +1,4 @@
-"""The report as one HTML file: no network, no address outside it, everything that a model wrote escaped and made visible."""
+"""The report as one HTML file that loads nothing; text from a model is escaped and its invisible characters are shown."""
 
 import base64
 import hashlib
@@ -31,14 +31,14 @@ from retrain.report.token_view import token_view
 
 _TEMPLATES = "templates"
 _RECENT = 10
-"""Steps at the end of training whose mean the table of conditions shows: enough to see where a run has come to."""
+"""Steps at the end of training over which the table of conditions averages."""
 _FEW_RUNS = 12
-"""The table of so many is open at first."""
+"""Up to this many runs their table is open at first."""
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One figure in the page."""
+class ShownFigure:
+    """A figure as the page shows it."""
 
     name: str
     title: str
@@ -48,18 +48,20 @@ class Shown:
 
 @dataclass(frozen=True)
 class LiveReload:
-    """What a served page knows, to ask its server whether there is anything new."""
+    """What a served page needs to ask its server for a newer version."""
 
     version: str
-    """Of the files that it was made from."""
+    """Version of the files from which the page was made."""
     refresh_s: float
-    """Between two questions."""
+    """Seconds between two requests."""
 
 
 def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: LiveReload | None = None) -> str:
-    """The page, as a file or for a server."""
+    """The page as HTML, for a file or, with `live`, for a server."""
     script, style = _asset("report.js"), _asset("report.css")
-    shown = [Shown(drawn.name, drawn.title, drawn.caption, _svg(drawn)) for drawn in figures]
+    shown = []
+    for drawn in figures:  # matplotlib escapes the texts in it; they are labels of conditions, made visible as all text is
+        shown.append(ShownFigure(drawn.name, drawn.title, drawn.caption, Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title)))))
     return (
         _environment()
         .get_template("report.html")
@@ -70,7 +72,7 @@ def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: Liv
             live=live,
             style=Markup(style),
             script=Markup(script),
-            tiles=_tiles(data),
+            tiles=_run_tiles(data) if data.single else _campaign_tiles(data),
             figures=shown,
             arms=_arm_rows(data.arms) if not data.single else None,
             arm_head=("condition", "runs", "steps", "held-out", f"training, last {_RECENT} steps", "tokens/s", "s/step"),
@@ -84,7 +86,7 @@ def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: Liv
 
 
 def _verdicts(comparison: Comparison) -> dict[str, Any]:
-    """What the section of that name needs."""
+    """The variables of the template's section "verdicts"."""
     shared = {sharing(contrast) for contrast in comparison.contrasts}
     return {
         "heading": heading(comparison),
@@ -99,7 +101,7 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
 
 
 def content_policy(script: str, *, live: bool) -> str:
-    """Nothing is loaded from anywhere, and this script alone runs; a served page may ask its own server."""
+    """A content security policy: load nothing, run only this script, and with `live` connect to the page's own server."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = ["default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "img-src data:"]
     rules += ["connect-src 'self'"] if live else []
@@ -125,17 +127,12 @@ def _environment() -> Environment:
 
 
 def _harmless(redactor: Redactor) -> Callable[[Any], Any]:
-    """For every expression of the template: what is not our own markup is text, its secrets masked, its unseen characters shown."""
+    """A filter for every expression of the template: all but our own markup is text, with secrets masked and invisible characters shown."""
 
     def finalize(value: Any) -> Any:
         return value if isinstance(value, Markup) else redactor.text(visible(str(value)))
 
     return finalize
-
-
-def _svg(drawn: Drawn) -> Markup:
-    """matplotlib escapes the texts in it; they are labels of conditions, made visible as all text is."""
-    return Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title)))
 
 
 # -- numbers in words ----------------------------------------------------------------------------------------------------
@@ -145,12 +142,8 @@ def _number(value: float | None, form: str = ".3g") -> str:
     return "–" if value is None else format(value, form)
 
 
-def _tiles(data: ReportData) -> list[tuple[str, str]]:
-    """(name, value): what one wants to know first."""
-    return _run_tiles(data) if data.single else _campaign_tiles(data)
-
-
 def _run_tiles(data: ReportData) -> list[tuple[str, str]]:
+    """(name, value) of what a reader wants to know first."""
     (status,), (arm,) = data.statuses, data.arms
     tiles = [("state", str(status.state)), ("steps", f"{status.steps} of {status.max_steps}")]
     points = arm.held_out[0]
@@ -159,8 +152,8 @@ def _run_tiles(data: ReportData) -> list[tuple[str, str]]:
         tiles.append((f"held-out pass@1, step {points[-1].step}", f"{before}{points[-1].accuracy:.1%}"))
     curves = arm.curves[0]
     tiles.append((f"training accuracy, last {min(WINDOW, arm.longest)} steps", _number(curves.last("correct_rate", WINDOW), ".1%")))
-    tiles.append(("tokens a second", _number(curves.median("tokens_per_s"), ",.0f")))
-    tiles.append(("seconds a step", _number(curves.median("step_time_s"))))
+    tiles.append(("tokens per second", _number(curves.median("tokens_per_s"), ",.0f")))
+    tiles.append(("seconds per step", _number(curves.median("step_time_s"))))
     if status.remaining_s is not None:
         tiles.append(("left", duration(status.remaining_s)))
     return tiles
@@ -176,9 +169,9 @@ def _campaign_tiles(data: ReportData) -> list[tuple[str, str]]:
 
 
 def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:
-    """label, runs, steps, held-out and training accuracy, tokens/s, s/step; rates are means over the runs.
+    """One row per condition under `arm_head`; rates are means over the runs.
 
-    Training accuracy is that of the runs that have come to the arm's last step: one that is on its way would pull it down.
+    Training accuracy counts only the runs that have reached the condition's last step: one that has not would pull it down.
     """
     return [
         (
@@ -221,15 +214,15 @@ class Written:
 
 
 def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
-    """The HTML, as a file or for a server."""
+    """Read, draw and render."""
     data = read_report_data(request)
     return render(data, draw_figures(data), datetime.now(), live)
 
 
 def write_report(request: ReportRequest, output: Path) -> Written:
-    """`output` and, beside it, <its name>-<figure>.png for every figure. Each file is replaced as a whole.
+    """Write the page to `output` and every figure to <its stem>-<figure>.png beside it. Each file is replaced atomically.
 
-    Raises EnvironmentFailure where they cannot be written.
+    Raises EnvironmentFailure if they cannot be written.
     """
     data = read_report_data(request)
     figures = draw_figures(data)

@@ -1,4 +1,4 @@
-"""What the figures of a report have in common: lines with bands over the steps, rates as percentages, legends that cover nothing."""
+"""What the figures of a report share: curves with bands, rates as percentages, rows of dots, and legends above the axes."""
 
 import math
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ _WIDTH = 5.1
 _HEIGHT = 3.1
 _LEGEND_ROW = 0.23
 ROW_HEIGHT = 0.56
-"""Inches. The width is chosen so that a column of a desktop page enlarges it and a phone hardly shrinks it."""
+"""Inches. At this width a figure is enlarged in a column of a desktop page and hardly shrunk on a phone."""
 _EDGE = 0.02
-"""Of a rate's axis beyond 0 and 1, so that a line there can be seen."""
+"""How far the axis of a rate reaches beyond 0 and 1, so that a line there is visible."""
 
 
 @dataclass(frozen=True)
 class Drawn:
     name: str
-    """Of its file and its place in the page."""
+    """Names its file and its anchor in the page."""
     title: str
     caption: str
     figure: Figure
@@ -46,9 +46,9 @@ def line_figure(
     note: str = "",
     single_label: str = "",
 ) -> Drawn | None:
-    """One line an arm over the steps; a second field is dashed. None where no run has the first of the fields.
+    """One line per condition over the steps, dashed for a second field. None if no run has the first field.
 
-    `single_label` names the line in the report of a run, which has no other arm to be told from.
+    `single_label` labels the line in the report of a single run.
     """
     first = next(iter(fields))
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
@@ -104,20 +104,20 @@ def empty_figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
 
 
 def without_scale(axes: Axes) -> None:
-    """A figure of rows has no numbers on its left."""
+    """For a figure of rows: no numbers on its left side."""
     axes.tick_params(left=False, labelleft=False)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="y", visible=False)
 
 
 def row_label(axes: Axes, height: float, words: str, weight: str = "normal") -> None:
-    """Above what it names, from the left edge; lines behind it do not run through it."""
+    """A label above its row, from the left edge, that covers lines behind it."""
     behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
     axes.annotate(words, (0, height), xycoords=("axes fraction", "data"), va="bottom", fontsize=11, weight=weight, bbox=behind)
 
 
 def draw_row(axes: Axes, place: float, values: Floats, mean: float, bounds: Floats | None, colour: str) -> None:
-    """[n] values as dots, and above them their mean with a line between two bounds, which would hide them."""
+    """[n] values as dots; above them, so as not to hide them, their mean and a line between two bounds."""
     axes.plot(values, np.full(len(values), place - 0.18), "o", color=colour, alpha=0.6, markersize=5, markeredgewidth=0)
     if bounds is not None:
         axes.plot(bounds, [place, place], color=colour, linewidth=2.4)
@@ -125,7 +125,7 @@ def draw_row(axes: Axes, place: float, values: Floats, mean: float, bounds: Floa
 
 
 def as_percentages(axes: Axes) -> None:
-    """Rates as percentages, around what there is to see and not beyond 0 and 1."""
+    """Show rates as percentages, on an axis that fits the data within 0 and 1."""
     axes.autoscale(axis="y")
     low, high = axes.get_ylim()
     axes.set_ylim(max(-_EDGE, low), min(1 + _EDGE, high))
@@ -133,7 +133,7 @@ def as_percentages(axes: Axes) -> None:
 
 
 def add_legend(figure: Figure, least: int) -> None:
-    """Above the axes, where it covers no line; the figure grows by its rows. None for fewer labels than `least`."""
+    """A legend above the axes, where it covers no line; the figure grows by its rows. Without `least` labels there is none."""
     (axes,) = figure.axes
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < least:

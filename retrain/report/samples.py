@@ -1,4 +1,4 @@
-"""What the model wrote: a few steps of a few runs, as generations.jsonl has them."""
+"""What the model wrote: a few steps of a few runs, from generations.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.report.curves import ConditionCurves
 
 _LONGEST = 4000
-"""Characters of a text that are shown."""
+"""Characters shown of a text."""
 _MOST_RUNS = 6
 
 
@@ -50,7 +50,7 @@ class SampledRun:
 
 
 def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[SampledRun]:
-    """The first run of each arm that has completions: in a campaign these share a seed, and with it their prompts."""
+    """The first run with completions of each condition; in a campaign these share a seed and therefore their prompts."""
     found = []
     for arm in arms[:_MOST_RUNS]:
         run = next((run for run in arm.runs if run.folder.generations.is_file()), None)
@@ -61,7 +61,7 @@ def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[Sa
 
 
 def sampled_steps(run: StoredRun, count: int) -> list[SampledStep]:
-    """`count` steps spread from the first to the last that has completions."""
+    """`count` steps, evenly spaced between the first and the last step with completions."""
     steps = sorted({line["step"] for line in read_jsonl(run.folder.generations)})
     wanted = {steps[index] for index in np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)}
     by_step: dict[int, list[Sample]] = {step: [] for step in sorted(wanted)}

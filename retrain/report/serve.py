@@ -1,4 +1,4 @@
-"""The report over HTTP on this machine alone, made anew whenever the files of the runs have changed."""
+"""The report over HTTP, for this machine only, rendered again whenever a file of a run has changed."""
 
 import hashlib
 import os
@@ -17,21 +17,21 @@ from retrain.report.page import LiveReload, build_page
 
 HOST = "127.0.0.1"
 _SKIPPED = frozenset({"checkpoints", "wandb", "tensorboard"})
-"""Folders of a run that a report does not read, or only when the run is over."""
+"""Folders of a run that a report does not read, or only after the run has ended."""
 _READ = frozenset({".jsonl", ".json", ".toml", ".safetensors", RunFolder(Path()).lock_owner.suffix})
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Port 0 takes a free one. Raises EnvironmentFailure for a port that is taken or not allowed."""
+    """Port 0 takes a free port. Raises EnvironmentFailure if the port is in use or not allowed."""
 
     daemon_threads = True
     rest = 9.0
-    """After making a page, so many times as long is waited before the next: a report of many runs leaves the machine to them."""
+    """After rendering for t seconds the server waits `rest` * t before the next rendering, so that the runs keep the machine."""
 
     def __init__(self, request: ReportRequest, port: int, refresh_s: float) -> None:
         self.request = request
         self.refresh_s = refresh_s
-        self._lock = threading.Lock()  # matplotlib's settings are the process's
+        self._lock = threading.Lock()  # matplotlib's settings are global
         self._version, self._page, self._rested_at = "", "", 0.0
         try:
             super().__init__((HOST, port), _Handler)
@@ -49,7 +49,7 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def own_names(self) -> frozenset[str]:
-        """What a browser on this machine calls this server; a page of another site that names itself so cannot exist."""
+        """The Host headers of this machine's browsers; a page of another site cannot send them (DNS rebinding)."""
         return frozenset(f"{name}:{self.port}" for name in (HOST, "localhost"))
 
     def page(self) -> str:
@@ -63,7 +63,7 @@ class ReportServer(ThreadingHTTPServer):
             return self._page
 
     def version(self) -> str:
-        """Of the page that would be given now."""
+        """The version of the page that would be sent now."""
         with self._lock:
             return self._current()
 
@@ -73,7 +73,7 @@ class ReportServer(ThreadingHTTPServer):
 
 
 def version_of(folder: Path) -> str:
-    """Another text whenever a file that a report reads has changed."""
+    """A digest that changes whenever a file that the report reads does."""
     digest = hashlib.sha256()
     for path in _files(folder):
         try:
@@ -99,19 +99,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.own_names:
-            self._answer(HTTPStatus.FORBIDDEN, "This server answers its own machine.\n")
+            self._answer(HTTPStatus.FORBIDDEN, "This server answers its own machine only.\n")
         elif self.path == "/":
-            self._report()
+            try:
+                self._answer(HTTPStatus.OK, self.server.page(), "text/html")
+            except RetrainError as error:
+                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, Redactor().text(f"{error}\n"))
         elif self.path == "/version":
             self._answer(HTTPStatus.OK, self.server.version())
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "There is one page here: /\n")
-
-    def _report(self) -> None:
-        try:
-            self._answer(HTTPStatus.OK, self.server.page(), "text/html")
-        except RetrainError as error:
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, Redactor().text(f"{error}\n"))
+            self._answer(HTTPStatus.NOT_FOUND, "There is only one page: /\n")
 
     def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
         body = text.encode("utf-8", "backslashreplace")
@@ -130,4 +127,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Standard output is the result, and a page that asks every few seconds is none."""
+        """Requests are not logged: a live page sends one every few seconds."""

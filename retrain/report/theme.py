@@ -1,6 +1,6 @@
-"""Colours and sizes of the figures, and how a figure becomes part of a page or a picture.
+"""Colours and sizes of the figures, and their conversion to SVG and PNG.
 
-In the page every colour is a CSS variable, so that one drawing serves light and dark; a PNG has the light ones.
+In the page every colour is a CSS variable, so one drawing serves the light and the dark theme; a PNG has the light colours.
 """
 
 import re
@@ -17,7 +17,7 @@ MUTED = "#5d6877"
 GRID = "#dfe3e9"
 PAPER = "#ffffff"
 SERIES = ("#0069a8", "#cc4e00", "#007a57", "#a63d84", "#8a6500", "#3b3fb6", "#5f6670", "#b3261e")
-"""After Okabe and Ito, darker: told apart by nearly everyone, and 4.5:1 against white."""
+"""After Okabe and Ito, but darker: nearly everyone can tell them apart, and their contrast with white is at least 4.5:1."""
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} | {
     colour: f"--series-{index}" for index, colour in enumerate(SERIES)
@@ -58,14 +58,14 @@ def series(index: int) -> str:
 
 @contextmanager
 def drawing(name: str) -> Iterator[None]:
-    """Inside, figures are drawn in this style; the same `name` and data give the same bytes."""
+    """Draw figures in this style; the same `name` and data give the same bytes."""
     settings: Any = {**_STYLE, "svg.hashsalt": name}
     with mpl.rc_context(settings):
         yield
 
 
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """An <svg> element for a page that defines the variables. `name` keeps its ids apart from other figures'."""
+    """An <svg> element for a page that defines the CSS variables. `name` makes its ids unique in the page."""
     out = StringIO()
     with drawing(name):
         figure.savefig(out, format="svg", metadata=_NO_METADATA)

@@ -1,10 +1,11 @@
-"""The token-credit viewer as the page shows it: every token with a shade for each quantity, and its numbers in words."""
+"""The token-credit viewer of the page: every token with a shade per quantity and its numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from retrain.inspect.credit import CompletionCredit, StepCredit
 from retrain.inspect.shading import Quantity, levels, scale_of, values_of
+from retrain.inspect.terminal import heading
 from retrain.report.data import InspectedRun
 
 _MOST_COMPLETIONS = 4
@@ -16,7 +17,7 @@ _LETTERS = {Quantity.ADVANTAGE: "a", Quantity.SURPRISAL: "s", Quantity.ENTROPY: 
 class TokenSpan:
     text: str
     classes: str
-    """A shade for each quantity (a-3: the third on the negative side), and `plan` inside a planning phrase."""
+    """One shade per quantity (a-3: the third on the negative side), and `plan` inside a planning phrase."""
     numbers: str
     ends_line: bool
 
@@ -27,7 +28,7 @@ class CompletionView:
     columns: Sequence[tuple[str, Sequence[TokenSpan]]]
     """(condition, tokens)"""
     left_out: int
-    """Tokens that are not shown."""
+    """Number of tokens not shown."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,16 @@ class TokenView:
     prompt: str
     completions: Sequence[CompletionView]
     scales: Sequence[tuple[str, str, str]]
-    """(letter, quantity, size of the strongest shade)"""
+    """(letter, quantity, size that gets the strongest shade)"""
     notes: Sequence[str]
 
 
 def token_view(run: InspectedRun) -> TokenView:
-    """The completions of the prompt with most to see."""
+    """The completions of the prompt with the largest advantages."""
     credit = run.credit
     slot = credit.liveliest_slot()
-    scales = {quantity: scale_of(credit, quantity) for quantity in Quantity if _is_known(credit, quantity)}
+    unknown = {Quantity.ENTROPY: credit.table.entropies is None, Quantity.LOG_RATIO: credit.table.log_ratios is None}
+    scales = {quantity: scale_of(credit, quantity) for quantity in Quantity if not unknown.get(quantity)}
     return TokenView(
         run=run,
         step=credit.step,
@@ -56,17 +58,9 @@ def token_view(run: InspectedRun) -> TokenView:
     )
 
 
-def _is_known(credit: StepCredit, quantity: Quantity) -> bool:
-    if quantity is Quantity.ENTROPY:
-        return credit.table.entropies is not None
-    return quantity is not Quantity.LOG_RATIO or credit.table.log_ratios is not None
-
-
 def _completion(credit: StepCredit, completion: CompletionCredit, scales: dict[Quantity, float]) -> CompletionView:
-    reward = "" if completion.reward is None else f", reward {completion.reward:g}"
-    end = ", cut off by max_tokens" if completion.truncated else ""
     return CompletionView(
-        heading=f"Sample {completion.sample}{reward}, {len(completion.pieces)} tokens{end}",
+        heading=heading(completion),
         columns=[(label, _spans(completion, label, scales)) for label in credit.labels],
         left_out=max(0, len(completion.pieces) - _MOST_TOKENS),
     )
