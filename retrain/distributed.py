@@ -56,7 +56,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This process's part of what all of them hold; every item is in one part."""
+        """The part of `items` that belongs to this process; every item is in exactly one part."""
         return items[self.rank :: self.size]
 
     def gather(self, item: T) -> list[T]:
@@ -90,7 +90,7 @@ class World:
         return bool(seen.item())
 
     def in_step(self, items: Iterable[T]) -> Iterator[T | None]:
-        """This process's items one by one, then None for as long as another has some: everyone takes equally many turns."""
+        """Items of this process one by one, then None for as long as another has some: everyone takes equally many turns."""
         for item in items:
             self.anyone(True)
             yield item

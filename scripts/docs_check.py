@@ -76,7 +76,7 @@ def _line(text: str, position: int) -> int:
 
 
 def _check_block(language: str, body: str) -> Iterator[tuple[int, str]]:
-    """(line inside the block, what is wrong)"""
+    """(line inside the block, what is wrong) for each problem."""
     if language in _SHELL:
         for offset, command in enumerate(body.splitlines()):
             problem = check_command(command.strip().removeprefix("$ "))

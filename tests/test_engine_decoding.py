@@ -281,7 +281,7 @@ def test_longrope_beyond_its_original_length_is_refused():
         list(TorchEngine(model, EOS, "cpu").sample(requests(many=1, max_tokens=14)))
 
 
-@pytest.mark.parametrize("kv_cache_dtype, mean", [("bf16", 0.02), ("int8", 0.02), ("fp8", 0.1)])
+@pytest.mark.parametrize(("kv_cache_dtype", "mean"), [("bf16", 0.02), ("int8", 0.02), ("fp8", 0.1)])
 def test_a_narrow_kv_cache_stays_near_the_full_forward(kv_cache_dtype, mean):
     model, asked = tiny(initializer_range=0.1), requests(max_tokens=30)
     engine = TorchEngine(model, EOS, "cpu", kv_cache_dtype=kv_cache_dtype, decode_rows=5)

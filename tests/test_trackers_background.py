@@ -79,8 +79,10 @@ def test_a_tracker_that_raises_is_said_once_and_closed(tmp_path: Path) -> None:
     tracker.close()
     assert sink.closed == 1
     assert said == [
-        "recorder failed and gets no more of this run (ZeroDivisionError: no such server); "
-        f"the run goes on, and {tmp_path} holds all of it."
+        (
+            "recorder failed and gets no more of this run (ZeroDivisionError: no such server); "
+            f"the run goes on, and {tmp_path} holds all of it."
+        )
     ]
 
 

@@ -17,7 +17,7 @@ class StepTokens:
     """P groups with G completions each, N in all, whose n action tokens lie end to end. Raises ValueError for arrays that do not fit."""
 
     rewards: list[list[float]]
-    """[P][G]"""
+    """[P][G]."""
     segments: Segments
     """N completions, group by group."""
     logprobs: Float64Array
@@ -62,7 +62,7 @@ class StepTokens:
 
     @property
     def token_counts(self) -> list[list[int]]:
-        """[P][G]"""
+        """[P][G]."""
         counts = iter(self.segments.lengths.tolist())
         return [[next(counts) for _ in rewards] for rewards in self.rewards]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis import power, statistics
+from retrain.analysis import statistics
 from retrain.analysis.arms import Arm, gather, measured
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.runs import StoredRun, find_runs
@@ -170,7 +170,7 @@ class Pilot:
     @property
     def sd_interval(self) -> tuple[float, float]:
         """95%: a pilot of few seeds leaves the spread open by a factor of two or more."""
-        return power.sd_interval(self.sd, self.freedom)
+        return sd_interval(self.sd, self.freedom)
 
 
 @dataclass(frozen=True)
@@ -184,18 +184,18 @@ class Plan:
     def seeds(self, sd: float) -> int | None:
         """Seeds that find the effect at this sd; None beyond a hundred thousand. Needs an effect."""
         assert self.effect is not None
-        if power.out_of_reach(self.effect, sd, self.alpha, self.power, self.comparisons):
+        if out_of_reach(self.effect, sd, self.alpha, self.power, self.comparisons):
             return None
-        return power.seeds_needed(self.effect, sd, self.alpha, self.power, self.comparisons)
+        return seeds_needed(self.effect, sd, self.alpha, self.power, self.comparisons)
 
     def detectable(self) -> dict[int, float | None]:
         """Seeds -> the smallest difference that they find; None where they cannot conclude."""
-        return {seeds: power.minimal_detectable_effect(seeds, self.sd, self.alpha, self.power, self.comparisons) for seeds in SEED_COUNTS}
+        return {seeds: minimal_detectable_effect(seeds, self.sd, self.alpha, self.power, self.comparisons) for seeds in SEED_COUNTS}
 
     def problems(self, spread: HeldOutSpread) -> int:
         """Held-out problems with which two fixed models that differ by the effect are told apart. Needs an effect."""
         assert self.effect is not None
-        return power.problems_needed(self.effect, spread.between, spread.within, spread.samples, self.alpha, self.power)
+        return problems_needed(self.effect, spread.between, spread.within, spread.samples, self.alpha, self.power)
 
 
 def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:

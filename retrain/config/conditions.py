@@ -45,7 +45,7 @@ def gather_sets(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paths(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """ "section.key" and value of each setting that one name of the table stands for."""
+    """Key ("section.key") and value of each setting that one name of the table stands for."""
     from retrain.config.keys import section_models
 
     if name in section_models() and isinstance(value, dict):

@@ -62,7 +62,7 @@ def _complete_dr_grpo(data: dict[str, Any]) -> None:
 
 
 def bracketed(path: str) -> str:
-    """ "section.key" as a user sees it in a file: [section] key."""
+    """Write "section.key" as a user sees it in a file: [section] key."""
     section, _, name = path.partition(".")
     return f"[{section}] {name}"
 

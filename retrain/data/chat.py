@@ -52,7 +52,8 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[Int32Array]:
     """Token ids of rendered prompts, [P] each. A chat template writes its special tokens itself, so none is added twice; a plain
-    text gets those that the model expects in front (BOS), and none behind."""
+    text gets those that the model expects in front (BOS), and none behind.
+    """
     if not texts:
         return []
     bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -85,7 +86,7 @@ def _messages(example: Example, data: "Data") -> list[ChatMessage]:
 
 
 def fill_template(template: str, prompt: str) -> str:
-    """Plain replacement: other braces, such as those of \\boxed{}, stay."""
+    r"""Plain replacement: other braces, such as those of \boxed{}, stay."""
     return template.replace(PLAIN_TEMPLATE, prompt)
 
 

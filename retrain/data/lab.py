@@ -70,7 +70,8 @@ class Problem:
     @property
     def split(self) -> Split:
         """Decided by the problem itself, so a problem cannot stand on both sides. The order of the terms of a sum does not
-        count: 61+58+35 and 35+61+58 are on the same side."""
+        count: 61+58+35 and 35+61+58 are on the same side.
+        """
         digest = hashlib.sha256(self._canonical().encode()).digest()
         return "heldout" if digest[0] % _HELDOUT_SHARE == 0 else "train"
 
@@ -131,7 +132,8 @@ def families(difficulty: int) -> tuple[str, ...]:
 
 def problems(split: Split, family: str) -> Iterator[Problem]:
     """The family's problems of one split, each once, in an order that never changes. Take few of them against the family's 100,000: the
-    iterator never ends."""
+    iterator never ends.
+    """
     seen: set[str] = set()
     start = 0
     while True:

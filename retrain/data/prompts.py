@@ -25,7 +25,8 @@ _CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel th
 @dataclass(frozen=True)
 class PromptSet:
     """The prompts of a run. The order is shuffled anew in each epoch, by the seed and the epoch alone, so every condition of one seed
-    sees the same prompts at the same step, and resuming needs only the cursor."""
+    sees the same prompts at the same step, and resuming needs only the cursor.
+    """
 
     prompts: tuple[Prompt, ...]
     dropped: dict[str, int] = field(default_factory=dict)
@@ -88,6 +89,8 @@ def _clamp_note(prompts: Sequence[Prompt], context: int, max_tokens: int) -> lis
     if not clamped:
         return []
     return [
-        f"[training] max_tokens = {max_tokens} and the prompt exceed the model's context of {context:,} for {len(clamped):,} of "
-        f"{len(prompts):,} prompts, whose completions end at the context (after {context - max(clamped):,} tokens or more)"
+        (
+            f"[training] max_tokens = {max_tokens} and the prompt exceed the model's context of {context:,} for {len(clamped):,} of "
+            f"{len(prompts):,} prompts, whose completions end at the context (after {context - max(clamped):,} tokens or more)"
+        )
     ]

@@ -199,7 +199,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _run_row(status: RunStatus) -> tuple[str, ...]:
-    """name, state, steps, correct, reward, held-out, tokens/s, s/step, note"""
+    """Columns: name, state, steps, correct, reward, held-out, tokens/s, s/step, note."""
     return (
         status.name,
         str(status.state),
@@ -222,7 +222,7 @@ class Written:
 def build_page(request: Request, live: Live | None = None) -> str:
     """The HTML, as a file or for a server."""
     data = gather(request)
-    return render(data, draw_figures(data), datetime.now(), live)
+    return render(data, draw_figures(data), datetime.now().astimezone(), live)
 
 
 def write_report(request: Request, output: Path) -> Written:
@@ -239,7 +239,7 @@ def write_report(request: Request, output: Path) -> Written:
             picture = output.with_name(f"{output.stem}-{drawn.name}.png")
             _replace_bytes(picture, to_png(drawn.figure, drawn.name))
             pictures.append(picture)
-        replace_file(output, render(data, figures, datetime.now()))
+        replace_file(output, render(data, figures, datetime.now().astimezone()))
     except OSError as error:
         raise EnvironmentFailure(f"{output} cannot be written: {error.strerror or error}; name another file with --output.") from error
     return Written(output, pictures)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.noise import Stream, uniform
@@ -107,7 +107,7 @@ class Scorer:
         ended = Judgement(None, "the scorer was closed before it was judged")
         try:
             verdict.set_result(self._score([ended if part.cancelled() else part.result() for part in parts]))
-        except BaseException as error:  # a part failed by a bug of ours: who waits for the verdict must hear of it
+        except BaseException as error:  # noqa: BLE001 - a part failed by a bug of ours: who waits for the verdict must hear of it
             verdict.set_exception(error)
 
     def _score(self, judgements: Sequence[Judgement]) -> Score:
@@ -126,7 +126,7 @@ class Scorer:
         if self._pool is not None:
             self._pool.close()
 
-    def __enter__(self) -> "Scorer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -227,7 +227,7 @@ class Background(Tracker):
             while (event := self._events.get()) is not None:
                 event()
             self._sink.close()
-        except Exception as error:  # whatever a library raises, it is not the run's end
+        except Exception as error:  # noqa: BLE001 - whatever a library raises, it is not the run's end
             self._failure = error
             with contextlib.suppress(Exception):  # one failure is said, and a second one says nothing new
                 self._sink.close()

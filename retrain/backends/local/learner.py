@@ -175,8 +175,8 @@ class Learner:
         updates: list[_Update] = []
         for turn in range(self._passes if batch else 0):
             gathers = ratios if turn == 0 and not self._recompute else None
-            for part in minibatch_split(batch, self._minibatches, self.seed, step, turn):
-                updates.append(self._update(part, step, len(rows) / self._minibatches, gathers))
+            parts = minibatch_split(batch, self._minibatches, self.seed, step, turn)
+            updates += [self._update(part, step, len(rows) / self._minibatches, gathers) for part in parts]
         if not self._recompute:
             ratios.differences = [part for parts in self.world.gather(ratios.differences) for part in parts]
         return ratios.into(_summary(updates))
