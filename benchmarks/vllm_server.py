@@ -79,7 +79,7 @@ class VllmServer:
             return {"vllm": json.load(answer)["version"]}
 
     def sample(self, job: Job) -> float:
-        """Seconds until all completions have arrived. All requests are sent at once: one per group if lengths are equal, else one per row."""
+        """Seconds until all completions have arrived. All requests are sent at once: one per group if lengths are equal, else per row."""
         if job.uniform:
             asked = [(prompt.tolist(), job.group, job.lengths[0]) for prompt in job.prompts]
         else:

@@ -121,7 +121,7 @@ def tokens_of_next(serving: Any) -> int:
 
 
 def load(settings: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The model with the adapter in its dtype, so that bf16 layers need no cast; the engine keeps the adapter in fp32, as the learner does."""
+    """The model with the adapter in its dtype, so that bf16 layers need no cast; the engine keeps the adapter in fp32."""
     base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
     return PeftModel.from_pretrained(base, settings["adapter"], autocast_adapter_dtype=dtype == torch.float32).eval()
 
