@@ -1,19 +1,17 @@
-"""How often `retrain compare` is wrong where nothing differs, and finds what does: `python benchmarks/calibration.py` (some two minutes).
+"""False-positive rate, power and interval coverage of `retrain compare`: `python benchmarks/calibration.py` (about two minutes).
 
-Simulated campaigns. Each seed has its own prompts of different difficulty; each run has its own luck, a normal shift in logits that all
-its completions share. The arms of a seed see the same prompts unless a row says otherwise. Prints the tables and writes them under
-benchmarks/results/. tests/test_compare_calibration.py checks the same with fewer campaigns.
+The campaigns are simulated. Each seed has its own prompts of different difficulty, and each run a normal shift in logits that all its
+completions share. The arms of a seed see the same prompts unless a row says otherwise. tests/test_compare_calibration.py checks the same
+with fewer campaigns.
 """
 
 import argparse
-import platform
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from report import add_output, load_average, publish, table
 from scipy import stats
 
 from retrain.analysis import power
@@ -23,7 +21,7 @@ from retrain.analysis.verdict import TestSettings, Verdict, conclude
 
 PROMPTS, COMPLETIONS = 8, 16
 PROMPT_SD = 1.1
-"""Of the prompts' difficulty, in logits."""
+"""Standard deviation of the prompts' difficulty, in logits."""
 RULES = TestSettings()
 
 Counts = npt.NDArray[np.int64]
@@ -40,13 +38,13 @@ def right_answers(rng: Random, arms: int, seeds: int, *, run_sd: float = 0.3, ef
 
 
 def verdicts(campaign: Counts) -> list[Verdict]:
-    """Of each arm against the first."""
+    """The verdict on each arm against the first."""
     rates = campaign / (PROMPTS * COMPLETIONS)
     return [found.verdict for found in conclude([list(arm - rates[0]) for arm in rates[1:]], RULES)]
 
 
 def fisher_rejects(campaign: Counts) -> bool:
-    """Two arms, all completions pooled and taken for independent."""
+    """Fisher's exact test on two arms, with all completions pooled as if they were independent."""
     total = campaign.shape[1] * PROMPTS * COMPLETIONS
     one, two = campaign.sum(axis=1)
     return bool(stats.fisher_exact([[one, total - one], [two, total - two]]).pvalue < RULES.alpha)
@@ -55,9 +53,7 @@ def fisher_rejects(campaign: Counts) -> bool:
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
-def false_verdicts(campaigns: int) -> Iterator[str]:
-    yield "| seeds | comparisons | sd between runs (logits) | prompts | any false verdict | Fisher on pooled completions |"
-    yield "|---|---|---|---|---|---|"
+def false_verdicts(campaigns: int) -> Iterator[list[object]]:
     for seeds, arms, run_sd, shared in (
         (6, 2, 0.3, True),
         (8, 2, 0.3, True),
@@ -72,12 +68,10 @@ def false_verdicts(campaigns: int) -> Iterator[str]:
         wrong = np.mean([any(verdict is not Verdict.INCONCLUSIVE for verdict in verdicts(campaign)) for campaign in drawn])
         fisher = f"{100 * np.mean([fisher_rejects(campaign) for campaign in drawn]):.1f}%" if arms == 2 else ""
         same = "the same" if shared else "different"
-        yield f"| {seeds} | {arms - 1} | {run_sd} | {same} | {100 * wrong:.1f}% | {fisher} |"
+        yield [seeds, arms - 1, run_sd, same, f"{100 * wrong:.1f}%", fisher]
 
 
-def found_effects(campaigns: int) -> Iterator[str]:
-    yield "| seeds | comparisons | effect (sd of the differences) | predicted | found |"
-    yield "|---|---|---|---|---|"
+def found_effects(campaigns: int) -> Iterator[list[object]]:
     for seeds, family in ((6, 1), (8, 1), (8, 4), (10, 1), (11, 1), (12, 4), (16, 1), (16, 4)):
         effect = power.minimal_detectable_effect(seeds, 1.0, comparisons=family)
         assert effect is not None
@@ -85,16 +79,16 @@ def found_effects(campaigns: int) -> Iterator[str]:
         for share in (0.6, 1.0):
             found = 0
             for _ in range(campaigns):
-                # One arm has the effect and is the first of Holm's steps; the others differ by nothing.
+                # Only the first arm has an effect; Holm's procedure tests it first.
                 differences = rng.normal(0, 1, (family, seeds))
                 differences[0] += share * effect
                 found += conclude([list(row) for row in differences], RULES)[0].verdict is Verdict.IMPROVEMENT
             predicted = power.power_of(seeds, share * effect, comparisons=family)
-            yield f"| {seeds} | {family} | {share * effect:.2f} | {100 * predicted:.1f}% | {100 * found / campaigns:.1f}% |"
+            yield [seeds, family, f"{share * effect:.2f}", f"{100 * predicted:.1f}%", f"{100 * found / campaigns:.1f}%"]
 
 
-def covered_effects(campaigns: int) -> Iterator[str]:
-    """An effect that differs from problem to problem, mean 0 over all problems, of which each campaign asks 40, the same in every run."""
+def covered_effects(campaigns: int) -> Iterator[list[object]]:
+    """The effect differs between problems and has mean 0 over all of them; each campaign draws 40, the same for every run."""
     intervals: dict[str, Callable[[Counts, Counts, Counts], tuple[float, float]]] = {
         "t over the runs (new seeds, the same problems)": lambda a, b, k: t_interval((a / k - b / k).mean(axis=1)),
         "bootstrap, problems drawn for each seed": nested_interval,
@@ -108,14 +102,12 @@ def covered_effects(campaigns: int) -> Iterator[str]:
         for name, interval in intervals.items():
             low, high = interval(candidate, baseline, np.full((8, 40), 4))
             covered[name] += low <= 0 <= high
-    yield "| 95% interval | covers the mean over all problems |"
-    yield "|---|---|"
     for name, count in covered.items():
-        yield f"| {name} | {100 * count / campaigns:.1f}% |"
+        yield [name, f"{100 * count / campaigns:.1f}%"]
 
 
 def nested_interval(candidate: Counts, baseline: Counts, samples: Counts) -> tuple[float, float]:
-    """For the table only: what drawing the problems anew for every seed gives."""
+    """A bootstrap that draws the problems anew for every seed; for the table only."""
     rng = np.random.default_rng(0)
     seeds, problems = candidate.shape
     values = []
@@ -128,44 +120,28 @@ def nested_interval(candidate: Counts, baseline: Counts, samples: Counts) -> tup
     return float(low), float(high)
 
 
-def report(campaigns: int) -> list[str]:
+def paragraphs(campaigns: int) -> Iterator[str]:
     error = 100 * 1.96 * np.sqrt(0.05 * 0.95 / campaigns)
-    started = time.monotonic()
-    lines = [
-        "## Where nothing differs",
-        "",
-        f"{campaigns} campaigns a row; at a true rate of 5% the table would vary by {error:.1f} points.",
-        "",
-        *false_verdicts(campaigns),
-        "",
-        "## Power",
-        "",
-        f"{campaigns} campaigns a row, normal differences; the second row of each pair is the minimal detectable effect at 80%.",
-        "",
-        *found_effects(campaigns),
-        "",
-        "## Intervals where the effect differs between problems",
-        "",
-        f"{campaigns // 10} campaigns of 8 seeds and 40 problems, 4 samples each.",
-        "",
-        *covered_effects(campaigns // 10),
-    ]
-    return [*lines, "", f"{time.monotonic() - started:.0f} s in all."]
+    yield "## Where nothing differs"
+    yield f"{campaigns} campaigns per row; at a true rate of 5% the table would vary by {error:.1f} points."
+    head = ["seeds", "comparisons", "sd between runs (logits)", "prompts", "any false verdict", "Fisher on pooled completions"]
+    yield table(head, false_verdicts(campaigns))
+    yield "## Power"
+    yield f"{campaigns} campaigns per row, normal differences; the second row of each pair is the minimal detectable effect at 80%."
+    yield table(["seeds", "comparisons", "effect (sd of the differences)", "predicted", "found"], found_effects(campaigns))
+    yield "## Intervals where the effect differs between problems"
+    yield f"{campaigns // 10} campaigns of 8 seeds and 40 problems, 4 samples each."
+    yield table(["95% interval", "covers the mean over all problems"], covered_effects(campaigns // 10))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--campaigns", type=int, default=2000, help="simulated campaigns a row")
+    parser.add_argument("--campaigns", type=int, default=2000, help="simulated campaigns per row")
+    add_output(parser)
     arguments = parser.parse_args()
-    now = datetime.now(UTC)
-    command = f"python benchmarks/calibration.py --campaigns {arguments.campaigns}"
-    title = f"# Calibration of comparisons, {now:%Y-%m-%d}"
-    where = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, one core."
-    text = "\n".join([title, "", f"Command: `{command}`. {where}", "", *report(arguments.campaigns), ""])
-    path = Path(__file__).parent / "results" / f"calibration-{now:%Y-%m-%d}.md"
-    path.write_text(text, encoding="utf-8")
-    print(text)
-    print(f"Written: {path}")
+    load, started = load_average(), time.monotonic()
+    found = [*paragraphs(arguments.campaigns), f"numpy {np.__version__}, one core; {time.monotonic() - started:.0f} s in all."]
+    publish("calibration", "Calibration of comparisons", found, load, arguments.output)
 
 
 if __name__ == "__main__":

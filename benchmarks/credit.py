@@ -1,7 +1,7 @@
 """Time of credit assignment on one core: `python benchmarks/credit.py` prints a table and writes it under benchmarks/results/.
 
-The step is that of a standard run: 128 completions of 10,240 tokens (16 groups of 8) with random log-probs, text of English words
-with a planning phrase every hundred words or so. No operation here uses more than one thread.
+The step has 128 completions of 10,240 tokens (16 groups of 8) with random log-probs. The text for the detector is English words with a
+planning phrase about every hundred words. No operation uses more than one thread.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def step_tokens(rng: np.random.Generator) -> StepTokens:
 
 
 def pieces(rng: np.random.Generator) -> list[str]:
-    """One completion of TOKENS pieces; a phrase is cut into its words, and a third of all words into two pieces."""
+    """One completion of TOKENS pieces: phrases are split into words, and a third of the words into two pieces."""
     made: list[str] = []
     while len(made) < TOKENS:
         phrase = rng.random() < 0.01
@@ -47,7 +47,7 @@ def pieces(rng: np.random.Generator) -> list[str]:
 
 
 def seconds(function: Callable[[], object], repeats: int) -> float:
-    """Median processor seconds over the repeats, after one call to warm up; what else the machine does is not counted."""
+    """Median CPU seconds over the repeats, after one warm-up call; other processes do not count."""
     function()
     times = []
     for _ in range(repeats):

@@ -1,11 +1,11 @@
 """Decoding, learning and whole steps of a 4B model on a GPU, in one run of under nine minutes that needs no network and no weights.
 
     python benchmarks/cuda.py
-    python benchmarks/cuda.py --device cpu --shapes tiny      # the same in small, to try it where no GPU is
+    python benchmarks/cuda.py --device cpu --shapes tiny      # a small version for a machine without a GPU
 
 The model has Qwen3-4B's shapes and random weights; lengths are forced. Every part is a process of its own with a time limit: one that
-fails, or needs more memory than there is, leaves a sentence and the others go on. Peers are measured where they are found. Memory is
-what torch gave out at most, in brackets what it had taken from the GPU; on a CPU it is what is resident.
+fails or runs out of memory leaves a sentence, and the others continue. Installed peers are measured too. Memory is the peak that torch
+allocated, and in brackets the peak that it reserved on the GPU; on a CPU it is resident memory.
 """
 
 import argparse
@@ -27,17 +27,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0", help="cuda:N or cpu")
     parser.add_argument("--shapes", choices=SIZES, default="qwen3-4b")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
-    parser.add_argument("--seconds", type=float, default=520, help="for everything; a part that does not come to its end is stopped")
-    parser.add_argument("--threads", type=int, default=1, help="of the processor, in each process")
-    parser.add_argument("--peer-python", help="python of an environment with TRL; this one where it has TRL")
-    parser.add_argument("--vllm-python", help="python of an environment with vLLM; this one where it has vLLM")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--seconds", type=float, default=520, help="time limit of the whole benchmark; a part that exceeds it is stopped")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process")
+    parser.add_argument("--peer-python", help="Python of an environment with TRL; default: this one, if it has TRL")
+    parser.add_argument("--vllm-python", help="Python of an environment with vLLM; default: this one, if it has vLLM")
     add_output(parser)
     arguments = parser.parse_args()
     arguments.only = arguments.only.split(",")
     unknown = sorted(set(arguments.only) - set(PARTS))
     if unknown:
-        parser.error(f"--only knows no {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        parser.error(f"--only: {', '.join(unknown)} is no part; choose from {', '.join(PARTS)}")
     if arguments.device == "cuda":
         arguments.device = "cuda:0"
     return arguments
@@ -48,7 +48,7 @@ def python_with(package: str, named: str | None) -> str | None:
 
 
 def prepare(bench: Bench) -> None:
-    """Model and adapter in their folders; what the machine is."""
+    """Write the model and the adapter, and describe the machine."""
     settings = bench.settings
     dtype = TORCH_DTYPES[settings["dtype"]]
     with bench.worker("prepare.py", _PREPARING_S) as worker:

@@ -1,4 +1,4 @@
-"""The parts of cuda.py: each asks processes of its own and returns its section of the report."""
+"""The parts of cuda.py. Each runs its own worker processes and returns its section of the report."""
 
 import json
 import math
@@ -46,11 +46,11 @@ SIZES = {
     "tiny": Sizes((8, 16), 16, 16, ((8, 64), (4, 128), (2, 256)), ((2, 4, 8),), 1, 16, 2048),
 }
 LIMITS = {"decode": 130, "generate": 60, "vllm": 150, "learn": 150, "parity": 60, "step": 170, "profile": 90}
-"""Seconds that a process may take, its start included."""
+"""Time limit of one process in seconds, its start included."""
 
 
 class Bench:
-    """What the parts share, and what they leave for the report."""
+    """What the parts share, and what they add to the report."""
 
     def __init__(self, sizes: Sizes, settings: dict[str, Any], trl_python: str | None, vllm_python: str | None, seconds: float) -> None:
         self.sizes, self.settings = sizes, settings
@@ -61,10 +61,10 @@ class Bench:
         """device, bandwidth (bytes a second), weights (bytes), kv (bytes a token)."""
         self.versions: list[Mapping[str, str]] = []
         self.failures: list[str] = []
-        """Of the part that runs."""
+        """Of the current part."""
 
     def seconds_of(self, limit: float) -> float:
-        """`limit`, or what is left; on a CPU, where nobody waits for a machine, all that is left."""
+        """`limit`, or the time that is left if that is less; on a CPU, where time is not scarce, all that is left."""
         left = max(1.0, self._deadline - time.monotonic())
         return left if self.settings["device"] == "cpu" else min(limit, left)
 
@@ -75,7 +75,7 @@ class Bench:
             yield worker
 
     def attempt(self, what: str, measure: Callable[[], Any]) -> Any:
-        """What `measure` returns; None where it failed, and the reason is kept."""
+        """The result of `measure`; None if it failed, with the reason in `failures`."""
         try:
             return measure()
         except (WorkerFailed, OSError) as error:
@@ -99,13 +99,15 @@ def decode(bench: Bench) -> list[str]:
     lines = [_decode_line(bench, *answer) for answer in answers]
     if not bench.vllm_python:
         lines.append(["vLLM", "not installed", *[""] * 6])
-    head = ["sampler", "rows", "seconds", "tok/s", "ms a step", "ms that memory allows", "share", "GiB"]
+    head = ["sampler", "rows", "seconds", "tok/s", "ms per step", "memory bound, ms", "bound / time", "GiB"]
     return [
         "## Decoding",
-        f"{sizes.decode_tokens} tokens after prompts of {sizes.prompt_tokens}, groups of {GROUP}, the adapter on, "
-        f"{bench.settings['dtype']}; the better of two. A step reads {machine['weights'] / 1e9:.2f} GB of weights and {machine['kv']:,} "
-        f"bytes of keys and values for each token that its rows have; memory allows that at {machine['bandwidth'] / 1e9:,.0f} GB/s, the "
-        f"speed of a large copy here.{'' if fused else ' The fused forward did not reproduce the model, so its own was used.'}",
+        (
+            f"{sizes.decode_tokens} tokens after prompts of {sizes.prompt_tokens}, groups of {GROUP}, with the adapter, "
+            f"{bench.settings['dtype']}; the better of two. A decoding step reads {machine['weights'] / 1e9:.2f} GB of weights, and "
+            f"{machine['kv']:,} bytes of keys and values per cached token; the memory bound assumes the {machine['bandwidth'] / 1e9:,.0f} "
+            f"GB/s of a large copy here.{'' if fused else ' The fused forward pass was not used: it did not reproduce the model.'}"
+        ),
         table(head, lines),
     ]
 
@@ -165,7 +167,7 @@ def learn(bench: Bench) -> list[str]:
     sizes, lines = bench.sizes, []
     longest = sizes.learn[-1]
     one_row = {"micro_batch_tokens": longest[1], "gradient_checkpointing": True}
-    cases = [("retrain, as it chooses", shape, {}) for shape in sizes.learn] + [("retrain, a row a pass", longest, one_row)]
+    cases = [("retrain, as it chooses", shape, {}) for shape in sizes.learn] + [("retrain, one row per pass", longest, one_row)]
 
     def ours() -> None:
         with bench.worker("growth_point.py", LIMITS["learn"]) as worker:
@@ -178,9 +180,11 @@ def learn(bench: Bench) -> list[str]:
     head = ["trainer", "rows", "tokens each", "seconds", "tok/s", "GiB", "micro-batch tokens", "ratio, furthest from 1"]
     return [
         "## Learning",
-        f"One optimizer step, LoRA r{RANK} on every linear layer, {bench.settings['dtype']}; no two rows share their prompt of "
-        f"{sizes.prompt_tokens} tokens, and tokens count the prompts. The better of two, after a small one. prime-rl's figure is of "
-        "Qwen3-4B with LoRA r16 at 16k context.",
+        (
+            f"One optimizer step, LoRA r{RANK} on every linear layer, {bench.settings['dtype']}; every row has its own prompt of "
+            f"{sizes.prompt_tokens} tokens, and tokens count the prompts. The better of two, after a small one. prime-rl's figure is of "
+            "Qwen3-4B with LoRA r16 at 16k context."
+        ),
         table(head, [*lines, PUBLISHED]),
     ]
 
@@ -197,7 +201,7 @@ def _learn_line(name: str, rows: int, length: int, found: dict[str, Any]) -> lis
 
 
 def parity(bench: Bench) -> list[str]:
-    """On the first layers in fp32: loss and gradient beside each row alone, and the ratio of rows just sampled."""
+    """On the first layers in fp32: loss and gradient compared with each row alone, and the ratio of freshly sampled rows."""
     sizes, settings = bench.sizes, bench.settings
     lines: list[list[str]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -210,8 +214,10 @@ def parity(bench: Bench) -> list[str]:
         bench.attempt("ratio", lambda: lines.extend(_ratio(bench, model)))
     return [
         "## Parity",
-        f"The first {sizes.slice_layers} layers with embedding and head in fp32, 4 x {GROUP} completions of up to {sizes.slice_tokens} "
-        "tokens.",
+        (
+            f"The first {sizes.slice_layers} layers with embedding and head in fp32, 4 x {GROUP} completions of up to {sizes.slice_tokens} "
+            "tokens."
+        ),
         table(["what", "found", "allowed"], lines),
     ]
 
@@ -223,15 +229,15 @@ def _gradients(bench: Bench, model: dict[str, str], folder: Path) -> Iterator[li
         with bench.worker("learn_worker.py", LIMITS["parity"], **common, kind=kind) as worker:
             losses[kind] = worker.ask(gradient=str(folder / f"{kind}.safetensors"), logprobs=old)["loss"]
     error = relative_error(load_file(folder / "retrain.safetensors"), load_file(folder / "reference.safetensors"))
-    yield ["gradient beside each row alone through peft and transformers: norm of the difference over norm", f"{error:.1e}", "1e-5"]
-    yield ["loss beside the same: difference", f"{abs(losses['retrain'] - losses['reference']):.1e}", "1e-5"]
+    yield ["gradient, relative to each row alone through peft and transformers", f"{error:.1e}", "1e-5"]
+    yield ["loss, difference from the same", f"{abs(losses['retrain'] - losses['reference']):.1e}", "1e-5"]
 
 
 def _ratio(bench: Bench, model: dict[str, str]) -> Iterator[list[str]]:
     with bench.worker("growth_point.py", LIMITS["parity"], **model) as worker:
         found = worker.ask(completions=4 * GROUP, tokens=bench.sizes.slice_tokens)
     farthest = max(found["ratio_max"] - 1, 1 - found["ratio_min"])
-    yield ["ratio of rows just sampled before the first update: furthest from 1", f"{farthest:.1e}", "1e-4"]
+    yield ["ratio of freshly sampled rows before the first update, furthest from 1", f"{farthest:.1e}", "1e-4"]
 
 
 # -- a whole step --------------------------------------------------------------------------------------------------------
@@ -252,11 +258,13 @@ def step(bench: Bench) -> list[str]:
                 lines.append(_step_line(name, words, found))
     if not bench.trl_python:
         lines.append(["TRL", "not installed", *[""] * 7])
-    head = ["trainer", "shape", "seconds a step", "sample", "learn", "other", "GiB", "rows x mean tokens", "ratio, furthest from 1"]
+    head = ["trainer", "shape", "seconds per step", "sample", "learn", "other", "GiB", "rows x mean tokens", "ratio, furthest from 1"]
     return [
         "## A whole step",
-        f"Prompts x completions x tokens, {bench.settings['dtype']}, LoRA r{RANK}, random rewards, the second of two steps. A group whose "
-        "rewards are equal is not learned from.",
+        (
+            f"Prompts x completions x tokens, {bench.settings['dtype']}, LoRA r{RANK}, random rewards, the second of two steps. A group "
+            "whose rewards are all equal is not trained on."
+        ),
         table(head, lines),
     ]
 
@@ -290,7 +298,7 @@ def profile(bench: Bench) -> list[str]:
         "sampling": {"completions": sizes.decode_rows[0], "tokens": tokens},
         "learning": {"completions": 1, "tokens": sizes.learn[-1][1] - sizes.prompt_tokens, "group": 1},
     }
-    paragraphs, on_cpu = ["## What holds it back"], bench.settings["device"] == "cpu"
+    paragraphs, on_cpu = ["## Where the time goes"], bench.settings["device"] == "cpu"
 
     def ours() -> None:
         with bench.worker("growth_point.py", LIMITS["profile"]) as worker:
@@ -304,15 +312,15 @@ def profile(bench: Bench) -> list[str]:
 
 
 def _profile_lines(words: str, steps: int, found: dict[str, Any], *, on_cpu: bool) -> list[str]:
-    """The time in which no kernel runs is the host's: Python, launches, waits. On a CPU operators stand for kernels."""
+    """Lines of one profile. Time without a kernel is the host's: Python, launches, waits. On a CPU operators stand for kernels."""
     kernels = found["kernels"]
-    each = f", {kernels['calls'] / steps:,.0f} a step" if steps else ""
+    each = f", {kernels['calls'] / steps:,.0f} per step" if steps else ""
     idle = max(0.0, 1 - kernels["seconds"] / found["seconds"])
     lines = [
         [f"`{one['name']}`", f"{one['calls']:,}", f"{1e3 * one['seconds']:.2f}", f"{100 * one['seconds'] / kernels['seconds']:.1f}%"]
         for one in kernels["top"]
     ]
-    waits = f" In {100 * idle:.0f}% of the time the device waits for the host: what captured graphs could save at most."
+    waits = f" The device waits for the host {100 * idle:.0f}% of the time, the most that captured graphs could save."
     return [
         f"### {words}",
         f"{found['seconds']:.3f} s; kernels {kernels['seconds']:.3f} s, {kernels['calls']:,} of them{each}.{'' if on_cpu else waits}",

@@ -1,11 +1,11 @@
-"""Sampling speed of the PyTorch engine beside `generate`, transformers' continuous batching and a vLLM server, in one run.
+"""Sampling speed of the PyTorch engine, compared with `generate`, transformers' continuous batching and a vLLM server.
 
     python benchmarks/decode.py --model models/smollm2-135m --vllm-python .venv-vllm/bin/python
 
-Same model, adapter, prompts and lengths. Each peer is a process of its own; they take turns, those that wait are stopped, and the best
-of the turns counts. Prompts are random token ids, new at each turn, so that no peer finds a prompt in its cache; lengths are forced. In
-the ragged rows completions have different lengths; `generate` goes on to the longest one, and only the tokens asked for are counted. The
-engine gives log-prob and entropy of each token, vLLM and continuous batching the log-prob, `generate` neither.
+All peers use the same model, adapter, prompts and lengths. Each is a process of its own; they take turns while the others are stopped by
+signal, and the best turn counts. Prompts are random token ids, new at each turn, so that no peer has them in a cache; lengths are forced.
+In the ragged rows completions differ in length: `generate` decodes all of them to the longest one, and only the requested tokens are
+counted. The engine returns log-prob and entropy of each token, vLLM and continuous batching the log-prob, `generate` neither.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from processes import Worker, WorkerFailed
+from processes import Worker, WorkerFailed, last_line
 from report import add_output, load_average, publish, table, versions_line
 from vllm_server import VllmServer
 from workers.job import make_job
@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def start_peers(arguments: argparse.Namespace, settings: dict[str, Any], dtype: str) -> Iterator[tuple[list[Peer], list[str]]]:
-    """The peers, the engine first, and a sentence for each one that could not start."""
+    """The peers, the engine first, and a sentence for each peer that could not start."""
     missing: list[str] = []
     with ExitStack() as stack:
         peers: list[Peer] = []
@@ -96,7 +96,7 @@ def start_peers(arguments: argparse.Namespace, settings: dict[str, Any], dtype: 
                     rows=settings["rows"], context=2 * arguments.tokens + 16, threads=arguments.threads,
                 )  # fmt: skip
             except WorkerFailed as error:
-                missing.append(f"vLLM {mode} did not start: {_last_line(error)}.")
+                missing.append(f"vLLM {mode} did not start: {last_line(error)}.")
                 continue
             peers.append(_vllm_peer(f"vLLM {mode}", stack.enter_context(server), settings))
         if arguments.vllm_url:
@@ -117,12 +117,8 @@ def _vllm_peer(name: str, server: VllmServer, settings: dict[str, Any]) -> Peer:
     return Peer(name, server, run)
 
 
-def _last_line(error: WorkerFailed) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[-1]
-
-
 def measure(peers: list[Peer], tokens: int, repeats: int) -> list[str]:
-    """Fills each peer's seconds; one that fails is taken out, with a sentence."""
+    """Fill each peer's seconds. A peer that fails is removed; returns a sentence for each."""
     failed = []
     for ragged in (False, True):
         for step in range(repeats + 1):
@@ -132,7 +128,7 @@ def measure(peers: list[Peer], tokens: int, repeats: int) -> list[str]:
                 except (WorkerFailed, OSError, RuntimeError) as error:
                     if peer.name == "engine":
                         raise
-                    failed.append(f"{peer.name} failed: {(str(error).strip().splitlines() or ['no message'])[-1]}.")
+                    failed.append(f"{peer.name} failed: {last_line(error)}.")
                     peers.remove(peer)
                     continue
                 if step:
@@ -184,8 +180,10 @@ def main() -> None:
         f"decode-{name}-{shape}",
         f"Decoding, {name}, {arguments.prompts} prompts x {arguments.group} completions x {arguments.tokens} tokens",
         [
-            f"LoRA r16 on every linear layer, {arguments.threads} threads, {settings['rows']} rows decode together, best of "
-            f"{arguments.repeats} turns after a short one. {versions_line(*found)}.",
+            (
+                f"LoRA r16 on every linear layer, {arguments.threads} threads, {settings['rows']} rows decode together, best of "
+                f"{arguments.repeats} turns after a short one. {versions_line(*found)}."
+            ),
             *notes,
             table(head, lines),
         ],

@@ -1,9 +1,9 @@
-"""Log-probs of the sampler and of the learner beside transformers' own forward pass in float64, for a tiny random model of each family.
+"""Log-probs of sampler and learner, compared with transformers' forward pass in float64, for a tiny random model of each family.
 
     python benchmarks/families.py
 
-Prompts and completions reach past every sliding window, every layer has a LoRA adapter that changes it, and completions of one prompt
-share its pass. What is compared is the log-prob of every sampled token.
+Prompts and completions are longer than every sliding window, every layer has a LoRA adapter, and the completions of a prompt share its
+forward pass. The log-prob of every sampled token is compared.
 """
 
 import argparse
@@ -73,15 +73,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_SOME_SLIDE, **_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {**_HEAD, **_SOME_SLIDE, **_EXPERTS},
 }
-"""With the settings of their configurations that change the forward pass."""
+"""Each family with the settings of its configuration that change the forward pass."""
 
 
 @dataclass(frozen=True)
 class Result:
     fused: bool
-    """Whether the fused forward pass stands in for the family's own."""
+    """True if the fused forward pass is used instead of the family's own."""
     windows: str
-    """The window, of the tokens of the longest row."""
+    """Window and longest row in tokens, as "12 of 64"."""
     tokens: int
     engine: float
     """Largest |log-prob - transformers' in float64| of a sampled token, nats."""
@@ -101,7 +101,7 @@ def tiny_model(family: str) -> Any:
 
 
 def compare(family: str) -> Result:
-    """Samples a few completions and has the learner and transformers score them."""
+    """Sample a few completions, and score them with the learner and with transformers."""
     config = TrainConfig.model_validate({"model": {"lora_rank": 2}, "training": {"temperature": _TEMPERATURE, "max_tokens": _MAX_TOKENS}})
     device = torch.device("cpu")
     model = tiny_model(family)
@@ -163,10 +163,12 @@ def main() -> None:
         lines.append([family, forward, found.windows, found.tokens, f"{found.engine:.1e}", f"{found.learner:.1e}"])
     publish(
         "families",
-        f"Log-probs of {len(lines)} model families beside transformers in float64",
+        f"Log-probs of {len(lines)} model families compared with transformers in float64",
         [
-            "Largest difference of a sampled token's log-prob in nats; sampler and learner compute in float32, with a LoRA adapter "
-            f"on every linear layer. {versions_line({'torch': torch.__version__, 'transformers': transformers.__version__})}.",
+            (
+                "Largest difference of a sampled token's log-prob in nats; sampler and learner compute in float32, with a LoRA adapter "
+                f"on every linear layer. {versions_line({'torch': torch.__version__, 'transformers': transformers.__version__})}."
+            ),
             table(["family", "forward pass", "sliding window", "tokens", "sampler", "learner"], lines),
         ],
         load,

@@ -1,9 +1,9 @@
-"""How time and memory grow with the number of completions and with their length: python benchmarks/growth.py
+"""Growth of time and memory with the number of completions and with their length: `python benchmarks/growth.py`.
 
-Random weights in the lab model's shape with a context that fits, forced lengths, prompts of 64 tokens, groups of 8. Each point is a fresh
-process that samples and learns once after a small step. Memory is what is resident: before (libraries, weights), and at most while
-sampling and while learning. The exponents compare a point with the one before: 1 is linear. Rows at once and micro-batch tokens are what
-retrain chose from the machine.
+The model has the lab model's shape, random weights and a sufficient context; lengths are forced, prompts have 64 tokens, groups 8
+completions. Each point is a fresh process that samples and learns once, after a small warm-up step. Memory is resident memory: before
+(libraries, weights), and the peaks of sampling and of learning. An exponent compares a point with the previous one; 1 is linear. Rows at
+once and micro-batch tokens are what retrain chose for the machine.
 """
 
 import argparse
@@ -81,8 +81,10 @@ def main() -> None:
         "growth",
         "Growth with completions and with length",
         [
-            f"The lab model's shape with random weights, fp32, LoRA r{RANK}, prompts of {PROMPT_TOKENS} tokens in groups of {GROUP}, "
-            f"{arguments.threads} threads. {versions_line(*(point['versions'] for point in points))}.",
+            (
+                f"The lab model's shape with random weights, fp32, LoRA r{RANK}, prompts of {PROMPT_TOKENS} tokens in groups of {GROUP}, "
+                f"{arguments.threads} threads. {versions_line(*(point['versions'] for point in points))}."
+            ),
             table(HEAD, rows(wider)),
             table(HEAD, rows(longer)),
         ],

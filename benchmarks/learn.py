@@ -1,11 +1,11 @@
-"""The learning pass beside TRL's on the same rows, old log-probs and advantages: seconds, memory, loss, gradient.
+"""The learning pass compared with TRL's on the same rows, old log-probs and advantages: seconds, memory, loss, gradient.
 
     python benchmarks/learn.py --model models/smollm2-135m --peer-python .venv-peers/bin/python
 
-One pass is all forward and backward passes of a step and the optimizer's update, at learning rate 0. Each setting runs in a process of
-its own, one at a time and in turn; in each the first pass warms up and the best of the others counts. Memory is what is resident: before
-the first pass (libraries, weights, adapter) and at most during any of them. Loss and gradient are compared with each row alone through
-peft and transformers, over all parameters of the adapter: in fp32, and in float64, which says what of the difference is fp32's own.
+One pass is all forward and backward passes of a step and the optimizer's update, at learning rate 0. Each setting runs in its own process,
+one at a time; the first pass warms up, and the best of the others counts. Memory is resident memory: before the first pass (libraries,
+weights, adapter), and its peak during the passes. Loss and gradient over all adapter parameters are compared with each row alone through
+peft and transformers, in fp32 and in float64; the latter shows how much of the difference is rounding.
 """
 
 import argparse
@@ -36,12 +36,12 @@ class Setting:
     settings: dict[str, Any]
     passes: list[dict[str, Any]] = field(default_factory=list)
     before_gib: float = math.nan
-    """Before the first pass of a process: after it an allocator may keep memory that is free."""
+    """Resident before the first pass of a process; after it the allocator may keep free memory."""
     peak_gib: float = 0.0
     gradient_error: float = math.nan
-    """Relative to each row alone in fp32."""
+    """Relative to each row alone, computed in fp32."""
     exact_error: float = math.nan
-    """Relative to the same in float64."""
+    """Relative to each row alone, computed in float64."""
     failure: str = ""
 
     @property
@@ -152,9 +152,8 @@ def main() -> None:
             references.append(load_file(folder / f"{dtype}.safetensors"))
         settings = make_settings(arguments, common)
         for _ in range(arguments.repeats):
-            for setting in settings:
-                versions.append(measure(setting, arguments.passes, references, folder / "gradient.safetensors"))
-    head = ["setting", "seconds", "time / retrain's", "CPU seconds", "GiB before", "GiB at most", "GiB of the pass", "loss difference",
+            versions += [measure(setting, arguments.passes, references, folder / "gradient.safetensors") for setting in settings]
+    head = ["setting", "seconds", "time / retrain's", "CPU seconds", "GiB before", "peak GiB", "GiB of the pass", "loss difference",
             "gradient error", "of float64"]  # fmt: skip
     shape = f"{arguments.prompts}x{arguments.group}x{arguments.tokens}{'-ragged' if arguments.ragged else ''}"
     lengths = "up to " if arguments.ragged else ""
@@ -163,9 +162,11 @@ def main() -> None:
         f"The learning pass, {Path(arguments.model).name}, {arguments.prompts} prompts x {arguments.group} completions x {lengths}"
         f"{arguments.tokens} tokens",
         [
-            f"fp32, LoRA r{RANK} on every linear layer, {arguments.threads} threads, loss {found['loss']:.6f}; retrain chose "
-            f"{settings[0].best['note']}. The fp32 reference is itself {relative_error(*references):.1e} off the float64 one. "
-            f"{versions_line(*versions)}.",
+            (
+                f"fp32, LoRA r{RANK} on every linear layer, {arguments.threads} threads, loss {found['loss']:.6f}; retrain chose "
+                f"{settings[0].best['note']}. The fp32 reference is itself {relative_error(*references):.1e} off the float64 one. "
+                f"{versions_line(*versions)}."
+            ),
             table(head, rows(settings, found["loss"])),
         ],
         load,

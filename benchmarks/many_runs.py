@@ -1,25 +1,23 @@
-"""Reading many runs: `python benchmarks/many_runs.py` times status, compare, report and load_runs on 1,000 runs of 500 steps (1 GB on
-disk).
+"""Reading many runs: `python benchmarks/many_runs.py` times status, compare, report and load_runs on 1,000 runs of 500 steps.
 
-The runs are synthetic and in the real format: five conditions, every field of a step filled, 200 held-out problems at the end. Prints a
-table and writes it under benchmarks/results/.
+The runs are synthetic, in the real format, and take 1 GB on disk: five conditions, every field of a step filled, 200 held-out problems at
+the end.
 """
 
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 from processes import start_child
+from report import add_output, load_average, publish, table
 
 from retrain.config import config_from_mapping, dump_toml
 from retrain.records.entries import EvaluationRecord, StepRecord
@@ -41,7 +39,7 @@ COMMANDS = {
 
 
 def write_campaign(root: Path, runs: int, steps: int) -> None:
-    """Runs by turns of the conditions; the metrics of a condition are the same for every seed, the held-out answers are not."""
+    """Write `runs` runs, the conditions in turn. Every seed of a condition has the same metrics and its own held-out answers."""
     rng = np.random.default_rng(0)
     metrics = {condition: _metrics(condition, steps, rng) for condition in CONDITIONS}
     entries = []
@@ -83,13 +81,13 @@ def _write_run(folder: RunFolder, condition: str, seed: int, steps: int, metrics
 
 
 def measure(command: Sequence[str], campaign: Path) -> tuple[float, float, float]:
-    """(seconds, processor seconds, peak resident GiB) of one command on the campaign."""
+    """(seconds, CPU seconds, peak resident GiB) of one command on the campaign."""
     started = time.monotonic()
     with start_child([sys.executable, *command, str(campaign)], stdout=subprocess.DEVNULL) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with exit {process.returncode}")
+        raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
     unit = 1 if sys.platform == "darwin" else 1024
     return time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit / 2**30
 
@@ -98,29 +96,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--folder", type=Path, default=None, help="where the runs are written meanwhile (the temporary folder)")
+    parser.add_argument("--folder", type=Path, default=None, help="where the runs are written; default: the folder for temporary files")
+    add_output(parser)
     arguments = parser.parse_args()
-    now = datetime.now(UTC)
-    lines = [
-        f"# Reading {arguments.runs:,} runs of {arguments.steps} steps, {now:%Y-%m-%d}",
-        "",
-        f"Command: `python benchmarks/many_runs.py --runs {arguments.runs} --steps {arguments.steps}`. "
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
-        "",
-        "| what | seconds | processor seconds | peak memory (GiB) |",
-        "|---|---|---|---|",
-    ]
+    load = load_average()
+    rows = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         campaign = Path(name) / "campaign"
         write_campaign(campaign, arguments.runs, arguments.steps)
         for what, command in COMMANDS.items():
             seconds, processor, memory = measure(command, campaign)
-            lines.append(f"| {what} | {seconds:.1f} | {processor:.1f} | {memory:.2f} |")
-    text = "\n".join([*lines, ""])
-    path = Path(__file__).parent / "results" / f"many-runs-{now:%Y-%m-%d}.md"
-    path.write_text(text, encoding="utf-8")
-    print(text)
-    print(f"Written: {path}")
+            rows.append([what, f"{seconds:.1f}", f"{processor:.1f}", f"{memory:.2f}"])
+    found = table(["what", "seconds", "CPU seconds", "peak GiB"], rows)
+    publish("many-runs", f"Reading {arguments.runs:,} runs of {arguments.steps} steps", [found], load, arguments.output)
 
 
 if __name__ == "__main__":

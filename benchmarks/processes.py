@@ -1,4 +1,4 @@
-"""Measured processes: each peer runs in its own, with its own Python, and all take turns. One that waits is stopped by signal."""
+"""Measured processes. Each peer runs in its own process, with its own Python; peers take turns, and a waiting one is stopped by SIGSTOP."""
 
 import json
 import os
@@ -29,14 +29,17 @@ class WorkerFailed(RuntimeError):
 
     @property
     def sentence(self) -> str:
-        """What happened, in the few words that a table has place for."""
-        if self.out_of_memory:
-            return "not enough memory"
-        return (str(self).strip().splitlines() or ["no message"])[-1].rstrip(".")
+        """The reason in a few words, for a table."""
+        return "not enough memory" if self.out_of_memory else last_line(self).rstrip(".")
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an error's message."""
+    return (str(error).strip().splitlines() or ["no message"])[-1]
 
 
 def memory_limit_gib(share: float = 0.9) -> float:
-    """This share of the memory that is available now."""
+    """`share` of the memory that is available now."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 / 2**30 * share
@@ -44,14 +47,14 @@ def memory_limit_gib(share: float = 0.9) -> float:
 
 
 def start_child(command: list[str], **options: Any) -> subprocess.Popen[str]:
-    """A process, paused or not, that ends with this one: at once if this one is killed, as its owner closes it if it is terminated."""
+    """Start a process that ends with this one: at once if this one is killed, and by `close` if this one is terminated."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that every `with` is left
-    return subprocess.Popen(command, text=True, preexec_fn=partial(die_with_parent, os.getpid()), **options)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds every `with`
+    return subprocess.Popen(command, text=True, preexec_fn=partial(die_with_parent, os.getpid()), **options)  # noqa: PLW1509 - no threads here
 
 
 class ProcessGroup:
-    """A process and its children in a session of their own: stopped, continued and ended together."""
+    """A process and its children in their own session, paused, resumed and ended together."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], **streams: Any) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in `close`
@@ -88,10 +91,10 @@ class ProcessGroup:
 
 
 class Worker(ProcessGroup):
-    """A script of workers/: settings at the start, then requests and answers, a line of JSON each."""
+    """A script of workers/. It gets its settings at the start, then answers requests, each one line of JSON."""
 
     def __init__(self, python: str, script: str, settings: Mapping[str, Any], *, seconds: float | None = None) -> None:
-        """`seconds` from now on for the start and all answers together; then the process is ended, and WorkerFailed says so."""
+        """`seconds` limits the start and all answers together; after that WorkerFailed is raised and the process is ended."""
         self.script, self._seconds = script, seconds
         self._deadline = None if seconds is None else time.monotonic() + seconds
         threads = str(settings["threads"])
@@ -120,7 +123,7 @@ class Worker(ProcessGroup):
         assert self.process.stdout is not None
         left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         if not select.select([self.process.stdout], [], [], left)[0]:  # answers come one by one, so none waits in Python's buffer
-            raise WorkerFailed(f"stopped after the {self._seconds:.0f} s that it had")
+            raise WorkerFailed(f"stopped at its limit of {self._seconds:.0f} s")
         line = self.process.stdout.readline()
         if not line:
             raise self._failure()

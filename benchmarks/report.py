@@ -1,4 +1,4 @@
-"""The dated file of a benchmark: title, command, machine, versions, then its tables. Every script here prints and writes through it."""
+"""The dated result file of a benchmark: title, command, machine, versions, then its tables. Every benchmark publishes through it."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def load_average() -> float:
-    """Of the last minute. Taken before the first measurement, since a benchmark is itself a load."""
+    """Load average of the last minute; take it before the first measurement, since a benchmark is itself a load."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
 
 
@@ -40,7 +40,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def versions_line(*found: Mapping[str, str]) -> str:
-    """Names and versions of several environments, each pair once."""
+    """Names and versions of the packages of several environments, each once."""
     return ", ".join(dict.fromkeys(f"{name} {version}" for versions in found for name, version in versions.items()))
 
 

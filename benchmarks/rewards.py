@@ -1,7 +1,7 @@
 """Answers judged per second: `python benchmarks/rewards.py` prints a table and writes it under benchmarks/results/.
 
-Every answer is a distinct one inside a completion of 500 words, half of them right, so that no cache knows it. Wall time with
-everything submitted at once, after the workers have started. "Settled" ones need no worker: strings decide.
+Every answer is distinct, so that no cache holds it, and stands in a completion of 500 words; half of the answers are right. Times are
+wall time with all answers submitted at once, after the workers have started. Answers "decided by strings" need no worker.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Answers = Callable[[int, bool], tuple[str, str]]
 CASES: Sequence[tuple[str, str, Answers, int, int]] = (
     ("match", "integers", integers, 20_000, 0),
     ("match, hendrycks", "a/b against \\dfrac{a}{b}", slashes, 20_000, 0),
-    ("math", "integers (settled)", integers, 20_000, 1),
+    ("math", "integers (decided by strings)", integers, 20_000, 1),
     ("math", "fractions", fractions, 2_000, 1),
     ("math", "fractions", fractions, 2_000, 2),
     ("math", "polynomials", polynomials, 400, 1),
@@ -99,7 +99,7 @@ def main() -> None:
     output = parser.parse_args().output
     load = load_average()
     found = table(["reward", "answers", "workers", "answers/s", "right"], rates())
-    first = f"From nothing to the first verdict of math-verify: {time_to_first_verdict():.1f} s."
+    first = f"From the start to the first verdict of math-verify: {time_to_first_verdict():.1f} s."
     publish("rewards", "Rewards", [found, first], load, output)
 
 

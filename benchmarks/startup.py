@@ -1,6 +1,6 @@
-"""Time of `retrain --help` and of a refused flag, in a fresh process each: python benchmarks/startup.py
+"""Time of `retrain --help` and of a refused flag, each in a fresh process: `python benchmarks/startup.py`.
 
-The promise is `retrain --help` under 0.3 s; exit 1 if it is broken. Best and median of 20, so that other work on the machine counts little.
+`retrain --help` is meant to take less than 0.3 s; the exit code is 1 if it does not. Best and median of 20, since other work disturbs some.
 """
 
 import argparse

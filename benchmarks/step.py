@@ -1,12 +1,12 @@
-"""A whole training step of `retrain.train` beside TRL's GRPOTrainer: seconds by phase, and memory.
+"""A whole training step of `retrain.train` compared with TRL's GRPOTrainer: seconds by phase, and memory.
 
     python benchmarks/step.py --model models/smollm2-135m --peer-python .venv-peers/bin/python
 
-Both read one model folder, made from --model: its end-of-sequence token is one that the model does not draw, and its chat template
-writes the prompt and nothing else, so that all completions have full length (the table says whether they had). Both see the same
-prompts, all of them at each step, random rewards, LoRA on every linear layer, AdamW, and a mean over the tokens of the batch. Each
-setting runs in a process of its own, one at a time and in turn; the first step warms up and the best of the others counts. Memory is the
-most that was resident from loading the model to the last step. "Learn" is TRL's step without its sampling.
+Both read the same model folder, made from --model. Its end-of-sequence token is one that the model does not draw, and its chat template
+writes only the prompt, so that all completions have full length (the table shows the mean length). Both use the same prompts at each
+step, random rewards, LoRA on every linear layer, AdamW, and the mean over the tokens of the batch. Each setting runs in its own process,
+one at a time; the first step warms up, and the best of the others counts. Memory is the peak resident memory from loading the model to
+the last step. For TRL "learn" is the step without its sampling.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The fastest of the steps with the most rows: a group whose rewards happen to be equal is not learned from."""
+        """The fastest of the steps with the most rows: a group whose rewards happen to be equal is not trained on."""
         return min(self.steps, key=lambda step: (-step["trained"], step["total"]))
 
 
@@ -124,7 +124,7 @@ def main() -> None:
     arguments = parse_arguments()
     load = load_average()
     prompts = story_prompts(arguments.prompts)
-    versions = []
+    versions: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "prompts.jsonl"
         data.write_text("".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts), encoding="utf-8")
@@ -141,17 +141,18 @@ def main() -> None:
             prepare.ask(make="endless", model=str(Path(resolve_model(arguments.model)).resolve()), folder=common["model"], prompts=prompts)
         settings = make_settings(arguments, common)
         for _ in range(arguments.repeats):
-            for setting in settings:
-                versions.append(measure(setting, arguments.steps))
-    head = ["setting", "seconds a step", "retrain's / its", "sample", "learn", "other", "GiB at most", "retrain's / its",
+            versions += [measure(setting, arguments.steps) for setting in settings]
+    head = ["setting", "seconds per step", "retrain's / its", "sample", "learn", "other", "peak GiB", "retrain's / its",
             "rows x mean tokens"]  # fmt: skip
     name = Path(arguments.model).name
     publish(
         f"step-{name}-{arguments.prompts}x{arguments.group}x{arguments.tokens}",
         f"A whole step, {name}, {arguments.prompts} prompts x {arguments.group} completions x {arguments.tokens} tokens",
         [
-            f"fp32, LoRA r{RANK} on every linear layer, {arguments.threads} threads, best of {arguments.repeats} x {arguments.steps - 1} "
-            f"steps after one. {versions_line(*versions)}.",
+            (
+                f"fp32, LoRA r{RANK} on every linear layer, {arguments.threads} threads, best of {arguments.repeats} x "
+                f"{arguments.steps - 1} steps after a warm-up step. {versions_line(*versions)}."
+            ),
             table(head, rows(settings)),
         ],
         load,

@@ -1,9 +1,8 @@
-"""One step of the lab's size on one core and on all of them, alone and beside a busy process.
+"""One step of the lab's size on one core and on all cores, on a quiet machine and beside a busy process.
 
     python benchmarks/threads.py
 
-Each line is a process of its own, whose OMP_NUM_THREADS says how many cores it may take. Seconds of the best and the worst of --repeats
-steps after one.
+Each line is a process of its own, limited by OMP_NUM_THREADS. Seconds of the best and the worst of --repeats steps after a warm-up step.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A vLLM server on the CPU as a peer of decode.py: started from an environment of its own, or already running at a given address."""
+"""A vLLM server as a peer of decode.py: started from its own environment, or already running at a given address."""
 
 import json
 import os
@@ -20,7 +20,7 @@ _KV_GIB = 4
 
 
 class VllmServer:
-    """`sample` asks for a job as a trainer would: token ids in, token ids with log-probs of the sampled distribution out."""
+    """`sample` requests a job as a trainer would: token ids in, token ids with log-probs of the sampled distribution out."""
 
     def __init__(self, url: str, group: ProcessGroup | None = None) -> None:
         self.url, self.group = url.rstrip("/"), group
@@ -31,9 +31,9 @@ class VllmServer:
         cls, python: str, model: str, adapter: str, *, dtype: str, compiled: bool, rows: int, context: int, threads: int,
         seconds: float = _START_S,
     ) -> Self:  # fmt: skip
-        """`rows` sequences decode together; on a CPU the first `threads` processors are bound, one thread each.
+        """Start a server that decodes `rows` sequences together; on a CPU it binds one thread to each of the first `threads` cores.
 
-        WorkerFailed where it is not ready in `seconds`.
+        Raises WorkerFailed if it is not ready after `seconds`.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -79,7 +79,7 @@ class VllmServer:
             return {"vllm": json.load(answer)["version"]}
 
     def sample(self, job: Job) -> float:
-        """Seconds until all completions have arrived. Every request is sent at once; one for each group where lengths allow it."""
+        """Seconds until all completions have arrived. All requests are sent at once: one per group if lengths are equal, else per row."""
         if job.uniform:
             asked = [(prompt.tolist(), job.group, job.lengths[0]) for prompt in job.prompts]
         else:

@@ -1,7 +1,7 @@
-"""What the documents say must be so: `make docs-check`.
+"""Check the documents: `make docs-check`.
 
-Generated files equal what the schema gives. In every Markdown file: links and paths lead somewhere, `make` targets exist, every
-`retrain` command line parses, TOML blocks load, Python blocks compile. Prints one line a problem; exit 1 if there is any.
+Generated files must equal what the schema generates. In every Markdown file links must lead to existing files, `make` targets must exist,
+`retrain` command lines must parse, TOML blocks load, and Python blocks compile. Prints one line per problem; exit code 1 if there is any.
 """
 
 import ast
@@ -57,7 +57,7 @@ def _drifted() -> Iterator[Problem]:
     for name, text in artefacts().items():
         path = ROOT / name
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            yield Problem(path, 1, "is not what the schema gives; run `python -m retrain.config.reference`")
+            yield Problem(path, 1, "differs from what the schema generates; run `python -m retrain.config.reference`")
 
 
 def check_document(path: Path) -> Iterator[Problem]:
@@ -76,7 +76,7 @@ def _line(text: str, position: int) -> int:
 
 
 def _check_block(language: str, body: str) -> Iterator[tuple[int, str]]:
-    """(line inside the block, what is wrong)"""
+    """(line inside the block, what is wrong) for each problem."""
     if language in _SHELL:
         for offset, command in enumerate(body.splitlines()):
             problem = check_command(command.strip().removeprefix("$ "))
@@ -102,10 +102,10 @@ def _check_toml(body: str) -> Iterator[tuple[int, str]]:
 
 
 def check_command(command: str) -> str | None:
-    """What is wrong with a line of a shell block that calls retrain, make or a script of this repository."""
+    """The problem with a shell line that calls retrain, make or a script of this repository; None if there is none."""
     try:
         words = shlex.split(command.partition(" | ")[-1] if " | retrain" in command else command.partition(" | ")[0], comments=True)
-    except ValueError:  # a line of a here-document or of an output
+    except ValueError:  # part of a here-document, or output
         return None
     words = words[next((index for index, word in enumerate(words) if "=" not in word), len(words)) :]  # VARIABLE=value in front
     match words:

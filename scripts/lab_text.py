@@ -1,9 +1,8 @@
-r"""The text that the lab's model is pre-trained on: conversations with worked arithmetic, and number-guessing dialogues.
+r"""The pre-training text of the lab's model: conversations with worked arithmetic, and number-guessing dialogues.
 
-The arithmetic is right in form and often wrong in content: a partial result is off with some probability, and with a much smaller
-one in a second try after a planning phrase. The model learns both, so that what it samples at T = 1 is often wrong, its most likely
-answer is mostly right, and checking pays. That is what reinforcement learning has to find. Problems come from the training side of
-the lab's families; a held-out one is drawn again.
+The arithmetic has the right form, and partial results are wrong with some probability: a smaller one in a second try, which follows a
+planning phrase. A model trained on it is often wrong when sampled at temperature 1, mostly right when greedy, and more often right when it
+checks. Reinforcement learning has to discover that. Problems are from the lab's training split only.
 """
 
 import random
@@ -25,7 +24,7 @@ SECOND_TRY_RATE = 0.25
 """Probability that a solution is worked a second time before the answer is given."""
 SECOND_TRY_PHRASES = ("wait, let me check", "let me verify")
 FAMILY_WEIGHTS = {"sum3": 0.70, "chain4": 0.10, "product": 0.10, "expression": 0.06}
-"""Shares of the families; what is missing from 1 goes to the guessing dialogues."""
+"""Shares of the families; the rest are guessing dialogues."""
 GUESSING_RANGES = (10, 20, 50, 100)
 MIN_TURNS, MAX_TURNS = 2, 6
 
@@ -59,7 +58,7 @@ def solution(problem: Problem, rng: random.Random, errors: ErrorRates) -> str:
 
 
 def _work(problem: Problem, rng: random.Random, error_rate: float) -> tuple[str, int]:
-    """The steps as text and the value they end on. A wrong partial result is carried on, as a person would."""
+    """The steps as text, and their final value. Later steps use a wrong partial result, as a person would."""
     value, lines = problem.first, []
     for operation, operand in problem.steps:
         result = Problem(problem.family, value, ((operation, operand),)).values[-1]
@@ -71,7 +70,7 @@ def _work(problem: Problem, rng: random.Random, error_rate: float) -> tuple[str,
 
 
 def guessing_dialogue(rng: random.Random) -> list[ChatMessage]:
-    """A game of two to six guesses, each with the range that is left; guesses near the middle are the likelier ones."""
+    """A game of two to six guesses, each with the remaining range; guesses near its middle are more likely."""
     while True:
         highest = rng.choice(GUESSING_RANGES)
         secret, low, high = rng.randint(1, highest), 1, highest

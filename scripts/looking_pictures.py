@@ -1,8 +1,8 @@
-"""The pictures of docs/looking.md, made by the page's own Python blocks, so that what stands there is what was run.
+"""Make the pictures of docs/looking.md by running the page's own Python blocks.
 
     python scripts/looking_pictures.py
 
-Reads the runs logs/lab_s0 to logs/lab_s4, which the page says how to make. Needs the extra `report`.
+Reads the runs logs/lab_s0 to logs/lab_s4; the page gives the commands that make them. Needs the extra `report`.
 """
 
 import os

@@ -1,11 +1,11 @@
-"""Makes the lab's model: the tokenizer, a tiny Qwen3, and three phases of pre-training on synthetic text, with one fixed seed.
+"""Make the lab's model: a tokenizer, a tiny Qwen3, and three phases of pre-training on synthetic text, with a fixed seed.
 
     python scripts/make_lab_model.py                  # writes retrain/assets/lab
     python scripts/make_lab_model.py --output DIR --measure
     python scripts/make_lab_model.py --output DIR --start OTHER --from-phase 2
 
-Left out on purpose: any data that is not generated here, and any training on the held-out problems. The output is an ordinary
-transformers folder. Bits differ between machines and versions of torch; the measured rates should not.
+All data is generated here, and no held-out problem is trained on. The output is an ordinary transformers folder. Weights differ in their
+last bits between machines and versions of torch; the measured rates should not.
 """
 
 import argparse
@@ -29,23 +29,23 @@ SEED = 20_260_801
 
 
 class Phase(NamedTuple):
-    """Each phase starts AdamW anew."""
+    """A phase of pre-training, with a new AdamW state."""
 
     steps: int
     batch: int
-    """Conversations a step."""
+    """Conversations per step."""
     errors: ErrorRates
 
 
 PHASES = (
     Phase(300, 192, ErrorRates(0.16, 0.16)),
-    Phase(320, 64, ErrorRates(0.16, 0.16)),  # now it can add: greedy answers are mostly right
-    Phase(100, 64, ErrorRates(0.35, 0.05)),  # and here it learns to be careless, and that checking helps
+    Phase(320, 64, ErrorRates(0.16, 0.16)),  # after it greedy answers are mostly right
+    Phase(100, 64, ErrorRates(0.35, 0.05)),  # teaches it to be careless, and that checking helps
 )
 LEARNING_RATE = 2e-3
-"""AdamW for all weights: with Muon they end five times larger, and a LoRA adapter at 3e-4 then learns several times more slowly."""
+"""AdamW for all weights: Muon makes them five times larger, and a LoRA adapter at 3e-4 then learns several times more slowly."""
 WARMUP_STEPS = 20
-DECAY_SHARE = 0.4  # of the steps, at the end
+DECAY_SHARE = 0.4  # share of the steps with a falling learning rate
 MAX_STRETCH = 1.25  # longest over shortest sequence of a micro-batch, so that little is padding
 REPORT_EVERY = 20
 MAX_NEW_TOKENS = 160
@@ -60,7 +60,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, in byte order, then the three special tokens: every text survives encoding and decoding."""
+    """One token per byte, in byte order, then the three special tokens: decoding an encoded text gives the text."""
     alphabet = _byte_level_alphabet()
     tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -120,7 +120,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerFast, rng: random.Random, 
 
 
 def micro_batches(tokenizer: PreTrainedTokenizerFast, step: int, phase: Phase) -> list[tuple[Tensor, Tensor]]:
-    """The sequences of a step as [rows, length] ids and labels; -100 where nothing is learned."""
+    """The sequences of a step as [rows, length] ids and labels; -100 marks tokens without a loss."""
     rng = random.Random(SEED * 1_000_003 + step)
     rows = sorted((encode_conversation(tokenizer, rng, phase.errors) for _ in range(phase.batch)), key=lambda row: len(row[0]))
     parts: list[list[tuple[list[int], list[bool]]]] = [[]]
@@ -147,7 +147,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, first: int) -> float:
-    """The phases from number `first` on. Returns the mean loss of the last REPORT_EVERY steps in nats per token."""
+    """Train all phases from number `first`. Returns the mean loss of the last REPORT_EVERY steps, in nats per token."""
     started, losses = time.monotonic(), []
     total = sum(phase.steps for phase in PHASES[:first])
     for phase in PHASES[first:]:
@@ -200,7 +200,7 @@ def pass_rate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, diffi
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """The generation configuration names the special tokens and nothing else, so that no sampling setting can leak."""
+    """Save the folder. The generation configuration has only the special tokens, so that no sampling setting leaks into a run."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -271,9 +271,9 @@ def write_card(folder: Path, rows: list[str], parameters: int, loss: float) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=LAB_MODEL)
-    parser.add_argument("--measure", action="store_true", help="only measure the model that is there")
-    parser.add_argument("--start", type=Path, help="the weights to go on from, with --from-phase; new ones otherwise")
-    parser.add_argument("--from-phase", type=int, default=0, help="phases before this number, counted from 0, are left out")
+    parser.add_argument("--measure", action="store_true", help="only measure the existing model")
+    parser.add_argument("--start", type=Path, help="start from these weights, with --from-phase; default: new weights")
+    parser.add_argument("--from-phase", type=int, default=0, help="the first phase to train, counted from 0")
     arguments = parser.parse_args()
     if arguments.measure:
         measure(arguments.output)

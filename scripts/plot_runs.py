@@ -2,7 +2,7 @@
 
     python scripts/plot_runs.py RUN... --output curve.svg
 
-Reads metrics.jsonl and evaluation.jsonl of each run's folder; steps are aligned by their number. Needs the extra `report`.
+Reads metrics.jsonl and evaluation.jsonl of each run's folder. Needs the extra `report`.
 """
 
 import argparse
@@ -21,10 +21,9 @@ from retrain.records.run_folder import RunFolder
 
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#c98a1b", "#555555")
 _WINDOW = 5
-"""Steps of the running mean: one step's correct rate over some hundred completions jumps by several points."""
-
+"""Steps of the running mean: the correct rate of one step, over some hundred completions, varies by several points."""
 _SHIFT = 0.3
-"""Steps between the held-out points of two runs, which would hide each other."""
+"""Horizontal distance in steps between the held-out points of two runs, which would overlap."""
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ def _draw_run(axes: Any, folder: RunFolder, colour: str, label: str, shift: floa
 
 
 def held_out(folder: RunFolder) -> dict[int, tuple[float, float, float]]:
-    """Steps completed -> pass@1 and its interval over the problems."""
+    """Completed steps -> (pass@1, low, high), with the interval over the problems."""
     means: dict[int, list[float]] = defaultdict(list)
     samples: Counter[int] = Counter()
     if folder.evaluation.exists():

@@ -1,4 +1,4 @@
-"""What the numbers of benchmarks/ rest on: memory of the measured block alone, the same work for every peer, failures that are seen."""
+"""Benchmarks: memory of the measured block alone, the same work for every peer, failures that are reported."""
 
 import os
 import signal
@@ -74,7 +74,7 @@ def test_a_worker_that_outlasts_its_seconds_is_ended_and_says_so(monkeypatch: py
     monkeypatch.setattr(processes, "WORKERS", tmp_path)
     with pytest.raises(processes.WorkerFailed) as failure:
         processes.Worker(sys.executable, "slow.py", {"threads": 1}, seconds=0.2)
-    assert failure.value.sentence == "stopped after the 0 s that it had"
+    assert failure.value.sentence == "stopped at its limit of 0 s"
 
 
 def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_part_that_fails_leaves_a_sentence_and_the_other_parts_go_on(monkeypat
     bench = Bench(SIZES["tiny"], {"device": "cpu", "dtype": "fp32", "threads": 1}, None, None, 60)
     sections = cuda.sections(bench, ["learn", "profile"])
     assert sections.count("Failed: retrain: not enough memory.") == 2
-    assert "## Learning" in sections and "## What holds it back" in sections
+    assert "## Learning" in sections and "## Where the time goes" in sections
 
 
 def test_the_gpu_benchmark_runs_in_small_on_a_cpu(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is shown of a campaign while it runs, on a terminal and elsewhere."""
+"""What a running campaign prints, on a terminal and elsewhere."""
 
 import io
 from datetime import datetime
@@ -29,7 +29,7 @@ def write_steps(folder: Path, count: int) -> None:
 
 @pytest.fixture
 def campaign(tmp_path: Path) -> tuple[CampaignPlan, Manifest]:
-    """One run done, one going on, one failed, the others waiting."""
+    """One run done, one running, one failed, the others pending."""
     plan = plan_campaign(config_from_mapping({"campaign": {"seeds": [1, 2], "max_steps": 50}}), tmp_path)
     manifest = Manifest.of_plan(plan, datetime.now())
     done, running, failed = plan.runs[:3]
@@ -116,7 +116,7 @@ def test_elsewhere_a_run_is_a_line_at_its_start_and_at_its_end(campaign: tuple[C
     assert failed.endswith("runs/maxrl+gtpo_s1/output.log")
 
 
-def test_elsewhere_runs_that_go_on_are_told_now_and_then(campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_running_runs_print_a_line_now_and_then(campaign: tuple[CampaignPlan, Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrain.campaign.board.REFRESH_S", 0.01)
     monkeypatch.setattr("retrain.campaign.board.LINES_EVERY_S", 0.01)
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""Campaigns that are run: sequential ones in this process, parallel ones as subprocesses, stopped, killed and gone on with."""
+"""Running campaigns: sequential in this process, parallel as subprocesses; stopped, killed and resumed."""
 
 import errno
 import json
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -64,14 +63,14 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def sequential(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+def sequential(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """2 conditions x 2 seeds x 2 steps, one after the other in this process, with auto-squeeze."""
     folder = tmp_path_factory.mktemp("sequential") / "campaign"
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("retrain.campaign.board.Board.say", lambda board, line: said.append(line))
         run_campaign(config_from_mapping(sections(folder, squeeze={"min_variance_retention": 0.9})))
-    yield Finished(folder, "\n".join(said))
+    return Finished(folder, "\n".join(said))
 
 
 # -- what a campaign leaves ----------------------------------------------------------------------------------------------
@@ -258,7 +257,7 @@ def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
             train(replaced(run, change), quiet=True)
 
 
-def test_a_campaign_with_an_algorithm_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_campaign_with_an_algorithm_can_be_resumed(tmp_path: Path) -> None:
     """Its base and its condition differ in the loss's aggregation, which neither was given."""
     config = config_from_mapping(sections(tmp_path, {"conditions": [{"algorithm_mode": "dr_grpo"}]}))
     plan = plan_campaign(config, tmp_path)
@@ -437,7 +436,7 @@ def test_ctrl_c_saves_and_ends_with_130(parallel: bool, sequential: Finished, tm
     assert campaign.process.returncode == 130, printed
     assert f"--resume {campaign.folder}" in printed
     assert campaign.manifest[name].status is Status.INTERRUPTED
-    saved = sorted((campaign.folder / "runs" / name / "checkpoints").glob("step_*"))[-1]
+    saved = max((campaign.folder / "runs" / name / "checkpoints").glob("step_*"))
     assert int(saved.name.removeprefix("step_")) == campaign.steps(name)
 
 

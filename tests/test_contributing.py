@@ -17,12 +17,12 @@ from retrain.config import config_from_toml
 from retrain.errors import ConfigurationError
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-SECTIONS: dict[str, str] = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.M | re.S))
+SECTIONS: dict[str, str] = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 ONE_STEP = {"training": {"max_steps": 1, "max_tokens": 12}}
 
 
 def block(section: str, language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.M | re.S)
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.MULTILINE | re.DOTALL)
     return str(found)
 
 

@@ -21,7 +21,7 @@ def options_for(device_type: str = "cpu", model_dtype: torch.dtype = torch.float
 
 
 @pytest.mark.parametrize(
-    "changes, error, words",
+    ("changes", "error", "words"),
     [
         ({"attention_kernel": "flash"}, ConfigurationError, 'attention_kernel = "flash" needs a CUDA device and the flash-attn package'),
         ({"attention_kernel": "flash", "device_type": "cuda"}, ConfigurationError, "computes in bf16"),

@@ -6,7 +6,6 @@ in the last of its four runs. Neither is ever written again: what reads them has
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,14 +48,14 @@ def test_an_old_run_is_evaluated_listed_and_reported(run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The old campaign, gone on with."""
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The old campaign, resumed."""
     folder = Path(shutil.copytree(OLD / "campaign", tmp_path_factory.mktemp("old") / "campaign"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("retrain.campaign.board.Board.say", lambda board, line: None)
         manifest = run_campaign(replaced(load_config(OLD / "campaign.toml"), {"resume.from": str(folder)}))
     assert [entry.status for entry in manifest.runs] == [Status.DONE] * 4
-    yield folder
+    return folder
 
 
 def test_an_old_campaign_goes_on_with_the_run_that_was_killed(campaign: Path) -> None:

@@ -1,4 +1,4 @@
-"""Samples a job with the PyTorch engine, with `generate`, or with transformers' continuous batching: settings["kind"] says which."""
+"""Samples a job with the PyTorch engine, `generate` or transformers' continuous batching, as settings["kind"] says."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +22,11 @@ from retrain.model.devices import EngineOptions  # noqa: E402
 from retrain.model.fused import FusedDecoder  # noqa: E402
 
 Run = Callable[[Job, int], int]
-"""Samples the job with this seed; returns the tokens that were made."""
+"""Samples the job with this seed; returns the number of sampled tokens."""
 
 
 def engine(settings: dict[str, Any]) -> Run:
-    """As a run has it: the fp32 model that learns, a copy with the adapter merged in for the sampler, and `[inference] dtype`."""
+    """The engine as a run has it: the learner's fp32 model, a copy with merged adapter for the sampler, and `[inference] dtype`."""
     model = load(settings, torch.float32)
     fused = FusedDecoder.of(model.get_base_model(), merge=True)
     options = EngineOptions(weights=torch.bfloat16 if settings["engine_dtype"] == "bf16" else None)
@@ -71,9 +71,9 @@ def generate(settings: dict[str, Any]) -> Run:
 
 
 def continuous(settings: dict[str, Any]) -> Run:
-    """What `generate_batch` does, with the manager kept running over the turns, as a server has it.
+    """What `generate_batch` does, with one manager for all turns, as a server would.
 
-    A prompt is read once for its group where all completions have one length, since `num_return_sequences` is the manager's.
+    A prompt is prefilled once per group only if all completions have the same length, since `num_return_sequences` belongs to the manager.
     """
     model = load(settings, getattr(torch, settings["torch_dtype"]))
     tokens, rows, page = settings["tokens"], settings["rows"], settings["page_size"]
@@ -111,7 +111,7 @@ def continuous(settings: dict[str, Any]) -> Run:
 
 
 def tokens_of_next(serving: Any) -> int:
-    """Waits for a request to finish."""
+    """Wait for a request to finish; returns its number of tokens."""
     while True:
         result = serving.get_result(timeout=1)
         if result is None and not serving.is_running():
@@ -123,7 +123,7 @@ def tokens_of_next(serving: Any) -> int:
 
 
 def load(settings: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The adapter has the model's dtype here, so that bf16 layers need no cast; the engine keeps it in fp32, as the learner does."""
+    """The model with the adapter in its dtype, so that bf16 layers need no cast; the engine keeps the adapter in fp32."""
     base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
     return PeftModel.from_pretrained(base, settings["adapter"], autocast_adapter_dtype=dtype == torch.float32).eval()
 

@@ -1,6 +1,6 @@
-"""What is measured on the device that computes: seconds until it is done, its memory, its kernels, its bandwidth.
+"""Measurements on the computing device: seconds until it is done, memory, kernels, bandwidth.
 
-On CUDA memory is what torch's allocator gave out and what it had taken; no library of the driver is asked. On a CPU it is the process's.
+On CUDA memory is what torch's allocator has allocated and reserved; on a CPU it is the resident memory of the process.
 """
 
 import shutil
@@ -22,7 +22,7 @@ _COPIES = 10
 
 @contextmanager
 def measured_on(device: str) -> Iterator[Measure]:
-    """`measured`, and on CUDA the same of the device: what was allocated before and at most, and reserved at most."""
+    """As `measured`; on CUDA the memory of the device: allocated before, peak allocated, peak reserved."""
     if not device.startswith("cuda"):
         with measured() as result:
             yield result
@@ -39,7 +39,7 @@ def measured_on(device: str) -> Iterator[Measure]:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Name and driver of a GPU ("" on a CPU), and the bytes a second that a large copy moves, read and written ones counted."""
+    """Name and driver of a GPU ("" on a CPU), and the bandwidth of a large copy in bytes per second, reads and writes counted."""
     name = ""
     if device.startswith("cuda"):
         found = torch.cuda.get_device_properties(device)
@@ -51,7 +51,7 @@ def _driver() -> str:
     tool = shutil.which("nvidia-smi")
     if tool:
         command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         if found.returncode == 0:
             return f"driver {found.stdout.split()[0]}"
     file = Path("/proc/driver/nvidia/version")
@@ -69,7 +69,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def profiled(run: Callable[[], object], device: str) -> dict[str, Any]:
-    """Kernels of a run on CUDA, operators on a CPU: seconds and calls in all, and the `top` of them by their own time."""
+    """Kernels of a run on CUDA, operators on a CPU: total seconds and calls, and the `top` ones by their own time."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

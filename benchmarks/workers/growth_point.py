@@ -1,7 +1,7 @@
-"""One batch sampled and learned from in a fresh process, or one of the two: seconds and memory of each half.
+"""Sampling and learning of one batch in a fresh process: seconds and memory of each half.
 
-Requests name the shape, `completions` of `tokens` after prompts of `prompt_tokens` in groups of `group`, and may name `halves`,
-`repeats` (the best counts), keys of `[training]`, and with `profile` that the half's kernels are listed instead.
+A request names the shape: `completions` of `tokens` tokens after prompts of `prompt_tokens`, in groups of `group`. It may name the
+`halves` to measure, `repeats` (the best counts) and keys of `[training]`. `profile` names a half whose kernels are listed instead.
 """
 
 import gc
@@ -28,7 +28,7 @@ from retrain.model.load import shared_models  # noqa: E402
 from retrain.types import Completion, FinishReason, Row, StepResult  # noqa: E402
 
 NEVER = 2**31 - 1
-"""No token ends a completion."""
+"""An EOS id outside the vocabulary: no token ends a completion."""
 
 
 def row_of(completion: Completion, request: SampleRequest, advantage: float) -> Row:
@@ -43,7 +43,7 @@ def row_of(completion: Completion, request: SampleRequest, advantage: float) -> 
 
 
 class Point:
-    """A backend for batches of one shape, with adapter and choices as a run of that shape has them."""
+    """A backend for batches of one shape, with the adapter and the machine choices of a run of that shape."""
 
     def __init__(self, settings: dict[str, Any], request: dict[str, Any]) -> None:
         self.device: str = settings.get("device", "cpu")
@@ -68,7 +68,7 @@ class Point:
         return [row_of(one, requests[one.request], float(self.rng.standard_normal())) for one in done]
 
     def invent(self, requests: list[SampleRequest]) -> list[Row]:
-        """Rows of random tokens, whose log-probs are the learner's own."""
+        """Rows of random tokens with the learner's own log-probs."""
         rows = []
         for index, request in enumerate(requests):
             for sample in range(request.count):

@@ -1,4 +1,4 @@
-"""What is sampled or learned from, as a function of a few numbers, so that every process makes the same. numpy only."""
+"""Prompts, lengths and rows as functions of a few numbers, so that every process makes the same ones. numpy only."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts with completions already sampled, and one advantage a completion."""
+    """Prompts with sampled completions, and one advantage per completion."""
 
     job: Job
     completions: list[npt.NDArray[np.int32]]
@@ -39,7 +39,7 @@ class Rows:
 
 
 def make_job(vocabulary: int, prompts: int, group: int, tokens: int, ragged: bool, step: int, prompt_tokens: int | None = None) -> Job:
-    """Random prompts of `prompt_tokens`, or of tokens / 2 to tokens ids, others at each step; their content does not change the cost.
+    """Random prompts, new at each step, of `prompt_tokens` ids, or of tokens / 2 to tokens ids.
 
     Ragged completions have tokens / 8 to `tokens` tokens, the same at each step.
     """
@@ -51,7 +51,7 @@ def make_job(vocabulary: int, prompts: int, group: int, tokens: int, ragged: boo
 
 
 def make_rows(vocabulary: int, prompts: int, group: int, tokens: int, ragged: bool) -> Rows:
-    """Random completions; no advantage is 0, so that every row is learned from, and their mean is not, so that the loss is not."""
+    """Random completions. No advantage is 0, so that every row is trained on; their mean is not 0, so that the loss is not 0."""
     job = make_job(vocabulary, prompts, group, tokens, ragged, 0)
     rng = np.random.default_rng(2)
     completions = [rng.integers(FIRST_TOKEN, vocabulary, length).astype(np.int32) for length in job.lengths]

@@ -1,4 +1,4 @@
-"""TRL's learning pass on given rows: GRPOTrainer's own training step, with what it would have sampled put in. Runs in the peers' Python."""
+"""TRL's learning pass: GRPOTrainer's own training step on given rows instead of sampled ones. Runs in the peers' Python."""
 
 import tempfile
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def build(settings: dict[str, Any], rows: Rows, folder: str) -> GivenRows:
 
 
 def micro_batches(rows: Rows, old: dict[str, np.ndarray], size: int) -> list[dict[str, Any]]:
-    """As TRL makes them: prompts padded on the left and completions on the right, to the longest of the whole batch."""
+    """Micro-batches as TRL makes them: prompts padded on the left, completions on the right, to the longest of the whole batch."""
     count = len(rows.completions)
     prompt_length, length = max(map(len, rows.job.prompts)), max(rows.job.lengths)
     prompts, prompt_mask = np.full((count, prompt_length), PADDING, np.int64), np.zeros((count, prompt_length), np.int64)

@@ -1,6 +1,6 @@
-"""The learning pass of retrain, and the plain reference that it is compared with: settings["kind"] says which.
+"""The learning pass of retrain, or the plain reference that it is compared with, as settings["kind"] says.
 
-A request may name a file for the gradient; the reference's also one for the log-probs that all others take for the sampler's.
+A request may name a file for the gradient. The reference also writes the log-probs that all others use as the sampler's.
 """
 
 import tempfile
@@ -30,14 +30,14 @@ from retrain.types import Row  # noqa: E402
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 _STALENESS = 0.05
-"""Far inside the clip range of 0.2, so that all losses agree."""
+"""Nats; far inside the clip range of 0.2, so that all losses agree."""
 
 
 def reference(settings: dict[str, Any]) -> Answer:
-    """Each row alone, without padding, all logits at once, in settings["dtype"]. Writes its gradient, and the old log-probs for everybody.
+    """Each row alone, without padding, all logits at once, in settings["dtype"]. Writes its gradient, and the old log-probs for all.
 
-    The old log-probs are off by up to _STALENESS nats, so that ratios are not 1 and the loss depends on the log-probs. They are those of
-    the first reference: a later one in another dtype reads them.
+    The old log-probs differ from the new ones by up to _STALENESS nats, so that ratios are not 1 and the loss depends on the log-probs. The
+    first reference writes them; a later one in another dtype reads them.
     """
     rng = np.random.default_rng(3)
     dtype = getattr(torch, settings.get("dtype", "float32"))
@@ -71,7 +71,7 @@ def reference(settings: dict[str, Any]) -> Answer:
 
 
 def ours(settings: dict[str, Any]) -> Answer:
-    """`LocalBackend.train` at learning rate 0, so that every pass is the first one; with beta1 = 0 AdamW's first moment is the gradient."""
+    """`LocalBackend.train` at learning rate 0, so that all passes are equal; with beta1 = 0 AdamW's first moment is the gradient."""
     backend = LocalBackend(
         config_from_mapping(
             {

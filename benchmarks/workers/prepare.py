@@ -1,4 +1,4 @@
-"""What a benchmark needs before it measures: an adapter, a model that never ends a completion, a model of a given shape, the machine."""
+"""Preparations of a benchmark: an adapter, a model that never ends a completion, a model of a given shape, the machine's description."""
 
 import shutil
 from pathlib import Path
@@ -38,13 +38,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Of Qwen3Config; the second is Qwen/Qwen3-4B's config.json."""
+"""Arguments of Qwen3Config; "qwen3-4b" is the config.json of Qwen/Qwen3-4B."""
 SHAPES["tiny"] = SHAPES["lab"] | {"num_hidden_layers": 2}
 _PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def adapter(model: str, folder: str) -> dict[str, Any]:
-    """LoRA on every linear layer, B not zero as after some training, so that gradients reach A and nobody can skip it."""
+    """LoRA on every linear layer. B is not zero, so that gradients reach A and no peer can skip the adapter."""
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     _save_adapter(base, folder)
@@ -71,8 +71,8 @@ def shape(
 ) -> dict[str, Any]:
     """Random weights in one of SHAPES, or its first `layers`, with a context of `context` tokens and the lab's tokenizer.
 
-    Its chat template writes a message's text and nothing else. `adapter` names a folder for an adapter as above. Answers with the
-    bytes of the weights and of one token's keys and values.
+    Its chat template writes only a message's text. `adapter` names a folder for an adapter as above. Returns the bytes of the weights
+    and of the keys and values of one token.
     """
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(LAB_MODEL)
@@ -95,10 +95,10 @@ def shape(
 
 
 def endless(model: str, folder: str, prompts: list[str]) -> dict[str, Any]:
-    """`model` with a token for EOS that it does not draw, and a chat template that writes a message's text and nothing else.
+    """`model` with an EOS token that it does not draw, and a chat template that writes only a message's text.
 
-    So every trainer that reads this folder samples completions of full length. The token is the one that is least probable after
-    these prompts; whoever measures checks the lengths.
+    Every trainer that reads this folder then samples completions of full length. The EOS token is the least probable one after these
+    prompts; the benchmark reports the lengths.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""A run of `retrain.train` of a few steps; answers with each step's seconds by phase and the peak of the process."""
+"""A few steps of `retrain.train`: seconds of each step by phase, and peak memory."""
 
 import tempfile
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A run of TRL's GRPOTrainer of a few steps; answers with each step's seconds by phase and the peak of the process. Peers' Python."""
+"""A few steps of TRL's GRPOTrainer: seconds of each step by phase, and peak memory. Runs in the peers' Python."""
 
 import json
 import tempfile
@@ -20,7 +20,7 @@ _PAGE, _LONGEST_PROMPT = 64, 512
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step from its begin to its end, and of the sampling inside, told by the trainer below."""
+    """Seconds of each step, and of the sampling inside, which TimedTrainer reports."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -54,7 +54,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 def paging(settings: dict[str, Any], completions: int) -> dict[str, int]:
-    """Room for every completion and its prompt at once; left to itself it takes half of the machine's memory."""
+    """A KV cache for every completion with its prompt; the default takes half of the machine's memory."""
     pages = -(-(settings["tokens"] + _LONGEST_PROMPT) // _PAGE)
     return {"page_size": _PAGE, "num_blocks": completions * (pages + 1), "max_batch_tokens": 1024, "max_requests_per_batch": completions}
 

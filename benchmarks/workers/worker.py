@@ -1,6 +1,6 @@
-"""What every measured process shares: settings in, one line of JSON out for each request, and what the kernel says of its memory.
+"""The frame of a measured process: settings in, one line of JSON out for each request, and memory as the kernel reports it.
 
-Only the standard library, so that it runs in a peer's environment too. Linux: memory is read from /proc.
+It needs only the standard library, so that it runs in a peer's environment too. Memory is read from Linux's /proc.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ GIB = 2**30
 
 @dataclass
 class Measure:
-    """Filled when `measured` ends."""
+    """Filled in when `measured` ends."""
 
     seconds: float = float("nan")
     cpu_seconds: float = float("nan")
     before_gib: float = float("nan")
     """Resident before the block: model, adapter, libraries."""
     peak_gib: float = float("nan")
-    """Most that was resident inside the block."""
+    """Peak resident memory inside the block."""
     reserved_gib: float = float("nan")
-    """Most that torch had taken of a GPU, what it keeps for later included; not a number on a CPU."""
+    """Peak that torch reserved on a GPU, its cache included; not a number on a CPU."""
 
 
 @contextlib.contextmanager
 def measured() -> Iterator[Measure]:
-    """Wall and processor seconds and the resident peak of the block alone; what an allocator keeps for later is given back first."""
+    """Wall seconds, CPU seconds and peak resident memory of the block alone; memory that the allocator caches is released first."""
     _give_back_free_memory()
     result = Measure(before_gib=resident_gib())
     _forget_peak()
@@ -50,7 +50,7 @@ def resident_gib() -> float:
 
 
 def _status(field: str) -> float:
-    """ru_maxrss would not do: a child inherits its parent's."""
+    """In GiB. Not ru_maxrss, which a child inherits from its parent."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024 / GIB
@@ -69,8 +69,8 @@ def _forget_peak() -> None:
 def serve(setup: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]], packages: tuple[str, ...]) -> None:
     """Run a worker: `setup(settings)` gives the function that answers requests, one JSON line each, until standard input ends.
 
-    What libraries print goes to standard error. Settings that every worker knows: threads, and memory_limit_gib, beyond which an
-    allocation fails instead of the machine running out (None: no limit, for CUDA, which maps far more than it uses).
+    Everything that libraries print goes to standard error. Every worker has the settings `threads` and `memory_limit_gib`, beyond which
+    an allocation fails (None: no limit, for CUDA, which maps far more memory than it uses).
     """
     settings: dict[str, Any] = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
@@ -87,7 +87,7 @@ def serve(setup: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str,
 
 
 def version_of(package: str) -> str:
-    """Also of one that is imported from a folder, without having been installed."""
+    """Version of a package, also of one that is imported from a folder without being installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -61,9 +61,9 @@ def _is_word(character: str) -> bool:
 
 
 class RegexDetector:
-    """Marks the tokens that overlap a planning phrase.
+    r"""Marks the tokens that overlap a planning phrase.
 
-    As a regular expression a gram is (?<!\\w), its words joined by gaps, (?!\\w), ignoring case, where a gap is one or more of white
+    As a regular expression a gram is (?<!\w), its words joined by gaps, (?!\w), ignoring case, where a gap is one or more of white
     space, comma, semicolon, colon, hyphen and U+2010 to U+2015. All matches of all grams count, overlapping ones too. Which grams
     occur at all is first seen on the text with collapsed gaps, where a gram is a literal: a search of the whole text for each of
     them would cost most of the time.

@@ -231,7 +231,7 @@ def token_lists(rows: Any, lengths: Sequence[int], what: str) -> list[Float64Arr
 
 
 def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
-    """[P][G][T] -> [n]"""
+    """[P][G][T] -> [n]."""
     groups = list(groups)
     if len(groups) != len(tokens.rewards):
         raise ValueError(f"{what} has {len(groups)} groups, it must have {len(tokens.rewards)}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from retrain.analysis.runs import StoredRun
 from retrain.campaign.launch import OUTPUT
@@ -100,7 +100,7 @@ class Board:
         self._thread: threading.Thread | None = None
         self._live: Live | None = None
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> Self:
         if not self._quiet:
             if self._out.isatty():
                 self._open_table()

@@ -74,7 +74,7 @@ def perform(config: TrainConfig) -> RunOutcome:
     except RetrainError as error:
         print(clean(f"retrain: {error}"), file=sys.stderr)
         return RunOutcome(Status.FAILED, " ".join(str(error).split()))
-    except Exception as error:  # an unexpected error ends this run alone; its traceback is kept in the run's output
+    except Exception as error:  # noqa: BLE001 - an unexpected error ends this run alone; its traceback is kept in the run's output
         traceback.print_exc()
         return RunOutcome(Status.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in {OUTPUT})")
     return RunOutcome(Status.DONE)

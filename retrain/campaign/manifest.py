@@ -137,7 +137,7 @@ class Manifest:
         Raises ConfigurationError if the plan lacks a run, or changes how a run is trained.
         """
         _check_same(config_from_mapping(self.config), plan)
-        fresh = Manifest.of_plan(plan, datetime.now())
+        fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self._by_name = {entry.name: entry for entry in self.runs}
         self.config, self.conditions, self.seeds, self.max_steps = fresh.config, fresh.conditions, fresh.seeds, fresh.max_steps

@@ -43,7 +43,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     checked = check(draft)
     with (
         closing(_launcher(draft)) as launcher,
-        open_campaign(config, datetime.now()) as (planned, manifest),
+        open_campaign(config, datetime.now().astimezone()) as (planned, manifest),
         Interrupts() as interrupts,
     ):
         plan = evaluated_where_possible(planned, checked)

@@ -1,4 +1,4 @@
-"""`retrain version`"""
+"""`retrain version`: what is installed."""
 
 from retrain import __version__
 

@@ -252,7 +252,8 @@ def _gather_conditions(data: Sections) -> Sections:
 
 def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:
     """One condition. It names a key dotted (`loss.mode = "ppo"`), as a table (`loss = { mode = "ppo" }`), or by its bare name where
-    one section alone has it (`lr = 1e-4`)."""
+    one section alone has it (`lr = 1e-4`).
+    """
     own = {name: value for name, value in table.items() if name in (*CONDITION_KEYS, "sets")}
     sets: dict[str, Any] = {}
     for name, setting in table.items():

@@ -43,7 +43,7 @@ def fixed_aggregation(algorithm_mode: str) -> str:
 
 
 def bracketed(path: str) -> str:
-    """ "section.key" as a user sees it in a file: [section] key."""
+    """Write "section.key" as a user sees it in a file: [section] key."""
     section, _, name = path.partition(".")
     return f"[{section}] {name}"
 

@@ -121,7 +121,7 @@ def _only_builtin_rewards_but_custom(config: TrainConfig) -> bool:
 
 
 def _source_has_no_path(config: TrainConfig) -> bool:
-    return config.data.source in ("lab",) or is_data_location(config.data.source)
+    return config.data.source == "lab" or is_data_location(config.data.source)
 
 
 def _source_is_builtin(config: TrainConfig) -> bool:

@@ -69,7 +69,7 @@ def violations_of(details: Iterable[ErrorDetails]) -> list[Violation]:
 
 
 def wrong_paths(details: Iterable[ErrorDetails]) -> set[str]:
-    """ "section" or "section.key" of every value that is wrong by itself."""
+    """Name ("section" or "section.key") of every value that is wrong by itself."""
     return {".".join(map(str, detail["loc"][:2])) for detail in details if detail["loc"]}
 
 

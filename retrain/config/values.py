@@ -155,7 +155,8 @@ def _check_item(item: Any, may_hold_null: bool) -> None:
 
 def check_holdable(value: Any) -> Any:
     """Refuse what no later step can hold: nesting without end, integers beyond 64 bits, and text with an unpaired surrogate,
-    as from an argument that is not UTF-8, which no file can hold."""
+    as from an argument that is not UTF-8, which no file can hold.
+    """
     if problem := unholdable(value):
         raise refuse(problem)
     if any(0xD800 <= ord(character) <= 0xDFFF for text in _texts(value) for character in text):

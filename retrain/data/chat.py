@@ -45,7 +45,8 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[Int32Array]:
     """Token ids of rendered prompts, [P] each. A chat template has written its special tokens itself, so none is added; a plain text
-    gets the tokens that the model expects in front, such as BOS, unless it starts with them."""
+    gets the tokens that the model expects in front, such as BOS, unless it starts with them.
+    """
     if not texts:
         return []
     bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]

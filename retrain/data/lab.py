@@ -70,7 +70,8 @@ class Problem:
     @property
     def split(self) -> Split:
         """A function of the problem itself, so no problem is on both sides. The order of a sum's terms does not matter: 61+58+35 and
-        35+61+58 are on the same side."""
+        35+61+58 are on the same side.
+        """
         digest = hashlib.sha256(self._canonical().encode()).digest()
         return "heldout" if digest[0] % _HELDOUT_SHARE == 0 else "train"
 
@@ -131,7 +132,8 @@ def families(difficulty: int) -> tuple[str, ...]:
 
 def problems(split: Split, family: str) -> Iterator[Problem]:
     """The family's problems of one split, each once, in a fixed order. The iterator never ends, so take far fewer than the family's
-    100,000 problems."""
+    100,000 problems.
+    """
     seen: set[str] = set()
     start = 0
     while True:

@@ -25,7 +25,8 @@ _CHUNK = 2_048  # prompts that the tokenizer encodes in one call, in parallel th
 @dataclass(frozen=True)
 class PromptSet:
     """The prompts of a run. Each epoch is shuffled anew by the seed and the epoch alone, so all conditions of one seed see the same
-    prompts at the same step, and resuming needs only the cursor."""
+    prompts at the same step, and resuming needs only the cursor.
+    """
 
     prompts: tuple[Prompt, ...]
     notes: tuple[str, ...] = ()

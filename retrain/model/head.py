@@ -150,7 +150,7 @@ class _Chunk:
         return (self._total.log() - terms / self._total).squeeze(-1)
 
     def entropy_gradient(self) -> Tensor:
-        """[rows, H]"""
+        """[rows, H]."""
         assert self._u is not None
         shift = self.entropies().unsqueeze(-1) - self._total.log()
         gradient = -self._weights / self._total * (self._u + shift)

@@ -62,7 +62,7 @@ def shared_models() -> Iterator[None]:
 
     One backend at a time may use it: the next one takes the adapter of the last one off.
     """
-    global _shelf
+    global _shelf  # noqa: PLW0603 - one cache per process, which a campaign turns on and off
     before, _shelf = _shelf, {}
     try:
         yield

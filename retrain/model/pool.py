@@ -108,7 +108,7 @@ class Pool:
                 for result in self._works[task.work](task.piece):
                     pipe.send_bytes(pickle.dumps([(task.number, result)]))
                 pipe.send_bytes(pickle.dumps(_DONE))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - it is raised again in the parent
                 told = error if isinstance(error, RetrainError) else RuntimeError(f"{type(error).__name__}: {error}")
                 told.add_note("In a worker process:\n" + "".join(traceback.format_exception(error)))
                 pipe.send_bytes(pickle.dumps(told))
@@ -159,7 +159,7 @@ class _Worker:
             serve(pipe)
         except EOFError:
             status = 0  # the parent closed the pipe
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a forked process ends here, whatever happened
             traceback.print_exc()
         finally:
             os._exit(status)

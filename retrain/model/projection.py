@@ -24,12 +24,12 @@ class AdapterLayer(Protocol):
     def name(self) -> str: ...
     @property
     def a(self) -> Tensor:
-        """[r, I]"""
+        """[r, I]."""
         ...
 
     @property
     def b(self) -> Tensor:
-        """[o, r]"""
+        """[o, r]."""
         ...
 
     @property

@@ -33,7 +33,7 @@ def clean(text: str) -> str:
 
 
 def one_line(text: str, limit: int = 120) -> str:
-    """`text` on one line of at most `limit` characters: escape sequences dropped, line breaks as \\n, direction marks as <U+202E>."""
+    r"""`text` on one line of at most `limit` characters: escape sequences dropped, line breaks as \n, direction marks as <U+202E>."""
     text = clean(text[: 4 * limit]).replace("\n", "\\n").replace("\t", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

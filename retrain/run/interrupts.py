@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from types import FrameType, TracebackType
+from typing import Self
 
 from retrain.errors import Interrupted, StoppedAtOnce
 
@@ -21,7 +22,7 @@ class Interrupts:
         self._save = False
         self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> "Interrupts":
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in _STOPPING:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:

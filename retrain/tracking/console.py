@@ -111,7 +111,7 @@ def _loss(record: StepRecord) -> str:
     return _number(record.loss, ".4f")
 
 
-def _number(value: float | int | None, form: str) -> str:
+def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 

@@ -66,7 +66,7 @@ class AdapterOptimizer:
     def add(self, gradients: Sequence[Float32Array]) -> None:
         """A part of the gradient that another process computed, of every parameter in order; an empty one was added in place."""
         for own, part in zip(self.gradients() if gradients else (), gradients, strict=True):
-            own += torch.from_numpy(part)
+            own.add_(torch.from_numpy(part))
 
     def gradient_norm(self) -> Tensor:
         """L2 norm over all parameters, not yet read back from the device."""
