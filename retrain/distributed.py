@@ -32,7 +32,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's part of `items`, which every rank holds. Each item belongs to one rank. Not collective."""
+        """The part of this rank in `items`, which every rank holds. Each item belongs to one rank. Not collective."""
         return items[self.rank :: self.size]
 
     def gather(self, item: T) -> list[T]:
@@ -66,7 +66,7 @@ class World:
         return bool(seen.item())
 
     def in_lockstep(self, items: Iterable[T]) -> Iterator[T | None]:
-        """This rank's items, then None until every rank has used up its own: all ranks iterate equally often."""
+        """The items of this rank, then None until every rank has used up its own: all ranks iterate equally often."""
         for item in items:
             self.any_rank(True)
             yield item

@@ -1,4 +1,4 @@
-"""This process and its children, as the operating system sees them: threads that wait, death with the parent, resident memory.
+"""The process and its children, as the operating system sees them: threads that wait, death with the parent, resident memory.
 
 Imported by every process at its start, so nothing heavy is imported here.
 """

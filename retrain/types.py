@@ -119,7 +119,7 @@ class Group:
 
     @property
     def completions(self) -> list[Completion]:
-        """[G]"""
+        """[G]."""
         return [member.completion for member in self.members]
 
     @property

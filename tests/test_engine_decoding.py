@@ -283,7 +283,7 @@ def test_longrope_beyond_its_original_length_is_refused():
         list(TorchEngine(model, EOS, "cpu").sample(requests(many=1, max_tokens=14)))
 
 
-@pytest.mark.parametrize("storage, mean", [(torch.bfloat16, 0.02), (torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)])
+@pytest.mark.parametrize(("storage", "mean"), [(torch.bfloat16, 0.02), (torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)])
 def test_a_narrow_kv_cache_stays_near_the_full_forward(storage, mean):
     model, asked = tiny(initializer_range=0.1), requests(max_tokens=30)
     engine = TorchEngine(model, EOS, "cpu", options=EngineOptions(kv_storage=storage), decode_rows=5)

@@ -82,8 +82,10 @@ def test_a_tracker_that_raises_is_said_once_and_closed(tmp_path: Path) -> None:
     tracker.close()
     assert sink.closed == 1
     assert said == [
-        "recorder failed and receives nothing more from this run (ZeroDivisionError: no such server); "
-        f"the run continues, and {tmp_path} holds all of it."
+        (
+            "recorder failed and receives nothing more from this run (ZeroDivisionError: no such server); "
+            f"the run continues, and {tmp_path} holds all of it."
+        )
     ]
 
 

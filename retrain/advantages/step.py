@@ -18,7 +18,7 @@ class StepTokens:
     """P groups with G completions each, N in all, whose n action tokens lie end to end. Raises ValueError for arrays that do not fit."""
 
     rewards: list[list[float]]
-    """[P][G]"""
+    """[P][G]."""
     segments: Segments
     """N completions, group by group."""
     logprobs: Float64Array
@@ -63,11 +63,11 @@ class StepTokens:
 
     @property
     def token_counts(self) -> list[list[int]]:
-        """[P][G]"""
+        """[P][G]."""
         return self.by_group(self.segments.lengths.tolist())
 
     def by_group(self, per_completion: Sequence[Item]) -> list[list[Item]]:
-        """[N] -> [P][G]"""
+        """[N] -> [P][G]."""
         edges = np.cumsum([0, *(len(rewards) for rewards in self.rewards)]).tolist()
         return [list(per_completion[start:stop]) for start, stop in pairwise(edges)]
 

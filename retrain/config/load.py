@@ -264,7 +264,7 @@ def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paths(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """ "section.key" and value of each setting that one name of the table stands for."""
+    """The "section.key" and value of each setting that one name of the table stands for."""
     if name in section_models() and isinstance(value, dict):
         settings = {f"{name}.{key}": item for key, item in value.items()}
     else:

@@ -118,7 +118,7 @@ def is_known(kind: str, name: str) -> bool:
 
 
 @cache
-def _entry_point_names(search_path: tuple[str, ...]) -> frozenset[str]:
+def _entry_point_names(search_path: tuple[str, ...]) -> frozenset[str]:  # noqa: ARG001 - the key of the cache
     """The installed plugins, read once for each state of sys.path."""
     return frozenset(point.name for point in entry_points(group=PLUGIN_GROUP))
 

@@ -79,7 +79,7 @@ def _messages(example: Example, data: "Data") -> list[ChatMessage]:
 
 
 def fill_template(template: str, prompt: str) -> str:
-    """Plain replacement, so that other braces, as in \\boxed{}, stay."""
+    r"""Plain replacement, so that other braces, as in \boxed{}, stay."""
     return template.replace(PLAIN_TEMPLATE, prompt)
 
 

@@ -56,7 +56,7 @@ def _print_lines(lines: Sequence[str], console: "Console") -> None:
 
 
 def heading(completion: CompletionCredit) -> str:
-    """Sample 3, reward 1, 212 tokens, cut off by max_tokens"""
+    """Such as: Sample 3, reward 1, 212 tokens, cut off by max_tokens."""
     reward = "" if completion.reward is None else f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
     return f"Sample {completion.sample}{reward}, {counted(len(completion.pieces), 'token')}{end}"

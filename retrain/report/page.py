@@ -59,9 +59,11 @@ class LiveReload:
 def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: LiveReload | None = None) -> str:
     """The page as HTML, for a file or, with `live`, for a server."""
     script, style = _asset("report.js"), _asset("report.css")
-    shown = []
-    for drawn in figures:  # matplotlib escapes the texts in it; they are labels of conditions, made visible as all text is
-        shown.append(ShownFigure(drawn.name, drawn.title, drawn.caption, Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title)))))
+    # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all text is.
+    shown = [
+        ShownFigure(drawn.name, drawn.title, drawn.caption, Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title))))
+        for drawn in figures
+    ]
     return (
         _environment()
         .get_template("report.html")
@@ -193,7 +195,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _run_row(status: RunStatus) -> tuple[str, ...]:
-    """name, state, steps, correct, reward, held-out, tokens/s, s/step, note"""
+    """name, state, steps, correct, reward, held-out, tokens/s, s/step, note."""
     return (
         status.name,
         str(status.state),
@@ -216,7 +218,7 @@ class Written:
 def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
     """Read, draw and render."""
     data = read_report_data(request)
-    return render(data, draw_figures(data), datetime.now(), live)
+    return render(data, draw_figures(data), datetime.now().astimezone(), live)
 
 
 def write_report(request: ReportRequest, output: Path) -> Written:
@@ -233,7 +235,7 @@ def write_report(request: ReportRequest, output: Path) -> Written:
             picture = output.with_name(f"{output.stem}-{drawn.name}.png")
             replace_file(picture, to_png(drawn.figure, drawn.name))
             pictures.append(picture)
-        replace_file(output, render(data, figures, datetime.now()))
+        replace_file(output, render(data, figures, datetime.now().astimezone()))
     except OSError as error:
         raise EnvironmentFailure(f"{output} cannot be written: {error.strerror or error}; name another file with --output.") from error
     return Written(output, pictures)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.noise import Stream, uniform
@@ -119,7 +119,7 @@ class Scorer:
         ended = Judgement(None, "the scorer was closed before it was judged")
         try:
             verdict.set_result(self._score([ended if part.cancelled() else part.result() for part in parts]))
-        except BaseException as error:  # a bug: without this the run would wait for ever
+        except BaseException as error:  # noqa: BLE001 - a bug: without this the run would wait for ever
             verdict.set_exception(error)
 
     def _score(self, judgements: Sequence[Judgement]) -> Score:
@@ -138,7 +138,7 @@ class Scorer:
         if self._pool is not None:
             self._pool.close()
 
-    def __enter__(self) -> "Scorer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

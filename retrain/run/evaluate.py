@@ -63,6 +63,6 @@ def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
-            return parts.evaluator.run(step, Watcher(interrupts.check, lambda completion: None))
+            return parts.evaluator.run(step, Watcher(interrupts.check, lambda _: None))
     finally:
         parts.close()

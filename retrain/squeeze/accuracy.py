@@ -112,4 +112,4 @@ def _evaluate(config: TrainConfig, adapter: Path, say: Say) -> Evaluation:
     with closing(parts), Interrupts() as interrupts:
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         parts.backend.engine.sync(parts.backend.save_adapter, 0)
-        return parts.evaluator.run(0, Watcher(interrupts.check, lambda completion: None))
+        return parts.evaluator.run(0, Watcher(interrupts.check, lambda _: None))

@@ -127,8 +127,10 @@ def compression_lines(compression: Compression) -> list[str]:
     rank = f"rank {high}" if low == high else f"ranks {low} to {high}"
     saved = 1 - compression.parameters / compression.source_parameters
     return [
-        f"Compressed from rank {compression.source_rank} to {rank}: "
-        f"{compression.source_parameters:,} -> {compression.parameters:,} parameters ({saved:.0%} fewer).",
+        (
+            f"Compressed from rank {compression.source_rank} to {rank}: "
+            f"{compression.source_parameters:,} -> {compression.parameters:,} parameters ({saved:.0%} fewer)."
+        ),
         f"Reconstruction error: {compression.relative_error:.2%} of the whole update, and {compression.storage_error:.1e} from rounding.",
         f"Adapter: {compression.folder}",
     ]

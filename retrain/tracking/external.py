@@ -214,7 +214,7 @@ class Background(Tracker):
             while (event := self._events.get()) is not None:
                 self._sink.emit(event)
             self._sink.close()
-        except Exception as error:  # a library may raise anything, and none of it may end the run
+        except Exception as error:  # noqa: BLE001 - a library may raise anything, and none of it may end the run
             self._failure = error
             with contextlib.suppress(Exception):  # the first failure is reported; a second one adds nothing
                 self._sink.close()

@@ -127,11 +127,11 @@ class Learner:
         measured: list[Float32Array] = []
         for turn in range(self._passes if batch else 0):
             log_ratios = measured if turn == 0 and not self._recompute else None
-            for part in minibatch_split(batch, self._minibatches, self.seed, step, turn):
-                updates.append(self._update(part, step, len(rows) / self._minibatches, log_ratios))
+            parts = minibatch_split(batch, self._minibatches, self.seed, step, turn)
+            updates.extend(self._update(part, step, len(rows) / self._minibatches, log_ratios) for part in parts)
         if self._recompute:
             return step_result(updates, [row.old - row.sampler for row in batch])
-        return step_result(updates, [part for parts in self.world.gather(measured) for part in parts])
+        return step_result(updates, [part for gathered in self.world.gather(measured) for part in gathered])
 
     def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
         """[T] log-probs of each row at the training temperature, without gradient or dropout."""
