@@ -99,7 +99,13 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{name if _BARE_KEY.fullmatch(str(name)) else _string(str(name))} = {toml_value(item)}" for name, item in value.items()
+            )
+            + "}"
+        )
     if isinstance(value, date | time):
         return value.isoformat()
     return repr(value)
@@ -108,7 +114,3 @@ def toml_value(value: Any) -> str:
 def _string(text: str) -> str:
     """JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(name: str) -> str:
-    return name if _BARE_KEY.fullmatch(name) else _string(name)

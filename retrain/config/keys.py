@@ -69,6 +69,11 @@ class Key:
         return choices_of(self.field)
 
     @property
+    def takes_plugin(self) -> bool:
+        """Whether a value may be the name of a plugin."""
+        return any(name.startswith("plugin ") for name in choices_of(self.field, lambda kind: (f"plugin {kind}",)))
+
+    @property
     def type_name(self) -> str:
         """The type as the documentation's tables show it."""
         return _type_name(self.field.annotation)
