@@ -35,9 +35,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that anybody may have changed; what lacks in it is the caller's affair.
+    """The JSON object in a file that anybody may have changed; the caller checks its fields.
 
-    Raises RunFailed for a file that holds no JSON object; what the disk says passes as OSError.
+    Raises RunFailed for a file that holds no JSON object; an OSError passes through.
     """
     try:
         content = parse_json(path.read_bytes())

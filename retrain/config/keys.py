@@ -148,7 +148,7 @@ def is_settable(path: str) -> bool:
 
 
 def key_meant(name: str) -> Key | None:
-    """The key that another trainer calls `name`, or the only key of that name in any section; dashes are underscores here."""
+    """The key that another trainer calls `name`, or the only key of that name in all sections; dashes count as underscores."""
     homes = homes_of(name.lower().replace("-", "_"))
     path = synonym(name) or (homes[0] if len(homes) == 1 else "")
     return keys_by_path().get(path)
