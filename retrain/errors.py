@@ -6,7 +6,7 @@ A message is one sentence: what is wrong, where (file, section, key, value), wha
 from collections.abc import Sequence
 
 MOST_SENTENCES = 20
-"""Problems that are told at once."""
+"""Most problems reported at once."""
 
 
 class RetrainError(Exception):
@@ -18,8 +18,8 @@ class RetrainError(Exception):
 class ConfigurationError(RetrainError, ValueError):
     """Wrong usage or configuration: anything the user can mend in a file or flag before step 0 (exit 2).
 
-    `problems` holds one sentence each, so that all the mistakes of a file are told at once, MOST_SENTENCES of them and how many more
-    there are; `unsaid` counts those that were not even made into sentences.
+    `problems` holds one sentence each, so that the mistakes of a file are reported together: MOST_SENTENCES of them, then how many more
+    there are. `unsaid` counts further problems that have no sentence.
     """
 
     exit_code = 2
@@ -39,7 +39,7 @@ class EnvironmentFailure(RetrainError, RuntimeError):
 
 
 class RunFailed(RetrainError, RuntimeError):
-    """The run started and cannot go on (exit 1): a failed parity gate, rewards that cannot be judged, non-finite updates."""
+    """The run started and cannot continue (exit 1): a failed parity gate, rewards that cannot be judged, non-finite updates."""
 
 
 class Interrupted(RetrainError):

@@ -35,9 +35,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that anybody may have changed; what lacks in it is the caller's affair.
+    """The JSON object in a file that anybody may have changed; the caller checks its fields.
 
-    Raises RunFailed for a file that holds no JSON object; what the disk says passes as OSError.
+    Raises RunFailed for a file that holds no JSON object; an OSError passes through.
     """
     try:
         content = parse_json(path.read_bytes())
@@ -99,7 +99,13 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(str(name))} = {toml_value(item)}" for name, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{name if _BARE_KEY.fullmatch(str(name)) else _string(str(name))} = {toml_value(item)}" for name, item in value.items()
+            )
+            + "}"
+        )
     if isinstance(value, date | time):
         return value.isoformat()
     return repr(value)
@@ -108,7 +114,3 @@ def toml_value(value: Any) -> str:
 def _string(text: str) -> str:
     """JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(name: str) -> str:
-    return name if _BARE_KEY.fullmatch(name) else _string(name)

@@ -102,19 +102,15 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
 
 def named_code(config: "TrainConfig") -> list[str]:
     """Every place of a configuration that names Python code outside of retrain and installed plugins: `[section] key = value`."""
+    from retrain.config.keys import all_keys
+
     reward, model = config.reward, config.model
-    values = [(key, config.value(key)) for key in _NAMING_CODE]
-    values += [("reward.type", name) for name in reward.types] + [("evaluation.reward", config.evaluation.reward)]
-    values += [("reward.custom_module", f"{reward.custom_module}.{reward.custom_function}")] * ("custom" in reward.types)
-    named = [(key, name) for key, name in values if isinstance(name, str) and is_dotted(name) and not is_data_location(name)]
-    sentences = ["[{}] {} = {}".format(*key.split("."), toml_value(name)) for key, name in named]
+    values = [(key.path, config.value(key.path)) for key in all_keys() if key.takes_plugin]
+    given = [(path, name) for path, value in values for name in (value if isinstance(value, list) else [value])]
+    given += [("reward.custom_module", f"{reward.custom_module}.{reward.custom_function}")] * ("custom" in reward.types)
+    named = [(path, name) for path, name in given if is_dotted(name) and not is_data_location(name)]
+    sentences = ["[{}] {} = {}".format(*path.split("."), toml_value(name)) for path, name in named]
     return [f"[model] trust_remote_code = true (of {model.model})"] * model.trust_remote_code + sentences
-
-
-_NAMING_CODE = (
-    *("algorithm.advantage_mode", "algorithm.transform_mode", "algorithm.uncertainty_kind", "algorithm.algorithm_mode"),
-    *("data.source", "evaluation.source", "inference.engine", "backend.backend"),
-)
 
 
 def inspect_call(kind: str, function: Callable[..., Any]) -> Call:

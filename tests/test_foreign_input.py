@@ -34,7 +34,7 @@ NASTY = {
     "a NUL": "a\0b",
     "a user who is not there": "~nosuchuser/x",
     "infinity": "1e400",
-    "half a character": "\udc80",
+    "an unpaired surrogate": "\udc80",
     "nothing": "",
     "a folder": ".",
 }

@@ -55,7 +55,9 @@ def _dispatch(arguments: list[str]) -> int:
         sys.stdout.write(usage())
         return 0
     if not first or first.startswith("-") or is_path(first):
-        return _run_file(arguments)
+        from retrain.cli.run import run_file
+
+        return run_file(arguments)
     raise ConfigurationError(_unknown(first))
 
 
@@ -75,12 +77,6 @@ def _unknown(argument: str) -> str:
     near = nearest(argument, COMMANDS, cutoff=0.5)
     hint = f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
     return f"{shortened(argument)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
-
-
-def _run_file(arguments: list[str]) -> int:
-    from retrain.cli.run import run_file
-
-    return run_file(arguments)
 
 
 def _run_command(name: str, arguments: list[str]) -> int:
@@ -119,7 +115,7 @@ def shortened(sentence: str) -> str:
 
 
 def _let_go_of_closed_streams() -> None:
-    """What is still to be written to a closed pipe or terminal goes nowhere: Python's own last try would change the exit code."""
+    """Discard what is left for a closed pipe or terminal, since Python's last attempt to write it would change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

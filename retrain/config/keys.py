@@ -69,6 +69,11 @@ class Key:
         return choices_of(self.field)
 
     @property
+    def takes_plugin(self) -> bool:
+        """Whether a value may be the name of a plugin."""
+        return any(name.startswith("plugin ") for name in choices_of(self.field, lambda kind: (f"plugin {kind}",)))
+
+    @property
     def type_name(self) -> str:
         """The type as the documentation's tables show it."""
         return _type_name(self.field.annotation)
@@ -143,7 +148,7 @@ def is_settable(path: str) -> bool:
 
 
 def key_meant(name: str) -> Key | None:
-    """The key that another trainer calls `name`, or the only key of that name in any section; dashes are underscores here."""
+    """The key that another trainer calls `name`, or the only key of that name in all sections; dashes count as underscores."""
     homes = homes_of(name.lower().replace("-", "_"))
     path = synonym(name) or (homes[0] if len(homes) == 1 else "")
     return keys_by_path().get(path)

@@ -1,6 +1,6 @@
-"""The two outcomes of a key that is neither used nor wrong: without effect in this run, or of a feature that is not built yet.
+"""What becomes of a key that is allowed and still does nothing: it is unused in this run, or asks for what is not built or not possible.
 
-Both are data: a row says which keys it is about and when. A feature that gets built loses its row.
+The first two are data: a row names its keys and says when it holds. A feature that gets built loses its row.
 """
 
 from collections.abc import Callable, Iterator
@@ -98,38 +98,14 @@ def _no_transform_with(trait: str) -> Test:
     return test
 
 
-def _no_uncertainty(config: TrainConfig) -> bool:
-    return config.algorithm.surprisal_mask_rho == 0 and _no_transform_with("use_gtpo")(config)
-
-
 def _rewards(config: TrainConfig) -> set[str]:
-    """In training, and of held-out answers where there are any."""
+    """The rewards in training, and those of held-out answers where there are any; "plugin" stands for each that is not built in."""
     held_out = set() if _no_evaluation(config) else {kind for kind, _ in judging_rewards(config)}
-    return set(config.reward.types) | held_out
-
-
-def _rewards_within(*names: str) -> Test:
-    return lambda config: _rewards(config) <= set(names)
+    return {kind if kind in builtin_names("reward") else "plugin" for kind in {*config.reward.types, *held_out}}
 
 
 def _no_reward(*names: str) -> Test:
     return lambda config: not _rewards(config) & set(names)
-
-
-def _only_builtin_rewards_but_custom(config: TrainConfig) -> bool:
-    return _rewards(config) <= set(builtin_names("reward")) - {"custom"}
-
-
-def _source_has_no_path(config: TrainConfig) -> bool:
-    return config.data.source == "lab" or is_data_location(config.data.source)
-
-
-def _source_is_builtin(config: TrainConfig) -> bool:
-    return config.data.source in builtin_names("data") or is_data_location(config.data.source)
-
-
-def _source_has_fixed_columns(config: TrainConfig) -> bool:
-    return config.data.source in ("math", "gsm8k", "lab")
 
 
 def _no_tracker_of(*names: str) -> Test:
@@ -193,23 +169,32 @@ UNUSED: tuple[Unused, ...] = (
         but=("reward.correct_threshold", "reward.max_failure_rate"),
     ),
     Unused(("environment.*",), lambda c: not c.environment.provider, "no environment provider is set"),
-    Unused(("data.path",), _source_has_no_path, "this source reads no other file"),
+    Unused(("data.path",), lambda c: c.data.source == "lab" or is_data_location(c.data.source), "this source reads no other file"),
     Unused(("data.difficulty",), lambda c: c.data.source != "lab" and c.evaluation.source != "lab", 'it belongs to source = "lab"'),
-    Unused(("data.params",), _source_is_builtin, "it belongs to data plugins"),
-    Unused(("data.prompt_column", "data.answer_column"), _source_has_fixed_columns, "this source's columns are fixed"),
-    Unused(("reward.judge_model",), _no_reward("judge"), "no judge reward is used"),
-    Unused(("reward.custom_module", "reward.custom_function"), _no_reward("custom"), "no custom reward is used"),
-    Unused(("reward.random_p",), _no_reward("random"), "no random reward is used"),
-    Unused(("reward.params",), _only_builtin_rewards_but_custom, "it belongs to custom and plugin rewards"),
-    Unused(("reward.normalize",), _no_reward("match"), "no match reward is used"),
-    Unused(("reward.after_think",), _no_reward("match", "math"), "no reward looks for a box"),
-    Unused(("reward.deadline_s", "reward.workers"), _rewards_within("match", "random"), "these rewards need no worker"),
+    Unused(
+        ("data.params",),
+        lambda c: c.data.source in builtin_names("data") or is_data_location(c.data.source),
+        "it belongs to data plugins",
+    ),
+    Unused(
+        ("data.prompt_column", "data.answer_column"), lambda c: c.data.source in ("math", "gsm8k", "lab"), "this source's columns are fixed"
+    ),
+    *(
+        Unused((key.path,), _no_reward(*key.traits.parameter_of), f"no {' or '.join(key.traits.parameter_of)} reward is used")
+        for key in all_keys()
+        if key.traits.parameter_of
+    ),
+    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random"}, "these rewards need no worker"),
     Unused(("algorithm.advantage_mode", "algorithm.transform_mode"), _campaign, "the conditions of the campaign say it"),
     Unused(
         ("algorithm.advantage_mode", "algorithm.transform_mode"), lambda c: bool(c.algorithm.algorithm_mode), "algorithm_mode replaces it"
     ),
     Unused(("algorithm.params",), lambda c: not any(x.algorithm_mode for x in c.conditions), "no algorithm_mode is set"),
-    Unused(("algorithm.uncertainty_kind", "algorithm.uncertainty_params"), _no_uncertainty, "nothing here weighs or masks by uncertainty"),
+    Unused(
+        ("algorithm.uncertainty_kind", "algorithm.uncertainty_params"),
+        lambda c: c.algorithm.surprisal_mask_rho == 0 and _no_transform_with("use_gtpo")(c),
+        "nothing here weighs or masks by uncertainty",
+    ),
     Unused(("algorithm.uncertainty_kind",), lambda c: "uncertainty_kind" in c.algorithm.transform_params, "transform_params overrides it"),
     Unused(
         ("algorithm.surprisal_mask_scope", "algorithm.surprisal_mask_denominator"),
@@ -269,7 +254,7 @@ class NotBuilt:
 
 
 def not_built(config: TrainConfig) -> list[str]:
-    """One sentence for each feature that the configuration asks for and this version has not; refused when a run starts."""
+    """One sentence for each feature that the configuration asks for and this version lacks; a run refuses them at its start."""
     problems = [
         f"[{row.key.replace('.', '] ', 1)} = {toml_value(arm.value(row.key))} is not built yet; {row.instead}."
         for arm in arms(config)
@@ -305,13 +290,13 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 
 
 def per_token_refusals(config: TrainConfig, per_token_advantages: bool) -> list[str]:
-    """One sentence for each choice that gives the tokens of a completion different advantages, for a backend that takes only one.
+    """One sentence for each setting that gives the tokens of a completion different advantages, for a backend that takes only one.
 
     Called when a run starts, with the capability that the backend declares. A plugin transform or algorithm is taken to vary.
     """
     if per_token_advantages:
         return []
-    backend = f'needs advantages for each token, and backend "{config.backend.backend}" takes one for a whole completion'
+    backend = f'needs per-token advantages, and backend "{config.backend.backend}" takes one per completion'
     varying = [condition for condition in config.conditions if modes_of(condition)[1] != "none"]
     sentences = [f'The condition "{condition.label}" {backend}; use transform_mode = "none".' for condition in varying]
     if config.algorithm.surprisal_mask_rho > 0:

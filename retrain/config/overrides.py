@@ -1,7 +1,7 @@
 """Flags and variables that set keys, from the schema: `--lr 1e-4`, `--sepa-steps=10`, `--sepa.steps 10`, RETRAIN_TRAINING_LR.
 
-A text becomes a value by the type of its key. A text that cannot is handed on as it is, and the schema refuses it in the
-sentence that a file's value would get. The schema is imported inside the functions, so that `retrain --help` does not pay
+A text becomes a value by the type of its key. A text that does not fit the type is passed on unchanged, and the schema refuses it in
+the sentence that a file's value would get. The schema is imported inside the functions, so that `retrain --help` does not pay
 for it.
 """
 
@@ -115,8 +115,9 @@ def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
 def convert(key: "Key", text: str) -> Any:
     """The value that `text` stands for, by the key's type; the text itself when it stands for none."""
     kinds = key.kinds
-    if dict in kinds:
-        return _whole_table(text)
+    if dict in kinds:  # a TOML inline table; a JSON object stays text, which environment.args reads by itself
+        parsed = _toml(f"value = {text}")
+        return parsed["value"] if parsed is not None else text
     if list in kinds:
         return _list(key, text)
     return _scalar(kinds, text)
@@ -143,12 +144,6 @@ def _list(key: "Key", text: str) -> Any:
     if str in key.kinds and ("," not in text or key.path == "planning.strategic_grams"):
         return text
     return [_scalar(key.item_kinds, part.strip()) for part in text.split(",") if part.strip()]
-
-
-def _whole_table(text: str) -> Any:
-    """A TOML inline table; a JSON object stays text, which environment.args reads by itself."""
-    parsed = _toml(f"value = {text}")
-    return parsed["value"] if parsed is not None else text
 
 
 def _toml(text: str) -> dict[str, Any] | None:
@@ -214,7 +209,9 @@ class _Parser:
                 break
             name, equals, text = argument.partition("=")
             if name in self._own:
-                self._pass_on(argument, takes_value=self._own[name] and not equals)
+                self._rest.append(argument)
+                if self._own[name] and not equals and self._argv:
+                    self._rest.append(self._argv.popleft())
             elif not argument.startswith("--"):
                 self._rest.append(argument)
             else:
@@ -223,11 +220,6 @@ class _Parser:
             raise ConfigurationError(self._problems, self._unsaid)
         return Overrides(tuple(self._values.values()), tuple(self._rest))
 
-    def _pass_on(self, argument: str, takes_value: bool) -> None:
-        self._rest.append(argument)
-        if takes_value and self._argv:
-            self._rest.append(self._argv.popleft())
-
     def _read(self, flag: str, text: str | None) -> None:
         path, inside, negated = self._find(flag)
         if path is None:
@@ -235,7 +227,8 @@ class _Parser:
             return
         key = _key_of(path)
         if negated:
-            self._refuse_text(flag, text)
+            if text is not None:
+                self._problems.append(f"flag {flag} takes no value, and got {text!r}; write --{flag.removeprefix('--no-')}={text}.")
             self._set(path, False, flag)
             return
         if text is None:
@@ -246,10 +239,6 @@ class _Parser:
             self._store(key, path, inside, text, flag)
         except ConfigurationError as error:
             self._problems.extend(error.problems)
-
-    def _refuse_text(self, flag: str, text: str | None) -> None:
-        if text is not None:
-            self._problems.append(f"flag {flag} takes no value, and got {text!r}; write --{flag.removeprefix('--no-')}={text}.")
 
     def _store(self, key: "Key", path: str, inside: str, text: str, flag: str) -> None:
         if inside:

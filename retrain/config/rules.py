@@ -126,7 +126,7 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
 
 
 def _has_entropies(engine: str) -> bool:
-    """Of a built-in engine; a plugin's declaration is read when the run starts."""
+    """Whether a built-in engine returns entropies; a plugin's declaration is read when the run starts."""
     if engine not in builtin_names("engine"):
         return True
     declared = table("engine")[engine]

@@ -688,11 +688,6 @@ class Campaign(Section):
     price_per_hour: float = key(0.0, "Price of one device hour, for the cost in reports.", ge=0)
 
 
-def _both_given(alias: str, canonical: str) -> Violation:
-    message = f"{bracketed(alias)} is another name of {bracketed(canonical)} and both are given; keep the second"
-    return Violation((alias, canonical), message)
-
-
 class TrainConfig(Section):
     """A whole configuration. Sections are attributes; every key keeps its TOML name (`from` is `from_`)."""
 
@@ -727,9 +722,11 @@ class TrainConfig(Section):
         """Aliases under their canonical key, and the aggregation that an algorithm such as dr_grpo brings along."""
         if not isinstance(data, dict):
             return data
-        data, both = moved_aliases(data)
-        if both:
-            raise RuleViolations([_both_given(alias, ALIASES[alias]) for alias in both])
+        data, both_given = moved_aliases(data)
+        if both_given:
+            sentence = "{} is another name of {} and both are given; keep the second"
+            pairs = [(alias, ALIASES[alias]) for alias in both_given]
+            raise RuleViolations([Violation(pair, sentence.format(*map(bracketed, pair))) for pair in pairs])
         algorithm, loss = data.get("algorithm"), data.get("loss", {})
         mode = algorithm.get("algorithm_mode") if isinstance(algorithm, dict) else None
         aggregation = fixed_aggregation(mode) if isinstance(mode, str) else ""

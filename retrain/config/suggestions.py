@@ -1,4 +1,4 @@
-"""What a name that is not known was meant to be: the nearest known one, or the key that other trainers call so."""
+"""What an unknown name was meant to be: the nearest known one, or the key that has this name in other trainers."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -134,20 +134,20 @@ SYNONYMS: dict[str, str] = {
     "vllm_server_base_url": "inference.url",
     "random_seed": "training.seed",
 }
-"""Names of other trainers (TRL, verl, OpenRLHF, transformers, PEFT) to the key that does the same, or what stands in its place."""
+"""Names in other trainers (TRL, verl, OpenRLHF, transformers, PEFT) -> the key that does the same or takes its place."""
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate that a typing mistake most likely meant, or None when nothing is close. Case does not count."""
+    """The candidate closest to a mistyped word, or None when none is close. Case is ignored."""
     names = {name.lower(): name for name in candidates}
     close = get_close_matches(word[:_LONGEST].lower(), names, n=1, cutoff=cutoff)
     return names[close[0]] if close else None
 
 
 _LONGEST = 100
-"""Characters that are compared: no name is longer, and the comparison takes quadratic time."""
+"""Characters that are compared: no name is longer, and comparing takes quadratic time."""
 
 
 def synonym(name: str) -> str | None:
-    """The "section.key" that other trainers call `name`; dashes are underscores here. None for a name that is no synonym."""
+    """The "section.key" for a name in another trainer, None for any other name; dashes count as underscores."""
     return SYNONYMS.get(name.lower().replace("-", "_"))

@@ -15,7 +15,7 @@ from retrain.parsing import ParseError, is_path_text, parse_json, unholdable
 
 MAX_SEED = 2**32 - 1
 MOST_COMPLETIONS = 1_000_000
-"""Of one step: its rows are held at once, and far more would exhaust any machine before the first is sampled."""
+"""Most completions per step: their rows are held at once, and far more would exhaust any machine before the first is sampled."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
@@ -160,7 +160,7 @@ def check_holdable(value: Any) -> Any:
     if problem := unholdable(value):
         raise refuse(problem)
     if any(0xD800 <= ord(character) <= 0xDFFF for text in _texts(value) for character in text):
-        raise refuse("holds half a character, as text that is not UTF-8 does")
+        raise refuse("contains an unpaired surrogate, which UTF-8 cannot encode")
     return value
 
 
