@@ -46,7 +46,9 @@ class TrackioTracker(ExternalTracker):
                 self._log_squeeze(event)
 
     def _start(self) -> None:
-        _keep_quiet()
+        # trackio prints to standard output, which is the run's, and sys.stdout cannot be redirected for one thread
+        for module in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
+            vars(importlib.import_module(module))["print"] = lambda *values, **options: None
         self._run = self._trackio.init(
             project=self.settings.project,
             name=self._name,
@@ -73,12 +75,3 @@ class TrackioTracker(ExternalTracker):
 
     def state(self) -> dict[str, str]:
         return {_RUN_NAME: self._name, _RUN_ID: self._run_id} if self._run_id else {}
-
-
-def _keep_quiet() -> None:
-    """Trackio prints to standard output, which is ours, and sys.stdout cannot be redirected for one thread."""
-    for name in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
-        vars(importlib.import_module(name))["print"] = _print_nothing
-
-
-def _print_nothing(*values: object, **options: object) -> None: ...
