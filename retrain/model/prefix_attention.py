@@ -115,8 +115,8 @@ class _Source:
         """The part that the queries of a turn see."""
         if not self.own:
             return self
-        tensors = (self.keys, self.values, self.grad_keys, self.grad_values)
-        return _Source(*(tensor[:, : turn.stop] for tensor in tensors), own=True)
+        seen = slice(turn.stop)
+        return _Source(self.keys[:, seen], self.values[:, seen], self.grad_keys[:, seen], self.grad_values[:, seen], own=True)
 
     def scores(self, queries: Tensor) -> Tensor:
         """[b, n, L] of queries [Hk, B, G, t, D], which are the last t of their own L."""
