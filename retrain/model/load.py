@@ -187,11 +187,12 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         raise ConfigurationError(f'[model] model = "{name}" has no linear language-model head, so it cannot be trained here.')
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
+    softcaps = [float(cap) for key in ("final_logit_softcapping", "softcap") if (cap := getattr(model.config, key, None))]
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
         for scale in _logit_scales(model.config):
-            for softcap in _softcaps(model.config):
+            for softcap in (*softcaps, None):
                 head = Head(weight, bias, scale, softcap)
                 if _matches(head.logits(hidden), expected):
                     return head
@@ -210,8 +211,3 @@ def _logit_scales(config: Any) -> list[float]:
     named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")]
     values = [float(value) for value in named if value]
     return [1.0, *values, *(1 / value for value in values)]
-
-
-def _softcaps(config: Any) -> list[float | None]:
-    named = [getattr(config, key, None) for key in ("final_logit_softcapping", "softcap")]
-    return [*(float(value) for value in named if value), None]
