@@ -50,7 +50,7 @@ class SampleRequest:
     prompt_ids: Int32Array
     """[P], P >= 1."""
     count: int
-    """Completions wanted of this prompt."""
+    """Completions per prompt."""
     max_tokens: int
     temperature: float
     """The policy is softmax(logits / temperature), truncated where `truncation` is active; 0 is greedy (evaluation only)."""
@@ -106,8 +106,8 @@ ENGINES: dict[str, EngineCapabilities | None] = {
 
 class InferenceEngine(ABC):
     """A plugin's constructor is called as `Engine(config, model=..., eos_ids=..., device=...)`: the configuration, the learner's model with
-    its adapter (transformers and peft), the tokens that end a completion, and the model's torch device. What samples elsewhere ignores
-    the model.
+    its adapter (transformers and peft), the tokens that end a completion, and the model's torch device. An engine
+    that samples elsewhere ignores the model.
     """
 
     capabilities: EngineCapabilities

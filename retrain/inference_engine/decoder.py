@@ -27,19 +27,19 @@ Slots = npt.NDArray[np.int64]
 
 
 def is_mixed(slots: Collection[int]) -> bool:
-    """Whether rows under these adapters need more than the model's own adapter, on or off."""
+    """True if rows under these adapters need more than the model's own adapter, on or off."""
     return len(set(slots)) > 1 or max(slots) > 0
 
 
 class Decoder:
-    """A causal language model of transformers, bare or wrapped by peft, with weights shared with whoever trains it."""
+    """A causal language model of transformers, bare or wrapped by peft, whose weights the learner shares."""
 
     def __init__(
         self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None, shards: World = ALONE, *, merge: bool = False
     ) -> None:
-        """`fused` stands in for the forward of the model that it was made of; one is made where the model's family has it, with `merge`.
+        """`fused`: the fused forward of `model`; None builds one with `merge`, if the family has one.
 
-        `shards`: the processes that hold the model in parts, which its own forward gathers; everyone makes every pass.
+        `shards`: the ranks that hold the model in parts, so that every pass is collective.
         """
         self._model = model
         self._modules = list(model.modules())
@@ -73,11 +73,11 @@ class Decoder:
 
     @property
     def mixes(self) -> bool:
-        """Whether rows under different adapters can share a batch."""
+        """True if rows under different adapters can share a batch."""
         return self._fused is not None
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
-        """Hold one more adapter beside the model's own, from now on as slot `slot` > 0."""
+        """Hold a further adapter as slot `slot` > 0."""
         if self._fused is None:
             raise ConfigurationError(
                 f"The pytorch engine holds one adapter of a {type(self._base).__name__}; several need a Llama, Qwen or Mistral model."
@@ -115,8 +115,8 @@ class Decoder:
         batch = PromptPass(lengths, self._kernel)
         positions = np.concatenate([np.arange(length) for length in lengths])
         last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
-        of_tokens = None if slots is None else np.repeat(slots, lengths)
-        logits = self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last, of_tokens)[0]
+        token_slots = None if slots is None else np.repeat(slots, lengths)
+        logits = self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last, token_slots)[0]
         return batch.states(prompts, logits)
 
     def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], slots: Slots | None = None) -> Tensor:

@@ -65,8 +65,8 @@ class Stored:
     def places(self, positions: Tensor) -> Tensor:
         """[R * H] for `append`: where the tokens at `positions` [R] of rows 0 .. R-1 lie among all heads' tokens, [rows * H * C]."""
         _, heads, capacity, _ = self._data.shape
-        of_heads = torch.arange(len(positions) * heads, device=positions.device).view(-1, heads) * capacity
-        return (of_heads + positions[:, None]).flatten()
+        heads_start = torch.arange(len(positions) * heads, device=positions.device).view(-1, heads) * capacity
+        return (heads_start + positions[:, None]).flatten()
 
     def _stored(self, values: Tensor) -> list[Tensor]:
         """Values [.., D] in the storage type, and where that needs them their scales [.., 1]."""
@@ -90,7 +90,7 @@ class Stored:
             tensor[target, :, :length] = tensor[source, :, :length]
 
     def grow(self, capacity: int, rows: int, length: int) -> None:
-        """Make place for `capacity` tokens a row, keeping the first `length` tokens of the first `rows` rows."""
+        """Make room for `capacity` tokens per row, keeping the first `length` tokens of the first `rows` rows."""
         self._data = _grown(self._data, capacity, rows, length)
         if self._scales is not None:
             self._scales = _grown(self._scales, capacity, rows, length)
@@ -100,7 +100,7 @@ class Stored:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same bytes in a type that every operator can copy."""
+    """The same bytes in a dtype that every operator can copy."""
     return tensor.view(torch.int8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
@@ -188,7 +188,7 @@ class DecodePass(Cache):  # type: ignore[misc]
         self._count = len(lengths)
         self.positions = upload(lengths, arena.device)
         self._places: dict[int, Tensor] = {}
-        """Of the new tokens, by the number of a layer's key-value heads: the same for all layers that have as many."""
+        """Places of the new tokens, by number of key-value heads: layers with equally many share them."""
         self._rows = RowLengths(self.positions + 1, int(lengths.max()) + 1, ragged=bool((lengths != lengths[0]).any()))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ PromptKey = tuple[NoiseKey, int, bytes]
 
 
 class PrefixStore:
-    """The newest prompts up to a number of tokens.
+    """The newest prompts, up to `max_tokens` in all.
 
     The noise coordinates are part of the key: a redraw of a training group finds its prompt, and nothing else (an evaluation,
     the parity gate) can hand its own copy to a training step. So a resumed run, which skips those, computes the same bits.

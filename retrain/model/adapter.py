@@ -217,18 +217,14 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
 
 def _block_linears(base: "BaseModel") -> list[str]:
     """Last parts of the names of linear layers inside the decoder's lists of blocks, sorted."""
+    from transformers.pytorch_utils import Conv1D
+
     names = set()
     for path, module in base.decoder.named_modules():
         numbered = any(part.isdigit() for part in path.split("."))
-        if numbered and _is_linear(module):
+        if numbered and isinstance(module, nn.Linear | Conv1D):  # bitsandbytes' layers are nn.Linear too
             names.add(path.rsplit(".", 1)[-1])
     return sorted(names)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, nn.Linear | Conv1D)  # bitsandbytes' layers are nn.Linear too
 
 
 def _is_transposed(model: nn.Module) -> bool:

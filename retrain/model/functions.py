@@ -30,9 +30,9 @@ class Norm:
     def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
         return (x * scale).to(x.dtype).mul_(self.weight)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-        """d/dx of w * x * s(x): s * (g w - x s^2 mean(x g w))."""
-        weighted = (gradient * self.weight).float()
+    def input_gradient(self, grad_output: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+        """The gradient of x [.., H] given g = grad_output [.., H]: s * (g w - x s^2 mean(x g w))."""
+        weighted = (grad_output * self.weight).float()
         mean = torch.einsum("...h,...h->...", x.float(), weighted).unsqueeze(-1).mul_(scale.square()).div_(x.shape[-1])
         return weighted.addcmul_(x.float(), mean, value=-1).mul_(scale).to(x.dtype)
 
@@ -65,14 +65,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
 
 
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """A sampler has no use for what a function keeps for its backward pass, and keeping it takes as long as a small operation."""
+    """Apply the function; without gradients, skip saving tensors for a backward pass, which costs as much as a small operation."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
     return function.forward(_Forgetful(), *arguments)  # type: ignore[no-any-return]
 
 
 class _Forgetful:
-    """Stands for the context of a function that is never differentiated."""
+    """The context of a function that is never differentiated."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         pass
@@ -83,7 +83,7 @@ def _trained(projection: Projection) -> list[nn.Parameter]:
 
 
 def _wanted(ctx: Any, first: int, projection: Projection) -> bool:
-    """Whether any of the projection's parameters, which stand at `first` among the function's inputs, needs a gradient."""
+    """True if any of the projection's parameters, the function's inputs from `first` on, needs a gradient."""
     return any(ctx.needs_input_grad[first : first + len(_trained(projection))])
 
 
@@ -97,9 +97,9 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         x, scale = ctx.saved_tensors
-        return ctx.norm.input_gradient(gradient, x, scale), None
+        return ctx.norm.input_gradient(grad_output, x, scale), None
 
 
 class _Project(torch.autograd.Function):
@@ -112,10 +112,10 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, reduced = ctx.saved_tensors
-        of_x, of_parameters = ctx.projection.gradients(gradient, lambda: x, reduced, of_parameters=_wanted(ctx, 2, ctx.projection))
-        return of_x, None, *of_parameters
+        grad_x, grad_params = ctx.projection.gradients(grad_output, lambda: x, reduced, wants_params=_wanted(ctx, 2, ctx.projection))
+        return grad_x, None, *grad_params
 
 
 class _NormProject(torch.autograd.Function):
@@ -129,16 +129,16 @@ class _NormProject(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, reduced = ctx.saved_tensors
-        of_normed, of_parameters = ctx.projection.gradients(
-            gradient,
+        grad_normed, grad_params = ctx.projection.gradients(
+            grad_output,
             lambda: ctx.norm(x, scale),
             reduced,
-            of_input=ctx.needs_input_grad[0],  # not in the first layer: what is below it is frozen
-            of_parameters=_wanted(ctx, 3, ctx.projection),
+            wants_input=ctx.needs_input_grad[0],  # not in the first layer: what is below it is frozen
+            wants_params=_wanted(ctx, 3, ctx.projection),
         )
-        return None if of_normed is None else ctx.norm.input_gradient(of_normed, x, scale), None, None, *of_parameters
+        return None if grad_normed is None else ctx.norm.input_gradient(grad_normed, x, scale), None, None, *grad_params
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -154,19 +154,19 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, gates, reduced, reduced_inner = ctx.saved_tensors
         gate, up = gates.chunk(2, dim=-1)
         active = F.silu(gate)
-        first = 4 + len(_trained(ctx.gate_up))
-        inner, of_down = ctx.down.gradients(gradient, lambda: active * up, reduced_inner, of_parameters=_wanted(ctx, first, ctx.down))
-        of_gates = torch.empty_like(gates)
-        torch.mul(inner, active, out=of_gates[:, gate.shape[1] :])
-        of_gates[:, : gate.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(up), gate)
-        of_normed, of_gate_up = ctx.gate_up.gradients(
-            of_gates, lambda: ctx.norm(x, scale), reduced, of_parameters=_wanted(ctx, 4, ctx.gate_up)
+        trained = _wanted(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down)
+        grad_inner, grad_down = ctx.down.gradients(grad_output, lambda: active * up, reduced_inner, wants_params=trained)
+        grad_gates = torch.empty_like(gates)
+        torch.mul(grad_inner, active, out=grad_gates[:, gate.shape[1] :])
+        grad_gates[:, : gate.shape[1]] = torch.ops.aten.silu_backward(grad_inner.mul_(up), gate)
+        grad_normed, grad_gate_up = ctx.gate_up.gradients(
+            grad_gates, lambda: ctx.norm(x, scale), reduced, wants_params=_wanted(ctx, 4, ctx.gate_up)
         )
-        return ctx.norm.input_gradient(of_normed, x, scale), None, None, None, *of_gate_up, *of_down
+        return ctx.norm.input_gradient(grad_normed, x, scale), None, None, None, *grad_gate_up, *grad_down
 
 
 class _Rotate(torch.autograd.Function):
@@ -179,10 +179,10 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin, x, scale = ctx.saved_tensors
-        of_normed = _rotated(gradient, cos, -sin)
-        return of_normed if ctx.norm is None else ctx.norm.input_gradient(of_normed, x, scale), None, None, None
+        grad_normed = _rotated(grad_output, cos, -sin)
+        return grad_normed if ctx.norm is None else ctx.norm.input_gradient(grad_normed, x, scale), None, None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

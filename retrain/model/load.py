@@ -37,13 +37,13 @@ class BaseModel:
     device: torch.device
     dtype: torch.dtype
     shards: World = ALONE
-    """The processes that hold the layers in parts: every pass through them is one of all of these. ALONE: each holds all."""
+    """The ranks that hold the layers in parts, so that every pass is collective. ALONE: this process holds all of them."""
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor | None = None, attention_batch: AttentionBatch | None = None) -> Tensor:
         """[batch, tokens, H] of [batch, tokens] ids: rows padded on the right, or packed, with our attention plugged in.
 
-        No token is masked: attention is causal and padding stands on the right, so no token can see any. Of packed rows that is said, or
-        transformers would read the positions back to the host to find the rows.
+        No token is masked: attention is causal and padding is on the right, where no token sees it. For packed rows an explicit mask says
+        so, since transformers would otherwise read the positions back to the host to find the rows.
         """
         packed: dict[str, Any] = {}
         if attention_batch is not None:
@@ -52,22 +52,22 @@ class BaseModel:
         return self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state  # type: ignore[no-any-return]
 
 
-_shelf: "dict[tuple[object, ...], BaseModel] | None" = None
-"""Inside `shared_models`: models that are loaded, by what they were loaded from."""
+_model_cache: "dict[tuple[object, ...], BaseModel] | None" = None
+"""Inside `shared_models`: the loaded models, by what they were loaded from."""
 
 
 @contextmanager
 def shared_models() -> Iterator[None]:
-    """Inside, a model stays loaded for the next backend that asks for the same one, so that runs which follow each other load it once.
+    """Inside, a model stays loaded for the next backend that asks for it, so that consecutive runs load it once.
 
-    One backend at a time may use it: the next one takes the adapter of the last one off.
+    Only one backend may use it at a time: the next one removes the adapter of the one before.
     """
-    global _shelf  # noqa: PLW0603 - one cache per process, which a campaign turns on and off
-    before, _shelf = _shelf, {}
+    global _model_cache  # noqa: PLW0603 - one cache per process, which a campaign turns on and off
+    before, _model_cache = _model_cache, {}
     try:
         yield
     finally:
-        _shelf = before
+        _model_cache = before
 
 
 def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE) -> BaseModel:
@@ -76,18 +76,18 @@ def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.devi
     if config.inference.engine == "pytorch":
         engine_options(config.inference, device.type, dtype)  # refuses what cannot be served before gigabytes are loaded
     shards = shards_of(config, world)
-    if _shelf is None or shards.size > 1:  # parts end with the processes that hold them
+    if _model_cache is None or shards.size > 1:  # parts end with their ranks
         return _load(config, folder_or_id, device, dtype, shards)
     model = config.model
     source = (folder_or_id, model.revision, dtype, model.trust_remote_code, model.load_in_4bit, config.inference.attention_kernel)
-    for other in [key for key in _shelf if key[:-1] != source]:
-        del _shelf[other]  # before the next one is loaded: there may not be memory for both
+    for other in [key for key in _model_cache if key[:-1] != source]:
+        del _model_cache[other]  # before the next one is loaded: there may not be memory for both
     key = (*source, device)
-    if key in _shelf:
-        _take_adapter_off(_shelf[key].model)
+    if key in _model_cache:
+        _remove_adapter(_model_cache[key].model)
     else:
-        _shelf[key] = _load(config, folder_or_id, device, dtype, shards)
-    return _shelf[key]
+        _model_cache[key] = _load(config, folder_or_id, device, dtype, shards)
+    return _model_cache[key]
 
 
 def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World) -> BaseModel:
@@ -99,15 +99,16 @@ def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype:
         shard(model, decoder, device, shards, config.model.model)
     elif not config.model.load_in_4bit:
         if device.type == "cpu":
-            _leave_the_file(model)
+            for parameter in model.parameters():  # a weight in the file's dtype maps the file, and a single one keeps all of it resident
+                parameter.data = parameter.data.clone()
         model.to(device)
     if device.type == "cuda":
         choose_deterministic_experts(model)
     return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype, shards)
 
 
-def _take_adapter_off(model: "PreTrainedModel") -> None:
-    """Put the frozen layers back that peft wrapped; adapters are never merged, so they are as they were loaded."""
+def _remove_adapter(model: "PreTrainedModel") -> None:
+    """Put back the frozen layers that peft wrapped; adapters are never merged, so they are as loaded."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
@@ -119,7 +120,7 @@ def _take_adapter_off(model: "PreTrainedModel") -> None:
 
 
 def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
-    """On the processor, where weights in the file's dtype are a map of the file; in 4 bits, on `device`."""
+    """On the CPU, where weights in the file's dtype map the file; in 4 bits, on `device`."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {
@@ -144,12 +145,6 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
     return model
 
 
-def _leave_the_file(model: "PreTrainedModel") -> None:
-    """A weight in the file's own dtype is a map of the file: a single one keeps all of the file resident, joined copies beside it."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
 def choose_deterministic_experts(model: "PreTrainedModel") -> None:
     """A mixture of experts by plain products: the grouped ones count tokens by `histc`, which has no deterministic form on CUDA."""
     if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
@@ -158,7 +153,7 @@ def choose_deterministic_experts(model: "PreTrainedModel") -> None:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws one over the tensors of a file, which are there at once."""
+    """transformers shows one over the tensors of a file, which load at once."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -192,11 +187,12 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
         raise ConfigurationError(f'[model] model = "{name}" has no linear language-model head, so it cannot be trained here.')
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
+    softcaps = [float(cap) for key in ("final_logit_softcapping", "softcap") if (cap := getattr(model.config, key, None))]
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
         for scale in _logit_scales(model.config):
-            for softcap in _softcaps(model.config):
+            for softcap in (*softcaps, None):
                 head = Head(weight, bias, scale, softcap)
                 if _matches(head.logits(hidden), expected):
                     return head
@@ -215,8 +211,3 @@ def _logit_scales(config: Any) -> list[float]:
     named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")]
     values = [float(value) for value in named if value]
     return [1.0, *values, *(1 / value for value in values)]
-
-
-def _softcaps(config: Any) -> list[float | None]:
-    named = [getattr(config, key, None) for key in ("final_logit_softcapping", "softcap")]
-    return [*(float(value) for value in named if value), None]

@@ -1,8 +1,8 @@
-"""What is chosen from the machine at the first step and used as stored ever after.
+"""Choices made from the machine at the first step, then stored with the run.
 
-Every choice depends on the model, the configuration and the device's total memory, never on what happens to be free, so two
-fresh runs of one configuration on one machine choose the same; but for one, which is measured: several workers of one thread or one of
-several (`threads_pay`). The number of workers changes no byte, that of threads may.
+They depend on the model, the configuration and the device's total memory, never on what happens to be free, so two fresh runs of one
+configuration on one machine choose the same. One choice is measured: several workers with one thread, or one worker with several
+threads (`threads_pay`). The number of workers changes no byte; the number of threads may.
 """
 
 import math
@@ -127,7 +127,10 @@ def plan(
     if merges:
         fitting.append(int(spare * _MERGED_SHARE) // size.weights)
     workers = min(machine.threads, *fitting)
-    if not (shares and _can_share(config, machine, world)) or 2 * workers < machine.threads:
+    # torchrun's processes share the work already, and a sampler beside the learner computes at the same time
+    alone = world.size == 1 and len(config.backend.device_list) == 1
+    can_share = shares and alone and machine.device_type == "cpu" and can_fork()
+    if not can_share or 2 * workers < machine.threads:
         rows, workers, threads = decode.rows, 1, machine.threads
     else:
         threads = 1
@@ -151,11 +154,6 @@ def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> 
             f"{learned / 2**30:,.0f} GiB with their gradient and two moments, and {machine.device_type} has "
             f"{machine.memory / 2**30:,.0f} GiB; lower lora_rank."
         )
-
-
-def _can_share(config: "TrainConfig", machine: Machine, world: World) -> bool:
-    """Processes of torchrun share already, and a sampler beside the learner computes while that does."""
-    return machine.device_type == "cpu" and can_fork() and world.size == 1 and len(config.backend.device_list) == 1
 
 
 def longest_row(config: "TrainConfig", model_config: Any, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:

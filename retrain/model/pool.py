@@ -46,13 +46,13 @@ def can_fork() -> bool:
 
 
 class Pool:
-    """`workers` processes; one is this process itself, which computes a piece when its results are asked for."""
+    """`workers` processes. A single one is this process itself, which computes a piece when its results are asked for."""
 
     def __init__(self, workers: int = 1, changing: Sequence[Tensor] = ()) -> None:
         """`changing`: what this process changes between two calls and the works read. With several workers it moves to shared memory."""
         self.workers = workers
         self.in_worker = False
-        """Whether this process is one of several: apart from its results, nothing that a work leaves behind is seen by others."""
+        """True in a worker: the other processes see the results of a work, and none of its side effects."""
         self._changing = list(changing)
         self._works: list[Work[Any, Any]] = []
         self._team: list[_Worker] = []
@@ -60,7 +60,7 @@ class Pool:
             _move_to_shared_memory(self._changing)
 
     def shared(self, work: Work[Piece, Result]) -> Shared[Piece, Result]:
-        """`work`, done by whoever has nothing to do. Before any work is begun."""
+        """`work` as a function that hands its pieces to idle workers. Call it before the first piece is computed."""
         number = len(self._works)
         self._works.append(work)
 
@@ -72,7 +72,7 @@ class Pool:
         return compute
 
     def _hand_out(self, work: int, pieces: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """The first pieces first, one at a time to each worker. A caller may stop listening: what is under way then ends unheard."""
+        """In order, one piece at a time per worker. If the caller stops listening, the pieces under way finish and are dropped."""
         if not self._team:
             self._team = [_Worker(self._serve) for _ in range(self.workers)]
         version = tuple(tensor._version for tensor in self._changing)
@@ -95,7 +95,7 @@ class Pool:
                 yield from message
 
     def _serve(self, pipe: Connection) -> None:
-        """A worker's life."""
+        """The loop of a worker: receive a task, send its results."""
         self.in_worker = True
         torch.set_num_threads(1)
         version: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ _DONE: list[Any] = []
 class _Task:
     work: int
     version: tuple[int, ...]
-    """Of the changing tensors."""
+    """Versions of the changing tensors."""
     number: int
     piece: Any
 
@@ -148,7 +148,7 @@ class _Worker:
         theirs.close()
 
     def _live(self, serve: Callable[[Connection], None], pipe: Connection, parent: int) -> NoReturn:
-        """It never returns into the parent's code."""
+        """Serve until the parent closes the pipe; never returns into the parent's code."""
         status = 1
         try:
             os.setsid()
@@ -185,7 +185,7 @@ class _Worker:
         code = os.waitstatus_to_exitcode(status)
         self.pid = 0
         how = f"was killed by signal {-code} (memory may have run out)" if code < 0 else f"ended with exit code {code}"
-        return RunFailed(f"A worker process of this run {how}; go on with --resume, where OMP_NUM_THREADS=1 computes in one process.")
+        return RunFailed(f"A worker process of this run {how}; resume it with --resume; OMP_NUM_THREADS=1 computes in one process.")
 
     def end(self) -> None:
         self.pipe.close()
@@ -197,7 +197,7 @@ class _Worker:
 
 
 def _move_to_shared_memory(tensors: Sequence[Tensor]) -> None:
-    """Anonymous memory, which no limit on /dev/shm concerns; it goes when the tensors and the workers have gone."""
+    """Anonymous memory, which no /dev/shm limit applies to; freed with the last tensor and worker."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     memory = mmap.mmap(-1, max(1, sum(sizes)))
     start = 0
@@ -208,7 +208,7 @@ def _move_to_shared_memory(tensors: Sequence[Tensor]) -> None:
 
 
 def in_order(results: Iterable[tuple[int, Result]]) -> Iterator[Result]:
-    """By the numbers of the pieces, of which each has one result."""
+    """Results in the order of their pieces, one per piece."""
     early: dict[int, Result] = {}
     following = 0
     for number, result in results:

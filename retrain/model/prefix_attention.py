@@ -28,7 +28,7 @@ class Block:
     tokens: Tensor
     """[B * T] packed tokens; padding repeats any."""
     padding: Tensor
-    """Which of the B * T places are padding."""
+    """Indices of the padding among the B * T places."""
     prompt: slice
     """The packed tokens of the prompt; empty where there is none."""
 
@@ -56,7 +56,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], o
 
 
 class _Attend(torch.autograd.Function):
-    """Of queries [N, Hk, G, D], keys and values [N, Hk, 1, D]."""
+    """Output [N, Hk, G, D] of queries [N, Hk, G, D], keys and values [N, Hk, 1, D]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], order: Tensor, scaling: float) -> Tensor:
@@ -65,7 +65,7 @@ class _Attend(torch.autograd.Function):
             queries, sources = block.gather(query).mul_(scaling), _sources(block, key, value)
             output, normaliser = torch.empty_like(queries), queries.new_empty(*queries.shape[:-1], 1)
             for turn in block.turns(query.shape[1] * query.shape[2]):
-                output[:, :, :, turn], normaliser[:, :, :, turn] = _output(_of(queries, turn), [source.until(turn) for source in sources])
+                output[:, :, :, turn], normaliser[:, :, :, turn] = _output(_turn(queries, turn), [source.until(turn) for source in sources])
             outputs.append(_flat(output))
             normalisers.append(normaliser)
         packed = torch.cat(outputs).index_select(0, order)
@@ -75,27 +75,28 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, *normalisers = ctx.saved_tensors
-        dot = (gradient * output).sum(-1, keepdim=True)
-        of_tokens, of_prompts = [], []
+        dot = (grad * output).sum(-1, keepdim=True)
+        grad_tokens, prompt_grads = [], []
         for block, normaliser in zip(ctx.blocks, normalisers, strict=True):
             queries, sources = block.gather(query).mul_(ctx.scaling), _sources(block, key, value, gradients=True)
-            of_output, dots, of_queries = block.gather(gradient), block.gather(dot), torch.zeros_like(queries)
+            grad_output, dots, grad_queries = block.gather(grad), block.gather(dot), torch.zeros_like(queries)
             for turn in block.turns(query.shape[1] * query.shape[2]):
                 seen = [source.until(turn) for source in sources]
-                of_queries[:, :, :, turn] = _gradients(
-                    _of(queries, turn), _of(of_output, turn), _of(normaliser, turn), _of(dots, turn), seen
+                grad_queries[:, :, :, turn] = _gradients(
+                    _turn(queries, turn), _turn(grad_output, turn), _turn(normaliser, turn), _turn(dots, turn), seen
                 )
             own, *prompt = sources
             shape = key.shape[1], block.rows, 1, -1, key.shape[-1]
-            of_tokens.append([_flat(of_queries.mul_(ctx.scaling)), _flat(own.of_keys.view(shape)), _flat(own.of_values.view(shape))])
-            of_prompts += [(block.prompt, source.of_keys, source.of_values) for source in prompt]
-        of_query, of_key, of_value = (torch.cat(parts).index_select(0, ctx.order) for parts in zip(*of_tokens, strict=True))
-        for tokens, of_keys, of_values in of_prompts:
-            of_key[tokens, :, 0] += of_keys.transpose(0, 1)
-            of_value[tokens, :, 0] += of_values.transpose(0, 1)
-        return of_query, of_key, of_value, None, None, None
+            parts = grad_queries.mul_(ctx.scaling), own.grad_keys.view(shape), own.grad_values.view(shape)
+            grad_tokens.append([_flat(part) for part in parts])
+            prompt_grads += [(block.prompt, source.grad_keys, source.grad_values) for source in prompt]
+        grad_query, grad_key, grad_value = (torch.cat(parts).index_select(0, ctx.order) for parts in zip(*grad_tokens, strict=True))
+        for tokens, grad_keys, grad_values in prompt_grads:
+            grad_key[tokens, :, 0] += grad_keys.transpose(0, 1)
+            grad_value[tokens, :, 0] += grad_values.transpose(0, 1)
+        return grad_query, grad_key, grad_value, None, None, None
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,17 @@ class _Source:
     keys: Tensor
     """[b, L, D]"""
     values: Tensor
-    of_keys: Tensor
+    grad_keys: Tensor
     """[b, L, D] gradients, to which each turn adds."""
-    of_values: Tensor
+    grad_values: Tensor
     own: bool
 
     def until(self, turn: slice) -> "_Source":
-        """What the queries of a turn see of it."""
+        """The part that the queries of a turn see."""
         if not self.own:
             return self
-        keys, values, of_keys, of_values = (tensor[:, : turn.stop] for tensor in (self.keys, self.values, self.of_keys, self.of_values))
-        return _Source(keys, values, of_keys, of_values, own=True)
+        seen = slice(turn.stop)
+        return _Source(self.keys[:, seen], self.values[:, seen], self.grad_keys[:, seen], self.grad_values[:, seen], own=True)
 
     def scores(self, queries: Tensor) -> Tensor:
         """[b, n, L] of queries [Hk, B, G, t, D], which are the last t of their own L."""
@@ -133,8 +134,8 @@ def _sources(block: Block, key: Tensor, value: Tensor, *, gradients: bool = Fals
     prompt = [packed[block.prompt, :, 0].transpose(0, 1).contiguous() for packed in (key, value)]
     sources = []
     for keys, values in (own, prompt):
-        of_keys, of_values = (torch.zeros_like(keys), torch.zeros_like(values)) if gradients else (keys, values)
-        sources.append(_Source(keys, values, of_keys, of_values, own=keys is own[0]))
+        grad_keys, grad_values = (torch.zeros_like(keys), torch.zeros_like(values)) if gradients else (keys, values)
+        sources.append(_Source(keys, values, grad_keys, grad_values, own=keys is own[0]))
     return sources if prompt[0].shape[1] else sources[:1]
 
 
@@ -150,21 +151,21 @@ def _output(queries: Tensor, sources: Sequence[_Source]) -> tuple[Tensor, Tensor
     return reduce(Tensor.add_, parts).div_(total), largest.add_(total.log_())
 
 
-def _gradients(queries: Tensor, of_output: Tensor, normaliser: Tensor, dots: Tensor, sources: Sequence[_Source]) -> Tensor:
-    """That of the queries [Hk, B, G, t, D]; those of the sources are added to. `dots` [.., 1] = sum(of_output * output)."""
-    of_queries = torch.zeros_like(queries)
+def _gradients(queries: Tensor, grad_output: Tensor, normaliser: Tensor, dots: Tensor, sources: Sequence[_Source]) -> Tensor:
+    """The gradient of the queries [Hk, B, G, t, D]; adds to the gradients of the sources. `dots` [.., 1] = sum(grad_output * output)."""
+    grad_queries = torch.zeros_like(queries)
     for source in sources:
-        rows, of_rows = _rows(queries, source.keys), _rows(of_output, source.keys)
+        rows, grad_rows = _rows(queries, source.keys), _rows(grad_output, source.keys)
         weights = source.scores(queries)
         weights.sub_(_rows(normaliser, weights)).exp_()
-        source.of_values.baddbmm_(weights.transpose(1, 2), of_rows)
-        of_scores = torch.bmm(of_rows, source.values.transpose(1, 2)).sub_(_rows(dots, weights)).mul_(weights)
-        _rows(of_queries, source.keys).baddbmm_(of_scores, source.keys)
-        source.of_keys.baddbmm_(of_scores.transpose(1, 2), rows)
-    return of_queries
+        source.grad_values.baddbmm_(weights.transpose(1, 2), grad_rows)
+        grad_scores = torch.bmm(grad_rows, source.values.transpose(1, 2)).sub_(_rows(dots, weights)).mul_(weights)
+        _rows(grad_queries, source.keys).baddbmm_(grad_scores, source.keys)
+        source.grad_keys.baddbmm_(grad_scores.transpose(1, 2), rows)
+    return grad_queries
 
 
-def _of(tensor: Tensor, turn: slice) -> Tensor:
+def _turn(tensor: Tensor, turn: slice) -> Tensor:
     """[Hk, B, G, t, ..] of [Hk, B, G, T, ..]."""
     return tensor[:, :, :, turn].contiguous()
 

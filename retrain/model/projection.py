@@ -49,7 +49,7 @@ def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
 
 
 def fusable(module: nn.Module) -> bool:
-    """A plain linear layer, bare or with one plain LoRA adapter on it, that is here whole: of a sharded one the weight is a DTensor."""
+    """True for a plain linear layer, bare or with one plain LoRA adapter, that is not sharded (whose weight is a DTensor)."""
     base, lora = lora_parts(module)
     if type(base) is not nn.Linear or type(base.weight) is not nn.Parameter or not base.weight.is_floating_point():
         return False
@@ -80,22 +80,22 @@ class Projection:
         self.copy: PackedWeight | None = None
         """[O, I] for products without gradient, while a sampler reads it."""
         self._merged = False
-        """Whether the adapter is in the copy."""
+        """True if the copy contains the adapter."""
         self.factors: _Factors | None = None
-        """Of the model's own adapter, as it was refreshed."""
+        """The model's own adapter, as of the last `refresh`."""
         self._slots: dict[int, _Factors] = {}
-        """Of the adapters beside it, by their number."""
+        """Further adapters, by slot."""
         self.rows: Mapping[int, Tensor] | None = None
-        """While a mixed batch is computed: the numbers of the rows under each adapter, 0 for the model's own."""
+        """During a mixed batch: the rows under each adapter slot, 0 for the model's own."""
 
     @property
     def adapted(self) -> bool:
-        """Whether the adapter takes part in the forward pass now; peft's `disable_adapter` switches it off."""
+        """True if the forward pass applies the adapter now; peft's `disable_adapter` switches it off."""
         return bool(self.downs) and not any(lora.disable_adapters for lora in self._loras if lora is not None)
 
     @torch.no_grad()
     def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
-        """Follow the adapter's parameters after they changed, and hold such a copy of the weights."""
+        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which copy of the weights to hold."""
         if self.downs:
             updates = zip(self.downs, self.ups, self.scales, self.slices, strict=True)
             self.factors = self._stacked(list(updates), self.factors)
@@ -109,18 +109,18 @@ class Projection:
 
     @torch.no_grad()
     def load(self, slot: int, layers: Mapping[int, AdapterLayer]) -> None:
-        """Hold one more adapter under a number, in place of one that had it: for each of the layers that it adapts, by their place here."""
+        """Hold a further adapter as `slot`, replacing the one before; `layers` by their index in this projection."""
         updates = [(layer.a, layer.b, layer.scale, self._places[place]) for place, layer in layers.items()]
         self._slots.pop(slot, None)
         if updates:
             self._slots[slot] = self._stacked(updates)
 
     def _stacked(self, updates: Sequence[tuple[Tensor, Tensor, float, slice]], out: _Factors | None = None) -> _Factors:
-        """One pair of factors of all updates (a, b, scale, outputs), written over `out` if given."""
+        """All updates (a, b, scale, outputs) as one pair of factors, written into `out` if given."""
         ranks = [a.shape[0] for a, *_ in updates]
         if out is None:
-            outputs_of_all, inputs = self.weight.shape
-            out = _Factors(self.weight.new_empty(sum(ranks), inputs), self.weight.new_zeros(sum(ranks), outputs_of_all))
+            all_outputs, inputs = self.weight.shape
+            out = _Factors(self.weight.new_empty(sum(ranks), inputs), self.weight.new_zeros(sum(ranks), all_outputs))
         start = 0
         for (a, b, scale, outputs), rank in zip(updates, ranks, strict=True):
             out.down[start : start + rank] = a
@@ -129,9 +129,9 @@ class Projection:
         return out
 
     def product(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[N, O] from [N, I], with the adapter as it was refreshed, or without it while it is switched off.
+        """(y [N, O], reduced) of x [N, I], with the adapter as of the last `refresh`, or without it while it is switched off.
 
-        With it x [N, R] under its down factors, which `gradients` needs again; None where no backward pass can follow.
+        `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no adapter to differentiate.
         """
         if self.rows is not None:
             return self._mixed_product(x, self.rows), None
@@ -149,7 +149,7 @@ class Projection:
         return F.linear(x, self.weight, self.bias) if self.copy is None or self._merged else self.copy.product(x)
 
     def _mixed_product(self, x: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
-        """One product with the weights for all rows, and a small one for those of each adapter (arXiv 2310.18547)."""
+        """One product with the weights for all rows, and a small one per adapter for its rows (arXiv 2310.18547)."""
         y = self._frozen_product(x)
         for slot, members in rows.items():
             factors = self._slots.get(slot) if slot else self.factors
@@ -158,26 +158,28 @@ class Projection:
         return y
 
     def gradients(
-        self, gradient: Tensor, x: Callable[[], Tensor], reduced: Tensor | None, *, of_input: bool = True, of_parameters: bool = True
+        self, grad_output: Tensor, x: Callable[[], Tensor], reduced: Tensor | None, *, wants_input: bool = True, wants_params: bool = True
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """That of the input [N, I], and those of `parameters`, from the gradient [N, O] of a product; None for what is not wanted.
+        """Gradients of the input [N, I] and of `parameters`, given grad_output [N, O]; None for what is not wanted.
 
-        `x` gives the input, if it is needed; `reduced` is what the product gave.
+        `x` is called for the input where it is needed; `reduced` is the second value of `product`.
         """
         if reduced is None:
-            return gradient @ self.weight if of_input else None, [None] * len(self.parameters) if self.adapted else []
+            return grad_output @ self.weight if wants_input else None, [None] * len(self.parameters) if self.adapted else []
         assert self.factors is not None
-        of_reduced = F.linear(gradient, self.factors.up)
-        of_x = (gradient @ self.weight).addmm_(of_reduced, self.factors.down) if of_input else None
-        return of_x, list(self._parameter_gradients(gradient, x(), reduced, of_reduced) if of_parameters else [None] * len(self.parameters))
+        grad_reduced = F.linear(grad_output, self.factors.up)
+        grad_x = (grad_output @ self.weight).addmm_(grad_reduced, self.factors.down) if wants_input else None
+        if not wants_params:
+            return grad_x, [None] * len(self.parameters)
+        return grad_x, list(self._parameter_gradients(grad_output, x(), reduced, grad_reduced))
 
-    def _parameter_gradients(self, gradient: Tensor, x: Tensor, reduced: Tensor, of_reduced: Tensor) -> Iterator[Tensor]:
-        downs = of_reduced.T @ x  # [R, I]
+    def _parameter_gradients(self, grad_output: Tensor, x: Tensor, reduced: Tensor, grad_reduced: Tensor) -> Iterator[Tensor]:
+        grad_downs = grad_reduced.T @ x  # [R, I]
         start = 0
         for down, scale, outputs in zip(self.downs, self.scales, self.slices, strict=True):
             part = slice(start, start + down.shape[0])
-            ups = gradient[:, outputs].T @ reduced[:, part]
-            yield from (downs[part].to(down.dtype), (ups * scale).to(down.dtype))
+            grad_up = grad_output[:, outputs].T @ reduced[:, part]
+            yield from (grad_downs[part].to(down.dtype), (grad_up * scale).to(down.dtype))
             start = part.stop
 
     @property
@@ -188,7 +190,7 @@ class Projection:
 
 @torch.no_grad()
 def _share_storage(weights: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor of all weights, of which each becomes a view. A second call finds them so already."""
+    """Concatenate the weights and make each a view of the result. A second call finds them laid out so already."""
     if len(weights) == 1:
         return weights[0].data
     first = weights[0]

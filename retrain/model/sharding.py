@@ -1,7 +1,7 @@
-"""A frozen base in parts: of every layer each process holds 1/N, and all of it while that layer runs (FSDP2, ZeRO stage 3).
+"""A frozen base in parts: each rank holds 1/N of every layer, and all of a layer while it runs (FSDP2, ZeRO stage 3).
 
-Embeddings, head and last norm stay whole everywhere: the learner reads the head's weight outside of any layer, tied ones are both at
-once, and of a model that needs several GPUs they are a few per cent. Nothing is reduced in the backward pass, since the base is frozen.
+Embeddings, head and last norm stay whole on every rank: the learner reads the head's weight outside of any layer, tied weights are both
+at once, and in a model that needs several GPUs they are a few per cent. The base is frozen, so the backward pass reduces nothing.
 Every pass is collective, so all ranks make equally many (`World.any_rank`).
 """
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from retrain.model.load import BaseModel
 
 _GATHERED = 2
-"""Layers that are whole at once: one that runs, and the next one, gathered meanwhile."""
+"""Layers that are whole at once: the one that runs and the next one, which is gathered meanwhile."""
 
 
 def shards_of(config: "TrainConfig", world: World) -> World:
-    """The processes that hold the base in parts; ALONE where each holds all of it."""
+    """The ranks that hold the base in parts; ALONE if each holds all of it."""
     if not config.backend.shard_base:
         return ALONE
     if world.size == 1:
         raise ConfigurationError(
-            "[backend] shard_base = true shares the frozen weights among the processes of torchrun, and there is one process here; "
+            "[backend] shard_base = true splits the frozen weights over the processes of torchrun, and this run has one process; "
             "start the run by torchrun --nproc-per-node N -m retrain, or leave shard_base false."
         )
     return world
 
 
 def shard(model: nn.Module, decoder: nn.Module, device: torch.device, world: World, name: str) -> None:
-    """Leave 1/N of every layer of a frozen `model` on `device`, and all of the rest. A layer at a time is whole there.
+    """Move a frozen `model` to `device`: 1/N of every layer, and all of the rest. One layer at a time is whole there.
 
-    Collective. Before the adapter is attached, whose parameters are then no business of FSDP's.
+    Collective. Call it before the adapter is attached, so that FSDP leaves the adapter's parameters alone.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -45,18 +45,19 @@ def shard(model: nn.Module, decoder: nn.Module, device: torch.device, world: Wor
     blocks = layers(decoder)
     if not blocks:
         raise ConfigurationError(
-            f'[backend] shard_base = true: no layers are found in [model] model = "{name}"; set it false, or use a model of transformers.'
+            f'[backend] shard_base = true: no layers were found in [model] model = "{name}"; set shard_base = false, or use a model of '
+            "transformers."
         )
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     whole = [parameter for parameter in model.parameters() if not is_sharded(parameter)]
     fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) & set(whole))  # the root, which orders the layers' gathers
     for tensor in (*whole, *model.buffers()):
-        tensor.data = tensor.data.to(device, copy=True)  # a copy on a CPU as well, so that no map of the file is left
+        tensor.data = tensor.data.to(device, copy=True)  # a copy on a CPU too, so that nothing maps the file
 
 
 def layers(decoder: nn.Module) -> list[nn.Module]:
-    """Of a transformers model: the blocks that can be gathered or checkpointed one by one."""
+    """The blocks of a transformers model that can be gathered or checkpointed one by one."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -69,7 +70,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def held_bytes(base: "BaseModel") -> int:
-    """Of the frozen weights in one process, the layers included that are gathered; the same for a model on the meta device."""
+    """Bytes of the frozen weights on one rank, gathered layers included; also for a model on the meta device."""
     total = _frozen_bytes(base.model)
     if base.shards.size == 1:
         return total

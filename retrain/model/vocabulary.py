@@ -39,7 +39,8 @@ class VocabularyTable:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", size: int = 0) -> None:
         """`size` is the model's vocab_size: rows beyond the tokenizer's own entries can be sampled, and are empty."""
         tokens: dict[int, str] = {index: token for token, index in tokenizer.get_vocab().items()}
-        special = _special_ids(tokenizer)
+        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = added | set(tokenizer.all_special_ids)
         self._size = max(size, len(tokenizer), max(tokens, default=-1) + 1)
         to_bytes, self._spaced = _token_reader(tokenizer)
         self._bytes = [b""] * (self._size + 1)  # the last entry answers for ids outside the table
@@ -106,11 +107,6 @@ def _drop_first_space(pieces: list[str]) -> None:
         if piece:
             pieces[position] = piece[1:]
             return
-
-
-def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
 
 
 # ---- from a token's string to its bytes --------------------------------------------------------------------------------------------
