@@ -141,7 +141,7 @@ class Learner:
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
     def score(self, rows: Sequence[LearnerRow], *, reference: bool = False, masks_of: int | None = None) -> list[Float32Array]:
-        """[T] log-probs of each row by the learner, with `reference` by the frozen base; under the dropout masks of step `masks_of`, if given.
+        """[T] log-probs of each row by the learner, with `reference` by the frozen base; `masks_of` is the step whose dropout masks act.
 
         The base is not truncated: its own most probable tokens are another set, and the divergence of a truncated policy from the whole
         base is finite. For a fixed kept set it exceeds the divergence over that set by a constant, -ln of the base's mass of the set.
