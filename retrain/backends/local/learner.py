@@ -65,9 +65,9 @@ class _Piece:
     measured: bool = False
     """The log-probs are wanted too."""
     reference: bool = False
-    """Scored by the frozen base."""
+    """Score by the frozen base, with the adapter off."""
     masks_of: int | None = None
-    """Scored under the dropout masks of this step."""
+    """Score under the dropout masks of this step."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Learned:
     logprobs: dict[int, Float32Array]
     """By row number, where they are wanted."""
     gradients: list[Float32Array]
-    """Of the parameters in order; empty where they were added to this process's own."""
+    """Gradients of the parameters, in order; empty where they were added in place."""
 
 
 class Learner:
@@ -357,7 +357,7 @@ def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[_We
 
 
 def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
-    """[N] values on the device to one float32 array a row, by row number."""
+    """[N] values on the device -> row number: its float32 array."""
     parts = np.split(values.float().cpu().numpy(), np.cumsum(micro.lengths)[:-1])
     return {row.number: part for row, part in zip(micro.rows, parts, strict=True)}
 

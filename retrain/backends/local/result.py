@@ -46,7 +46,7 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
-def _ratio_statistics(d: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float | None]:
+def _ratio_statistics(d: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, Any]:
     """The fields of StepResult that are over the log-ratios `d` [n]; None where there are none."""
     if not len(d):
         return dict.fromkeys(("ratio_mean", "ratio_max", "mismatch_k1", "mismatch_k3", "ess"))
