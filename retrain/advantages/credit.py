@@ -129,6 +129,7 @@ def _group_credits(sources: Sequence[Group], tokens: StepTokens, assigned: Assig
 
 
 def _skip_reason(group: Group) -> str:
+    """Why a group without an advantage has none."""
     if group.correct == len(group) > 0:
         return "all_correct"
     return "all_wrong" if group.correct == 0 < len(group) else "other"

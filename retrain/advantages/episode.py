@@ -1,4 +1,4 @@
-"""Episode-level advantages: rewards of a group in, one number a completion out. Pure float64 functions.
+"""Episode-level advantages: rewards of a group in, one number per completion out. Pure float64 functions.
 
 Names differ over the literature. `grpo` here is the centred reward without the division by the group's standard deviation, i.e. the
 advantage of Dr.GRPO (arXiv 2503.20783); what arXiv 2402.03300 calls GRPO is `grpo_std`.
@@ -74,7 +74,7 @@ def reinforce_pp(
     """A'_i = r_i - mean of its group, then (A' - mean) / (std + eps) over all completions of the step, population std.
 
     REINFORCE++ with the group baseline, arXiv 2501.03262. The step's mean and std count each completion once, or with
-    weight="token" once a token ([G] counts a group). Zeros are ordinary members: nothing is taken for a mask.
+    weight="token" once per token, with [G] `token_counts` per group. Zeros are ordinary values, not a mask.
     """
     if not (np.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps is {eps}, it must be 0 or more")

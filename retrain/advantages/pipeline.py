@@ -75,7 +75,9 @@ class CreditPipeline:
         else:
             if algorithm.algorithm_mode:
                 refuse_unknown_params("algorithm", algorithm.algorithm_mode, frozenset(), config)
-                config = _without_component_params(config)
+                # A recipe replaces advantage_mode and transform_mode, and with them the tables of their parameters.
+                bare = algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
+                config = config.model_copy(update={"algorithm": bare})
             self._episode = resolve_advantage(recipe.advantage, config, self.notes)
             self._transform = resolve_transform(recipe.transform, config, self.notes)
         self.spec = self._transform.spec
@@ -289,9 +291,3 @@ def _informative(tokens: StepTokens, advantages: Float64Array) -> BoolArray:
     informative = np.zeros(len(tokens.rewards), dtype=np.bool_)
     np.logical_or.at(informative, tokens.group_of, largest > UNINFORMATIVE)
     return informative
-
-
-def _without_component_params(config: "TrainConfig") -> "TrainConfig":
-    """A recipe replaces advantage_mode and transform_mode, and with them the tables of their parameters."""
-    algorithm = config.algorithm.model_copy(update={"advantage_params": {}, "transform_params": {}})
-    return config.model_copy(update={"algorithm": algorithm})

@@ -117,14 +117,6 @@ def resolve_uncertainty(name: str, config: "TrainConfig", notes: list[str]) -> U
     return uncertainty
 
 
-def _surprisal(tokens: StepTokens, step: int) -> Float64Array:
-    return kinds.surprisal(tokens.logprobs)
-
-
-def _predictive_variance(tokens: StepTokens, step: int) -> Float64Array:
-    return kinds.predictive_variance(tokens.logprobs)
-
-
 def _shannon_entropy(tokens: StepTokens, step: int) -> Float64Array:
     if tokens.entropies is None:
         raise ValueError(
@@ -135,8 +127,8 @@ def _shannon_entropy(tokens: StepTokens, step: int) -> Float64Array:
 
 
 _BUILTIN_UNCERTAINTIES: dict[str, UncertaintyStage] = {
-    kinds.SURPRISAL: _surprisal,
-    kinds.PREDICTIVE_VARIANCE: _predictive_variance,
+    kinds.SURPRISAL: lambda tokens, step: kinds.surprisal(tokens.logprobs),
+    kinds.PREDICTIVE_VARIANCE: lambda tokens, step: kinds.predictive_variance(tokens.logprobs),
     kinds.SHANNON_ENTROPY: _shannon_entropy,
 }
 

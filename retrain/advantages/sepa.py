@@ -68,6 +68,7 @@ class SEPAController:
                 self.var_0 = max(self.var_ema, _VARIANCE_FLOOR)
 
     def _auto(self) -> float:
+        """lambda of the automatic schedule alone: 0 until the warm-up is over."""
         if self.var_0 is None or self.var_ema is None:
             return 0.0
         return 1.0 - min(1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold)

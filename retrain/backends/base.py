@@ -12,13 +12,13 @@ from retrain.types import Float32Array, MachineChoices, Row, StepResult
 @dataclass(frozen=True)
 class BackendCapabilities:
     per_token_advantages: bool
-    """False: only one advantage a completion reaches the loss, so token-varying transforms are refused."""
+    """False: only one advantage per completion reaches the loss, so token-varying transforms are refused."""
     synchronous_loss: bool
     """False: the reported loss is a placeholder."""
     exact_resume: bool
     """N steps equal k steps + resume + N - k steps, byte for byte."""
     samples_ahead: bool = False
-    """The engine holds weights of its own, so that it can sample while the learner changes its own."""
+    """The engine holds a copy of the weights, so that it can sample while the learner updates its own."""
 
 
 LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
@@ -45,7 +45,7 @@ class TrialAdapter(ABC):
 
     @abstractmethod
     def set(self, strength: float, without: str = "") -> None:
-        """Change every adapted layer but those of the group `without`.
+        """Change every adapted layer, except the layers of the group `without`.
 
         With `strength` 1 a layer's change is about as large as its input; 0 gives the adapter as it was.
         """
@@ -95,7 +95,7 @@ class Backend(ABC):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """(tokens that the model's positions hold, its shortest sliding window or 0): how long the gate's long prompt may and should be."""
+        """(positions that the model knows, its shortest sliding window or 0): bounds on the length of the gate's long prompt."""
         return 1 << 30, 0
 
     @abstractmethod

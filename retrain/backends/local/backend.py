@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class LocalBackend(Backend):
     """Loads the model, attaches the adapter, and builds the engine that samples from both.
 
-    `choices` are those of an earlier start of the same run; without them they are made from the machine. Nothing is printed
-    here: `notes`, `device_name` and `trainable_parameters_line` are for whoever does.
+    `choices` come from an earlier start of the same run; without them they are made from the machine. Nothing is printed here: the
+    caller prints `notes`, `device_name` and `trainable_parameters_line`.
     """
 
     capabilities = LOCAL
@@ -47,10 +47,10 @@ class LocalBackend(Backend):
         eos_ids: Sequence[int] | None = None,
         world: World = ALONE,
     ) -> None:
-        """`eos_ids`: the tokens that end a completion, where the caller has them already; else the tokenizer is loaded for them."""
+        """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they are not given."""
         self.config = config
         device, _, sampler_device = choose_device(config, world)
-        if device.type == "cuda":  # read at the first product; without it cuBLAS may sum in another order, and torch warns of that
+        if device.type == "cuda":  # read at the first product; without it cuBLAS may sum in another order, and torch warns
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)

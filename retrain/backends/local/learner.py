@@ -65,9 +65,9 @@ class _Piece:
     measured: bool = False
     """The log-probs are wanted too."""
     reference: bool = False
-    """Scored by the frozen base."""
+    """Score by the frozen base, with the adapter off."""
     masks_of: int | None = None
-    """Scored under the dropout masks of this step."""
+    """Score under the dropout masks of this step."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Learned:
     logprobs: dict[int, Float32Array]
     """By row number, where they are wanted."""
     gradients: list[Float32Array]
-    """Of the parameters in order; empty where they were added to this process's own."""
+    """Gradients of the parameters, in order; empty where they were added in place."""
 
 
 class Learner:
@@ -141,7 +141,7 @@ class Learner:
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
     def score(self, rows: Sequence[LearnerRow], *, reference: bool = False, masks_of: int | None = None) -> list[Float32Array]:
-        """[T] log-probs of each row by the learner, or with `reference` by the frozen base; under the dropout masks of step `masks_of`.
+        """[T] log-probs of each row by the learner, with `reference` by the frozen base; `masks_of` is the step whose dropout masks act.
 
         The base is not truncated: its own most probable tokens are another set, and the divergence of a truncated policy from the whole
         base is finite. For a fixed kept set it exceeds the divergence over that set by a constant, -ln of the base's mass of the set.
@@ -357,7 +357,7 @@ def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[_We
 
 
 def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
-    """[N] values on the device to one float32 array a row, by row number."""
+    """[N] values on the device -> row number: its float32 array."""
     parts = np.split(values.float().cpu().numpy(), np.cumsum(micro.lengths)[:-1])
     return {row.number: part for row, part in zip(micro.rows, parts, strict=True)}
 

@@ -108,8 +108,8 @@ def icepop_weight(train: Tensor, sampler: Tensor, low: float, high: float, log_r
 def kl_term(new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float) -> Tensor:
     """[N] per-token estimate of KL(policy || reference) from tokens of the policy (Schulman's k1, k2, k3).
 
-    As values all three estimate it. As loss terms, the tokens held fixed, their expected gradients differ: that of k1 is 0, that of
-    k2 belongs to KL(policy || reference), that of k3 to KL(reference || policy).
+    As values all three estimate it. As loss terms, the tokens held fixed, their expected gradients differ: 0 for k1, the
+    gradient of KL(policy || reference) for k2, and of KL(reference || policy) for k3.
     """
     difference = (new - reference).clamp(-log_ratio_clamp, log_ratio_clamp)
     if estimator == "k1":

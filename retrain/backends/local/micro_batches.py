@@ -100,7 +100,7 @@ class MicroBatch:
     """Action tokens of each row."""
 
     def flat(self, arrays: Sequence[Float32Array]) -> Tensor:
-        """[A] float32 on the device from one array a row."""
+        """[A] float32 on the device, from one array per row."""
         return torch.from_numpy(np.concatenate(arrays)).to(self.token_ids.device)
 
     def kept(self) -> Tensor | None:
@@ -114,7 +114,7 @@ class MicroBatch:
 
 
 def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
-    """Rows of this process: the rows of a prompt stay together, and every process gets about as many tokens."""
+    """This process's rows: the rows of a prompt stay together, and all processes get about equally many tokens."""
     if world.size == 1:
         return list(rows)
     prompts: dict[bytes, list[LearnerRow]] = {}
@@ -131,7 +131,7 @@ def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
 
 
 def split_rows(rows: Sequence[LearnerRow], budget: int, *, share: bool) -> Iterator[list[LearnerRow]]:
-    """Rows in parts of at most `budget` packed tokens; a longer row stands alone. With `share` equal prompts count once a part.
+    """Rows in parts of at most `budget` packed tokens; a longer row stands alone. With `share` equal prompts count once per part.
 
     The longest rows come first, so that memory fails early or not at all, and the rows of a prompt stay together.
     """

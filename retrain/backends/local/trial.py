@@ -1,6 +1,6 @@
 """The adapter that the parity gate tries: seeded changes with a visible effect on every adapted layer, taken back byte for byte.
 
-At a fresh start every lora_B is 0, so that an engine which ignores the adapter, or mis-scales or mis-maps it, would agree with the learner.
+At a fresh start every lora_B is 0, so an engine that ignores, mis-scales or mis-maps the adapter would agree with the learner.
 """
 
 from typing import Any, Self
@@ -25,7 +25,8 @@ class LocalTrialAdapter(TrialAdapter):
     """
 
     def __init__(self, adapter: Adapter, seed: int) -> None:
-        self._layers = [_Layer(name, module, seed, number) for number, (name, module) in enumerate(_adapted(adapter.peft_model))]
+        adapted = [(name, module) for name, module in adapter.peft_model.named_modules() if hasattr(module, "lora_B")]
+        self._layers = [_Layer(name, module, seed, number) for number, (name, module) in enumerate(adapted)]
         self._members: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layers):
             part = _DEPTHS * number // len(self._layers)
@@ -58,7 +59,7 @@ class _Layer:
         self._seed, self._number = seed, number
         size = module.scaling[adapter] * float(down.detach().norm())
         self._width = 3**0.5 / size if size else 0.0
-        """Half of it, of uniform values with a standard deviation of 1 / (s |A|)."""
+        """Half the range of uniform values whose standard deviation is 1 / (s |A|)."""
 
     def begin(self) -> None:
         self._saved = self.up.detach().clone()
@@ -68,10 +69,6 @@ class _Layer:
 
     def change(self, strength: float) -> None:
         self.up.copy_(torch.add(self._saved, self._trial, alpha=strength) if strength else self._saved)
-
-
-def _adapted(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_B")]
 
 
 def positions_and_window(config: Any) -> tuple[int, int]:
