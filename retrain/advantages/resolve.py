@@ -127,8 +127,8 @@ def _shannon_entropy(tokens: StepTokens, step: int) -> Float64Array:
 
 
 _BUILTIN_UNCERTAINTIES: dict[str, UncertaintyStage] = {
-    kinds.SURPRISAL: lambda tokens, step: kinds.surprisal(tokens.logprobs),
-    kinds.PREDICTIVE_VARIANCE: lambda tokens, step: kinds.predictive_variance(tokens.logprobs),
+    kinds.SURPRISAL: lambda tokens, _: kinds.surprisal(tokens.logprobs),
+    kinds.PREDICTIVE_VARIANCE: lambda tokens, _: kinds.predictive_variance(tokens.logprobs),
     kinds.SHANNON_ENTROPY: _shannon_entropy,
 }
 

@@ -48,7 +48,7 @@ class TrackioTracker(ExternalTracker):
     def _start(self) -> None:
         # trackio prints to standard output, which is the run's, and sys.stdout cannot be redirected for one thread
         for module in ("trackio", "trackio.run", "trackio.utils", "trackio.deploy"):
-            vars(importlib.import_module(module))["print"] = lambda *values, **options: None
+            vars(importlib.import_module(module))["print"] = lambda *_, **__: None
         self._run = self._trackio.init(
             project=self.settings.project,
             name=self._name,
