@@ -61,7 +61,7 @@ def test_what_is_explained_of_a_run_is_what_the_run_does(tmp_path: Path) -> None
 def test_every_condition_meets_every_seed_once() -> None:
     seen = explain(campaign())
     assert len(seen.runs) == 40 == len({(run.condition, run.seed) for run in seen.runs})
-    assert [condition.label for condition in seen.conditions] == ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
+    assert [item.label for item in seen.conditions] == ["grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_hicra", "maxrl+gtpo_sepa"]
     assert seen.to_json()["runs"][0]["name"] == "grpo+none_s1"
     assert seen.schedule is not None and seen.schedule.total_campaign_steps == 5 * 8 * 50
     assert "5 conditions x 8 seeds = 40 runs of 50 steps" in to_text(seen)
