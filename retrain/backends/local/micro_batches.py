@@ -114,7 +114,7 @@ class MicroBatch:
 
 
 def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
-    """This process's rows: the rows of a prompt stay together, and all processes get about equally many tokens."""
+    """The rows of this process: the rows of a prompt stay together, and all processes get about equally many tokens."""
     if world.size == 1:
         return list(rows)
     prompts: dict[bytes, list[LearnerRow]] = {}
