@@ -33,7 +33,8 @@ def command(
     try:
         while True:
             seen = overview(logs)
-            _show(json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen, _terminal_width())), clear=watch and not as_json)
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None  # no terminal: every column
+            _show(json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen, width)), clear=watch and not as_json)
             if not (watch and seen.is_live):
                 return
             time.sleep(interval)
@@ -49,11 +50,6 @@ def _show(text: str, *, clear: bool) -> None:
         sys.stdout.write(_CLEAR)
     sys.stdout.write(clean(Redactor().text(text)) + "\n")
     sys.stdout.flush()
-
-
-def _terminal_width() -> int | None:
-    """None where the output is not a terminal: then every column is shown."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def lines(seen: "Overview", width: int | None = None) -> list[str]:

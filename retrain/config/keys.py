@@ -246,7 +246,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         members = [member for member in get_args(annotation) if member is not type(None)]
         return ", or ".join(_describe(member, metadata) for member in members)
     if get_origin(annotation) is Literal:
-        return _or([f'"{value}"' for value in get_args(annotation)])
+        *first, last = [f'"{value}"' for value in get_args(annotation)]
+        return f"{', '.join(first)} or {last}" if first else last
     if get_origin(annotation) is list:
         inner = _describe(get_args(annotation)[0], [])
         least = any(isinstance(item, annotated_types.MinLen) for item in _constraints(metadata))
@@ -292,7 +293,3 @@ def _range(metadata: list[Any]) -> str:
         elif isinstance(item, annotated_types.MinLen):
             words.append("that is not empty")
     return " " + " and ".join(words) if words else ""
-
-
-def _or(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
