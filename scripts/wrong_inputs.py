@@ -203,7 +203,7 @@ CASES = [
         ("run.toml",),
         {"old/adapter_config.json": '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}', "old/adapter_model.bin": ""},
     ),
-    Case("the status of a folder that does not exist", 2, "is no folder", "", ("status", "absent")),
+    Case("the status of a folder that does not exist", 2, "is not a folder", "", ("status", "absent")),
     # -- campaigns -------------------------------------------------------------------------------------------------------
     Case("a condition's key that does not exist", 2, "did you mean loss.mode?", CONDITION + 'loss.mod = "ppo"'),
     Case("a condition's value that is wrong", 2, "number 1: [loss] mode", CONDITION + 'loss.mode = "pp"'),

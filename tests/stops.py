@@ -110,6 +110,7 @@ def hang_up(file: Path, folder: Path) -> int:
     """The exit code of a command line whose terminal closes after the second step."""
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test that nohup started would pass on that hangups are ignored
         os.execve(sys.executable, [sys.executable, "-m", "retrain", str(file)], os.environ | {"OMP_NUM_THREADS": "1"})
     os.set_blocking(terminal, False)
     while not (folder / "metrics.jsonl").exists() or count(folder / "metrics.jsonl") < 2:

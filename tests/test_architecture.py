@@ -21,7 +21,7 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "wandb", "trackio", "tenso
 LONGEST_FUNCTION = 55
 
 LAYERS: tuple[set[str], ...] = (
-    {"distributed", "errors", "noise", "parsing", "types"},
+    {"distributed", "errors", "noise", "parsing", "processes", "types"},
     {"config", "plugins"},
     {"advantages", "backends", "backpressure", "data", "inference_engine", "model", "records", "rewards", "sepa"},
     {"tracking"},

@@ -377,5 +377,5 @@ def test_power_refuses_what_shows_no_spread(tmp_path: Path, capsys: pytest.Captu
     assert "at least two seeds" in refused(capsys, tmp_path, command="power")
     assert "give one of them" in refused(capsys, command="power")
     assert "give one of them" in refused(capsys, tmp_path, "--sd", "0.1", command="power")
-    assert "found by no number of seeds" in refused(capsys, "--sd", "0.1", "--effect", "0", command="power")
-    assert "not a size" in refused(capsys, "--sd", "-0.1", command="power")
+    assert "needs infinitely many seeds" in refused(capsys, "--sd", "0.1", "--effect", "0", command="power")
+    assert "is not a positive number" in refused(capsys, "--sd", "-0.1", command="power")

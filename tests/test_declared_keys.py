@@ -96,7 +96,7 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(tmp_path: 
         tried.append(adapter.parent.parent.name)
         if len(tried) == 1:
             raise Untrained("untrained.")
-        return SimpleNamespace(analysis=None, lines=list, to_json=lambda: {"recommended_rank": 1})
+        return SimpleNamespace(analysis=SimpleNamespace(summary=lambda: None), lines=list, to_json=lambda: {"recommended_rank": 1})
 
     monkeypatch.setattr(squeeze, "squeeze_adapter", analysed)
     said: list[str] = []

@@ -134,7 +134,7 @@ def test_the_exit_code_says_whether_it_would_be_refused(tmp_path: Path, engine: 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"loss": {"mode": "ppo"}}, "the gradient is that of importance_sampling"),
+        ({"loss": {"mode": "ppo"}}, "the gradient equals that of importance_sampling"),
         ({"algorithm": {"transform_mode": "gtpo_sepa"}, "training": {"max_steps": 500}}, "reaches at most 0.898"),
         ({"backpressure": {"enabled": True, "max_batch_size": 32}}, "from 2 to between 1 and 32 prompts per step"),
     ],
@@ -165,7 +165,7 @@ def test_what_may_surprise_in_a_run_is_a_warning(tmp_path: Path, sections: dict[
 def test_one_gradient_of_all_modes_is_claimed_only_where_no_ratio_can_reach_the_clip(
     tmp_path: Path, sections: dict[str, Any], said: bool
 ) -> None:
-    assert any("the gradient is that of importance_sampling" in note for note in notes(small(tmp_path, **sections))) is said
+    assert any("the gradient equals that of importance_sampling" in note for note in notes(small(tmp_path, **sections))) is said
 
 
 # -- time and cost -------------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_run_on_an_engine_plugin_stops_at_the_gate(tmp_path: Path, name: str, 
 @pytest.mark.parametrize(
     ("engine", "told"),
     [
-        ("faulty_engines.TextOnly", ["cannot take a new adapter", "no token ids", "no log-probs", "records no entropies"]),
+        ("faulty_engines.TextOnly", ["cannot load a new adapter", "without token ids", "no log-probs", "records no entropies"]),
         ("faulty_engines.DeclaresNothing", ["declares no capabilities", "capabilities = EngineCapabilities"]),
         ("faulty_engines.Nothing", ["cannot be loaded"]),
         ("faulty_engines.lines", ["cannot be loaded"]),

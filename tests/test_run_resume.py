@@ -171,7 +171,7 @@ def test_a_run_that_failing_rewards_stopped_fails_again_while_they_do_and_goes_o
     resumed = small(folder, **sections, resume={"from": str(folder)})
     broken.touch()
     for config, steps in ((small(folder, **sections), 1), (resumed, 2)):
-        with pytest.raises(RunFailed, match=r"8 of 8 completions of the last step .*judge is down.* go on with --resume"):
+        with pytest.raises(RunFailed, match=r"8 of 8 completions of the last step .*judge is down.* continue with --resume"):
             train(config, quiet=True)
         assert len(lines(folder / "metrics.jsonl")) == steps
     broken.unlink()

@@ -109,7 +109,7 @@ def test_a_backend_that_is_not_local_is_refused() -> None:
 
 
 def test_a_run_may_go_on_with_its_base_whole_or_in_parts() -> None:
-    from retrain.config.identity import config_hash, resume_differences
+    from retrain.config import config_hash, resume_differences
 
     whole, parts = TrainConfig(), config_from_toml("[backend]\nshard_base = true")
     assert config_hash(whole) == config_hash(parts)

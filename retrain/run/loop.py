@@ -43,7 +43,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) 
     StoppedAtOnce, which saves nothing.
     """
     folder = Path(config.resume.from_ or config.logging.log_dir)
-    with writing_to(folder, f"go on with --resume {folder}"), Session.open(config, overwrite=overwrite, quiet=quiet) as session:
+    with writing_to(folder, f"continue with --resume {folder}"), Session.open(config, overwrite=overwrite, quiet=quiet) as session:
         try:
             while True:
                 session.evaluate_if_due()

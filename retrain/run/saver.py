@@ -2,6 +2,7 @@
 
 from retrain.errors import EnvironmentFailure
 from retrain.records.atomic import replace_file
+from retrain.records.printing import counted
 from retrain.run.opening import OpenedRun
 from retrain.run.parts import Parts
 from retrain.tracking import Tracker
@@ -58,7 +59,7 @@ class Saver:
         sentence = f"The checkpoint of step {self.state.step} could not be written to {where}: {error.strerror or error}"
         if self._failures >= _ATTEMPTS or not may_retry:
             raise EnvironmentFailure(
-                f"{sentence}, {self._failures} time(s) in a row; free space there, then continue with --resume {self.folder.path}."
+                f"{sentence}, {counted(self._failures, 'time')} in a row; free space there, then continue with --resume {self.folder.path}."
             ) from error
         self.tracker.message(f"{sentence}; trying again after the next step.")
 
