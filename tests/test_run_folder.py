@@ -210,7 +210,7 @@ def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(tmp_path:
     train(small(tmp_path / "once"), quiet=True)
     assert [line["step"] for line in lines(tmp_path / "once" / "metrics.jsonl")] == [0, 1, 2, 3]
     refused = 1000
-    with pytest.raises(EnvironmentFailure, match=r"step 3 could not be written to .*metrics\.jsonl: No space left.*3 time\(s\) in a row"):
+    with pytest.raises(EnvironmentFailure, match=r"step 3 could not be written to .*metrics\.jsonl: No space left.*3 times in a row"):
         train(small(tmp_path / "always", training={"max_steps": 9, "save_every": 9}), quiet=True)
     refused = 0
     resumed = small(tmp_path / "always", training={"max_steps": 2, "save_every": 9}, resume={"from": str(tmp_path / "always")})
@@ -251,14 +251,14 @@ def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on
 
     monkeypatch.setattr(CheckpointStore, "rehearse", lambda store, size: None)  # it was not full when the run began
     sections = {"training": {"max_steps": 3, "save_every": 1}}
-    with pytest.raises(EnvironmentFailure, match=r"checkpoint of step 3 could not be written .* File too large, 3 time\(s\) in a row"):
+    with pytest.raises(EnvironmentFailure, match=r"checkpoint of step 3 could not be written .* File too large, 3 times in a row"):
         train(small(tmp_path / "run", **sections), quiet=True)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     resumed = small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")})
     with monkeypatch.context() as full:
         full.setattr(CheckpointStore, "save_final", no_room)
-        with pytest.raises(EnvironmentFailure, match=r"cannot be written: File too large; .* go on with --resume"):
+        with pytest.raises(EnvironmentFailure, match=r"cannot be written: File too large; .* continue with --resume"):
             train(resumed, quiet=True)
     train(resumed, quiet=True)
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]

@@ -133,7 +133,7 @@ def pass_at_1(result: Evaluation) -> str:
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     lines = [f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.seconds:.1f}s."]
     if summary.status != "done":  # the reason is printed on standard error
-        return [*lines, f"Run folder: {folder} | go on with --resume {folder}"]
+        return [*lines, f"Run folder: {folder} | continue with --resume {folder}"]
     if summary.before is not None and summary.after is not None and summary.before.step != summary.after.step:
         lines.append(f"Held-out {pass_at_1(summary.before)} at step {summary.before.step} -> {pass_at_1(summary.after)}.")
     elif summary.after is not None:
