@@ -380,6 +380,7 @@ def test_without_a_network_a_hub_set_is_one_sentence_and_a_local_one_of_that_nam
     write_jsonl(tmp_path / "nobody" / "sums" / "train.jsonl", rows(2))
     write_jsonl(tmp_path / "nobody" / "sums" / "validation.jsonl", rows(1, 5))
     environment = os.environ | {"HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
+    environment.pop("HF_HUB_OFFLINE", None)  # another test of this process may have found no hub and gone offline
     command = [sys.executable, "-c", HUB, "hub:nobody/sums", "hub:nobody/sums::validation", "hub:nobody/absent", "math"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
