@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrain.inference_engine.base import InferenceEngine
+from retrain.inference_engine.base import EngineCapabilities, InferenceEngine
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 
@@ -19,13 +19,19 @@ class BackendCapabilities:
     """N steps equal k steps + resume + N - k steps, byte for byte."""
     samples_ahead: bool = False
     """The engine holds a copy of the weights, so that it can sample while the learner updates its own."""
+    any_temperature: bool = True
+    """False: its learner has log-probs at temperature 1 only, so the policy is sampled and trained at 1."""
 
 
 LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
 
+TINKER = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=False, any_temperature=False)
+TINKER_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
+"""Log-probs are of softmax(logits), whatever temperature is asked for."""
+
 BACKENDS: dict[str, BackendCapabilities | None] = {
     "local": LOCAL,
-    "tinker": None,
+    "tinker": TINKER,
     "prime_rl": None,
 }
 """The built-in backends and what they can do; None for one that is not built yet."""

@@ -57,6 +57,11 @@ def incapable(config: "TrainConfig") -> list[str]:
 
     backend, engine = declared_backend(config), declared_engine(config)
     problems = per_token_refusals(config, backend.per_token_advantages) if backend else []
+    if backend and not backend.any_temperature and config.training.temperature != 1:
+        problems.append(
+            f'[training] temperature = {config.training.temperature:g}: the learner of backend "{config.backend.backend}" knows '
+            "log-probs at temperature 1 only, and another policy would be sampled than is trained; set it to 1, or leave it out."
+        )
     return [*problems, *(_engine_problems(config, engine) if engine else ())]
 
 
