@@ -7,7 +7,7 @@ import gc
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -107,15 +107,20 @@ def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
     return RunOutcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
 
 
+def _shared_models() -> AbstractContextManager[None]:
+    from retrain.model.load import shared_models
+
+    return shared_models()
+
+
 class InProcess:
     """Trains one run after the other in this process, and keeps the base model loaded between them."""
 
     workers = 1
 
-    def __init__(self) -> None:
-        from retrain.model.load import shared_models
-
-        self._models = shared_models()
+    def __init__(self, *, loads_models: bool = True) -> None:
+        """`loads_models` is False where a remote service holds the model, so that no model library is imported."""
+        self._models = _shared_models() if loads_models else nullcontext()
         self._models.__enter__()
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:

@@ -76,7 +76,7 @@ def _launcher(plan: CampaignPlan) -> Launcher:
         from retrain.campaign.subprocesses import Subprocesses
 
         return Subprocesses(share_devices(plan))
-    return InProcess()
+    return InProcess(loads_models=any(run.config.backend.backend != "tinker" for run in plan.runs))
 
 
 def _first_line(plan: CampaignPlan) -> str:

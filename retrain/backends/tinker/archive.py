@@ -13,6 +13,7 @@ from pathlib import Path
 from retrain.errors import EnvironmentFailure, first_line
 
 _PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?:sampler_weights/|weights/)?(?P<name>[^/]+)")
+_REDIRECTS = 3
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -34,8 +35,10 @@ def _fetch(url: str, timeout: float) -> bytes:
     key = {"X-API-Key": os.environ.get("TINKER_API_KEY", "")}
     try:
         answer = httpx.get(url, timeout=timeout, headers=key)
-        while answer.next_request is not None:  # the key is for the service alone, and not for the store that it sends us to
-            target = answer.next_request.url
+        for _ in range(_REDIRECTS):
+            if answer.next_request is None:
+                break
+            target = answer.next_request.url  # the key is for the service alone, and not for the store that it sends us to
             answer = httpx.get(target, timeout=timeout, headers=key if target.host == httpx.URL(url).host else {})
     except httpx.HTTPError as error:
         raise EnvironmentFailure(f"its archive could not be fetched ({first_line(error)}).") from error

@@ -225,23 +225,23 @@ class TinkerBackend(Backend):
     def save(self, folder: Path) -> None:
         """The service keeps weights and optimizer; the folder names the place."""
         with self._service.slot():
-            path = self._service.result("a checkpoint", self.trainer.save_state(self._name(folder))).path
+            path = self._service.result("a checkpoint", self.trainer.save_state(self._name("checkpoint"))).path
         self._write(folder, state=path)
 
     def save_adapter(self, folder: Path) -> None:
         """The PEFT folder where the service hands adapters out, else the place at the service alone."""
         with self._service.slot():
-            path = self._service.result("an adapter", self.trainer.save_weights_for_sampler(self._name(folder))).path
+            path = self._service.result("an adapter", self.trainer.save_weights_for_sampler(self._name("adapter"))).path
         try:
             download_adapter(self.config.model.base_url, path, folder, self._service.timeout)
         except EnvironmentFailure as error:
             self._say(f"The adapter stays with the service as {path}: {error}")
         self._write(folder, sampler=path)
 
-    def _name(self, folder: Path) -> str:
+    def _name(self, kind: str) -> str:
         """Unique within the training client, since a save may be tried again."""
         self._saves += 1
-        return f"{folder.name.lstrip('.')}-{self._saves}".replace("_", "-")
+        return f"{kind}-{self._saves:04d}"
 
     def _write(self, folder: Path, **paths: str) -> None:
         content = {"base_model": self.base_model, "lora_rank": self.config.model.lora_rank} | paths

@@ -52,9 +52,10 @@ class TinkerEngine(InferenceEngine):
                     with self._service.answering(what):
                         sequences = future.result().sequences
                     yield from (self._completion(number, requests[number], index, sequence) for index, sequence in enumerate(sequences))
-            finally:
+            except GeneratorExit:  # the run stops, and nobody waits for the rest
                 for future in asked:
                     future.cancel()
+                raise
 
     def _answers(self, what: str, asked: "dict[Future[Any], int]") -> "Iterator[Future[Any]]":
         finished = as_completed(asked, timeout=self._service.timeout)

@@ -3,6 +3,7 @@
 The SDK retries status 429, 5xx and lost connections by itself, for up to 300 s per call, so nothing here tries a call again.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +44,7 @@ class Service:
         key = os.environ.get(KEY, "")
         if not key:
             raise EnvironmentFailure(f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the variable, or add it to .env.")
+        logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)  # it logs what it then raises
         if base_url:
             _refuse_unreachable(base_url)
         with self.answering("a session"):
@@ -94,9 +96,9 @@ def _reason(error: BaseException, seconds: float) -> str:
     if status in (401, 403):
         return f"refused the key in {KEY} ({status})"
     if status == 402:
-        return f"asks for payment ({status}: {first_line(error)})"
+        return f"asks for payment ({status}: {_detail(error)})"
     if status is not None and 400 <= status < 500 and status != 429:
-        return f"refused the request ({status}: {first_line(error)})"
+        return f"refused the request ({status}: {_detail(error)})"
     if status is not None:
         return f"failed ({status}) and failed again whenever the SDK tried for 300 s"
     if isinstance(error, tinker.APIConnectionError):
@@ -104,6 +106,13 @@ def _reason(error: BaseException, seconds: float) -> str:
     if isinstance(error, TimeoutError):
         return f"gave no answer within {seconds:g} s ([backend.options] timeout_s)"
     return f"failed: {first_line(error)}"
+
+
+def _detail(error: BaseException) -> str:
+    """What the service said, without the SDK's words around it."""
+    body = getattr(error, "body", None)
+    detail = body.get("detail") if isinstance(body, dict) else None
+    return str(detail) if detail else first_line(error)
 
 
 def _refuse_unreachable(base_url: str) -> None:
