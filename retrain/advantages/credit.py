@@ -1,4 +1,4 @@
-"""What the completions of one step were given: token advantages, the learner's rows, and what is recorded about them."""
+"""The credit of one step's completions: token advantages, the learner's rows, and what is recorded about them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Assigned:
 
 @dataclass(frozen=True)
 class GroupCredit:
-    """What one group of G completions was given."""
+    """The credit of one group of G completions."""
 
     advantages: list[float]
     """[G] episode advantages; for an algorithm plugin the mean over each completion's tokens."""
@@ -53,7 +53,7 @@ class GroupCredit:
 
 @dataclass(frozen=True)
 class CreditStatistics:
-    """What the step record takes from credit assignment, in its names; None where there is nothing to average.
+    """The step record's fields from credit assignment; None where there is nothing to average.
 
     Means and population variances weigh every token of the judged completions equally, skipped groups included. Execution tokens are
     all tokens outside planning phrases, i.e. all tokens where the condition does not look for phrases.
@@ -129,7 +129,7 @@ def _group_credits(sources: Sequence[Group], tokens: StepTokens, assigned: Assig
 
 
 def _skip_reason(group: Group) -> str:
-    """Why a group without an advantage has none."""
+    """The reason why a group has no advantage."""
     if group.correct == len(group) > 0:
         return "all_correct"
     return "all_wrong" if group.correct == 0 < len(group) else "other"

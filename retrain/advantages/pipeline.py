@@ -45,7 +45,7 @@ Stages = dict[str, Float64Array]
 
 @dataclass(frozen=True)
 class _Step:
-    """What every stage of one step reads."""
+    """The inputs of every stage of one step."""
 
     tokens: StepTokens
     number: int

@@ -63,7 +63,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def choices(self) -> MachineChoices | None:
-        """What was chosen from the machine; None for a remote backend."""
+        """The choices made from the machine; None for a remote backend."""
 
     @property
     @abstractmethod

@@ -42,7 +42,7 @@ def with_judging_reward(config: TrainConfig) -> TrainConfig:
 
 
 def judging_note(judging: TrainConfig) -> str:
-    """What a run says at its start when another reward than training's judges held-out answers."""
+    """The start-up line of a run whose held-out answers are judged by another reward than training's."""
     because = "as [evaluation] reward says" if judging.evaluation.reward else "the random reward says nothing about them"
     return f"Held-out answers are judged by {' + '.join(judging.reward.types)}: {because}."
 

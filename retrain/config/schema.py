@@ -57,7 +57,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is true of a key, or of every key of a section, beside its values. Lists of keys are made from these (`Key.traits`)."""
+    """Properties of a key, or of every key of a section, besides its values. Lists of keys are derived from them (`Key.traits`)."""
 
     meaningful_unset: bool = False
     """Leaving the key out does something that no value can say, so a written configuration leaves it out too."""
@@ -72,7 +72,7 @@ class Traits:
     whole_campaign: bool = False
     """Says something about a campaign as a whole, so a condition cannot set it."""
     not_for_a_condition: str = ""
-    """Why a condition cannot set it, and what does."""
+    """The reason why a condition cannot set it, and the key that does."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
@@ -114,7 +114,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     traits: ClassVar[Traits] = NO_TRAITS
-    """Those of every key of the section."""
+    """The traits of every key of the section."""
 
     @field_validator("*")
     @classmethod
@@ -295,7 +295,7 @@ class Training(Section):
 
     @property
     def truncated(self) -> bool:
-        """Whether the policy that is sampled and trained leaves out improbable tokens."""
+        """True if the policy that is sampled and trained leaves out improbable tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -762,7 +762,7 @@ class TrainConfig(Section):
         return {path: given.get(path, "file" if self.is_set(path) else "default") for path in (k.path for k in all_keys())}
 
     def is_set(self, path: str) -> bool:
-        """Whether a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
+        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
         section, _, name = path.partition(".")
         if section not in self.model_fields_set or not name:
             return section in self.model_fields_set

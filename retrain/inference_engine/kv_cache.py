@@ -26,7 +26,7 @@ _SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True)
 class PromptState:
-    """What a prompt leaves behind: its keys and values in every layer, and the logits of its first answer token."""
+    """The state that a prompt leaves behind: its keys and values in every layer, and the logits of its first answer token."""
 
     token_ids: Int32Array
     """[P]"""

@@ -27,7 +27,7 @@ _MASKED_QUERIES = 512
 
 
 class AttentionBatch(Protocol):
-    """What `attend` needs to know of the tokens in flight; passed to the model's forward as `attention_batch`."""
+    """The tokens in flight, as `attend` needs them; passed to the model's forward as `attention_batch`."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         """Queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq, T, D]."""
@@ -35,7 +35,7 @@ class AttentionBatch(Protocol):
 
 
 def missing(model: Any) -> str:
-    """What keeps `attend` from being a model's attention, in words; empty where nothing does.
+    """The reason why `attend` cannot compute a model's attention; empty if it can.
 
     A model whose layers do not go through transformers' attention interface would silently compute something else.
     """
@@ -118,7 +118,7 @@ class Kernel(Protocol):
 
 
 class RowLengths:
-    """How many tokens each row sees, the one being decoded included, and the masks that follow, built once for all layers."""
+    """The number of tokens each row sees, including the one being decoded, and the resulting masks, built once for all layers."""
 
     def __init__(self, lengths: Tensor, longest: int, ragged: bool) -> None:
         self.lengths, self.longest, self._ragged = lengths, longest, ragged
@@ -204,7 +204,7 @@ class FlashAttention:
 
 
 def prefers_products(query: Tensor) -> bool:
-    """Whether matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
+    """True if matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
 
     Without values, as memory is predicted, it does not matter: both ways keep about the same.
     """

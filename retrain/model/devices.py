@@ -77,7 +77,7 @@ def _check_attention(kernel: str, device_type: str, dtype: torch.dtype) -> None:
 
 class DeviceChoice(NamedTuple):
     device: torch.device
-    """Of the learner, and of the sampler where it has none of its own."""
+    """The learner's device, and the sampler's unless it has its own."""
     note: str
     """One line to print where the default device is absent; empty otherwise."""
     sampler: torch.device | None = None
@@ -127,7 +127,7 @@ def present_devices() -> str:
 
 
 def choose_dtype(config: "TrainConfig", device: torch.device) -> torch.dtype:
-    """Of the frozen weights: auto is bf16 on CUDA and fp32 elsewhere. Adapter weights are fp32 always."""
+    """The dtype of the frozen weights: auto is bf16 on CUDA and fp32 elsewhere. Adapter weights are fp32 always."""
     if config.model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if config.model.dtype == "bf16" else torch.float32

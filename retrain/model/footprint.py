@@ -1,4 +1,4 @@
-"""What a model with its adapter takes in bytes, counted on the model itself or on one that was never allocated.
+"""The bytes of a model with its adapter, counted on the model itself or on one that was never allocated.
 
 On torch's meta device a model has shapes and no values. The same count runs on it, so what is predicted before the weights are
 loaded is what is measured afterwards.
@@ -40,7 +40,7 @@ class NotPredictable(EnvironmentFailure):
 @dataclass(frozen=True)
 class Footprint:
     dtype: torch.dtype
-    """Of the frozen weights."""
+    """Bytes of the frozen weights."""
     weights: int
     """Bytes of the frozen weights that a process holds."""
     num_frozen: int
@@ -60,7 +60,7 @@ class Footprint:
 
 
 def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
-    """Of a model that carries its adapter. Its state is as before, but for fused layers whose weights lie in one tensor."""
+    """Measure a model that carries its adapter. Its state does not change, except that fused layers share one weight tensor."""
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
     fused = None if four_bits or base.shards.size > 1 else FusedDecoder.of(base.model, merge=False)
     if fused is not None:
@@ -107,7 +107,7 @@ def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = 
 
 
 def _kept_bytes(base: BaseModel, fused: FusedDecoder | None) -> int:
-    """Of the probe's tokens, in the storages that autograd holds; a storage counts once, and a parameter's not at all."""
+    """Bytes of the storages that autograd keeps for the probe's tokens; each counts once, and parameters do not count."""
     own = {id(storage): storage for storage in (parameter.untyped_storage() for parameter in base.model.parameters())}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -124,7 +124,7 @@ def _kept_bytes(base: BaseModel, fused: FusedDecoder | None) -> int:
 
 
 class _Factor(nn.Module):
-    """What dropout makes of its input: a factor for every element, and the product."""
+    """The tensors that dropout makes of its input: a factor for every element, and the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.ones_like(x)

@@ -73,7 +73,7 @@ class PackedAttention:
         return output.transpose(0, 1).unsqueeze(0)
 
     def _kernel_attention(self, packed: Sequence[Tensor], scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """What a call gathers is gathered again for its backward, not kept."""
+        """Gather again in the backward pass instead of keeping the gathered tensors."""
 
         def run(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             q, k, v = _rows(query, call.queries, call.rows), _rows(key, call.keys, call.rows), _rows(value, call.keys, call.rows)

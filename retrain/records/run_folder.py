@@ -114,7 +114,7 @@ class RunFolder:
         return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
 
     def remains(self) -> list[Path]:
-        """What a run left here, except the pointer to its checkpoints, which is written before the run begins."""
+        """The files that a run left here, except the pointer to its checkpoints, which is written before the run begins."""
         return [path for path in self.written() if path != self.checkpoint_pointer and os.path.lexists(path)]
 
     def holds_run(self) -> bool:
@@ -138,7 +138,7 @@ class RunFolder:
     # -- beside a checkpoint ---------------------------------------------------------------------------------------------
 
     def missing_rows(self, state: TrainerState) -> str:
-        """What is missing of the steps and evaluations before `state`; "" if nothing is."""
+        """The steps and evaluations before `state` that are missing, in words; "" if none are."""
         if state.files:
             problems = (self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation))
             return next((problem for problem in problems if problem), "")
@@ -169,7 +169,7 @@ class RunFolder:
         self._cut_tokens(0)
 
     def _extent(self, path: Path, state: TrainerState) -> Extent:
-        """How far `path` reached when `state` was saved; a file that did not exist had no bytes."""
+        """The length of `path` in bytes when `state` was saved; 0 for a file that did not exist."""
         values = state.files.get(path.relative_to(self.path).as_posix())
         return Extent(**values) if values else Extent(0, "")
 
@@ -187,7 +187,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(folder: Path) -> str:
-    """What retrain made a folder for: run, checkpoints, campaign or squeeze; "" for a folder that it did not make."""
+    """The purpose of a folder that retrain made: run, checkpoints, campaign or squeeze; "" for any other folder."""
     return str(read_marker(folder).get("kind", ""))
 
 

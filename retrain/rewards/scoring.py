@@ -74,7 +74,7 @@ class Scorer:
 
     @property
     def compares_answers(self) -> bool:
-        """Whether the gold answer must score `gold_reward`."""
+        """True if the gold answer must score `gold_reward`."""
         return all(part.compares_answers for part in self._parts)
 
     @property

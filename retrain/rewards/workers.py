@@ -24,7 +24,7 @@ MEMORY_LIMIT = 2 << 30
 ADDRESS_SPACE_LIMIT = 4 << 30
 """Bytes that a verifying worker may map: the second limit, for memory that grows faster than the parent looks."""
 _TICK_S = 0.05
-"""How often the parent looks at the memory of a worker that has not answered."""
+"""Interval at which the parent checks the memory of a worker that has not answered."""
 _MAX_AUTOMATIC_WORKERS = 16
 _LONGEST_REPLY = 1 << 16
 """Bytes; a reward and the reason why there is none take a few hundred."""
@@ -40,7 +40,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What the workers of a pool load: the first message that each receives."""
+    """The first message to each worker of a pool: what it must load."""
 
     verify: bool = False
     """The workers run math-verify, so the fork server imports it and the memory limits hold."""

@@ -180,7 +180,7 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def truncation(config: TrainConfig) -> Truncation:
-    """Of training and of evaluation."""
+    """The truncation of training and of evaluation."""
     return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
 
 

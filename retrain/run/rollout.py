@@ -18,7 +18,7 @@ _Members = dict[int, tuple[Completion, str, Future[Score]]]
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What all groups of a step share."""
+    """The settings that all groups of a step share."""
 
     group_size: int
     max_tokens: int

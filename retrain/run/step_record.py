@@ -46,7 +46,7 @@ class Step:
     sepa_lambda: float
     credit: Credit
     rows: list[Row]
-    """Of all judged completions, in the order of `credit.sources`."""
+    """One entry per judged completion, in the order of `credit.sources`."""
     log_ratios: Mapping[RowKey, Float32Array] | None
     """[T] of each row: learner - sampler log-prob before the step; None where nobody stores the tokens."""
     result: StepResult
@@ -90,7 +90,7 @@ def reward_statistics(rollout: Rollout) -> RewardStatistics:
 
 
 def result_fields(result: StepResult) -> dict[str, Any]:
-    """What the learner reports, in the record's names."""
+    """The learner's report, in the record's names."""
     placeholder = result.loss_is_placeholder
     return {
         "loss": None if placeholder else result.loss,

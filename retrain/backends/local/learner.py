@@ -72,7 +72,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Learned:
-    """What a piece adds to its update."""
+    """The contribution of one piece to its update."""
 
     loss: Tensor
     infinite: Tensor
