@@ -140,6 +140,13 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     )
 
 
+def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
+    """The first of the checks alone, with the adapter that the engine serves. Raises RunFailed."""
+    prompts = prompts[:_PROMPTS]
+    sampled = _sampled(inputs, [prompts[0], _long_prompt(inputs, prompts)], _FEW_TOKENS)
+    _check_differences(inputs, _differences(sampled), "after a server woke up or came back, ")
+
+
 def _sync(inputs: GateInputs) -> None:
     inputs.backend.engine.sync(inputs.backend.save_adapter, inputs.step)
 
@@ -182,18 +189,27 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
         )
         for slot, prompt in enumerate(prompts)
     ]
-    requests = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
-    completions = sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
+    asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
+    engine = inputs.backend.engine
+    requests = [request for request in asked for _ in range(engine.replicas)]  # shared out in turn, so each server gets each
+    completions = sorted(engine.sample(requests), key=lambda item: (item.request, item.sample))
     if inputs.truncation.active and any(item.kept is None for item in completions):
         raise RunFailed(
             "Parity gate: [training] top_k, top_p or min_p is set, but the engine's completions do not say how many tokens were kept, so "
             'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
     rows = [
-        Row.from_completion(prompts[item.request], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
+        Row.from_completion(prompts[item.request // engine.replicas], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
         for item in completions
     ]
-    return _Sampled(rows, inputs.backend.logprobs(rows))
+    return _Sampled(rows, _learner_logprobs(inputs, rows))
+
+
+def _learner_logprobs(inputs: GateInputs, rows: Sequence[Row]) -> list[Float32Array]:
+    """[T] of each row, at the temperature of the engine's log-probs: 1 where they are raw."""
+    if inputs.backend.engine.capabilities.logprobs == "raw" and inputs.temperature != 1:
+        return inputs.backend.logprobs(rows, 1.0)
+    return inputs.backend.logprobs(rows)
 
 
 def _differences(sampled: _Sampled) -> Float32Array:
@@ -216,13 +232,16 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
         if when
         else "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it."
     )
+    allowed = _tolerance(inputs)
+    if largest > allowed and (found := inputs.backend.engine.why_it_differs()):
+        advice = f"{found}."
     if inputs.half_precision and (largest > _BF16_MAX or mean > _BF16_MEAN):
         raise RunFailed(
             f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half "
             f"precision: {_BF16_MAX} and {_BF16_MEAN}); {advice}"
         )
-    if largest > _tolerance(inputs):
-        raise RunFailed(f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats (allowed: {_tolerance(inputs):g}); {advice}")
+    if largest > allowed:
+        raise RunFailed(f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats (allowed: {allowed:g}); {advice}")
 
 
 # -- the adapter's effect --------------------------------------------------------------------------------------------
@@ -235,7 +254,7 @@ def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled
     strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
     for _ in range(_STRENGTH_TRIES):
         trial.set(strength)
-        effect = float(np.abs(np.concatenate(inputs.backend.logprobs(sampled.rows)) - before).mean())
+        effect = float(np.abs(np.concatenate(_learner_logprobs(inputs, sampled.rows)) - before).mean())
         if visible[0] <= effect <= visible[1]:
             break
         bounds[effect > visible[1]] = strength
@@ -251,16 +270,16 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
     A group's effect is what the learner's log-probs lose without the group. The whole adapter counts as one more group.
     """
     trial.set(0.0)
-    base = np.concatenate(inputs.backend.logprobs(sampled.rows))
+    base = np.concatenate(_learner_logprobs(inputs, sampled.rows))
     effect = float(np.abs(np.concatenate(sampled.learner) - base).mean())
     longest = sorted(zip(sampled.rows, sampled.learner, strict=True), key=lambda pair: -pair[0].num_actions)[:_PROBED]
     rows = [row for row, _ in longest]
     own = np.concatenate([logprobs for _, logprobs in longest])
     difference = np.concatenate([row.logprobs for row in rows]) - own
-    fits = [_fit(_WHOLE, difference, own - np.concatenate(inputs.backend.logprobs(rows)))]
+    fits = [_fit(_WHOLE, difference, own - np.concatenate(_learner_logprobs(inputs, rows)))]
     for group in trial.groups:
         trial.set(strength, without=group)
-        fits.append(_fit(group, difference, own - np.concatenate(inputs.backend.logprobs(rows))))
+        fits.append(_fit(group, difference, own - np.concatenate(_learner_logprobs(inputs, rows))))
     trial.set(strength)
     missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error]
     if missing:
