@@ -19,7 +19,7 @@ def prepare_torch() -> None:
     """Set the variables that torch reads when it is imported; call it before. What the user has set stays."""
     _spin_briefly()
     if not _ALLOCATOR & os.environ.keys():
-        # Else the segments that a growing KV cache leaves behind are too small for activations, and out of memory depends on what ran before.
+        # Segments of a fixed size that the KV cache leaves behind are no use to activations: out of memory would depend on what ran before.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

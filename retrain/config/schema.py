@@ -467,7 +467,11 @@ class Inference(Section):
 
     engine: Annotated[str, OpenName("engine")] = key("pytorch", "Inference engine, built in or a plugin.", sets_step_time=True)
     url: str = key("", "Server URL of the engines other than pytorch.", may_change_at_resume=True)
-    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
+    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
+        "default",
+        "Attention implementation. default: torch's flash kernel where it runs, else torch's choice. flash: that or nothing. cutlass: "
+        "torch's other CUDA kernel. triton and tk are refused.",
+    )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
     prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")

@@ -18,6 +18,7 @@ from transformers import Cache
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.sampling import upload
 from retrain.model.attention import Kernel, RowLengths
+from retrain.model.varlen import Spans
 from retrain.types import Int32Array
 
 _SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -164,6 +165,10 @@ class PromptPass(Cache):  # type: ignore[misc]
         return 0
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        if kernel := self._kernel.packed_kernel(query, softcap):
+            lengths = [stop - start for start, stop in self.segments]
+            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            return kernel(q, k, v, Spans.of(lengths, lengths, query.device), scaling, window).transpose(0, 1).unsqueeze(0)
         parts = [
             self._kernel.causal(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], scaling, window, softcap)
             for start, stop in self.segments
