@@ -32,8 +32,8 @@ class Spans:
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Spans":
         """From the lengths of each sequence."""
-        ends = [torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device) for lengths in (queries, keys)]
-        return cls(*ends, max(queries), max(keys))
+        ends_queries, ends_keys = (torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device) for lengths in (queries, keys))
+        return cls(ends_queries, ends_keys, max(queries), max(keys))
 
 
 PackedKernel = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None], Tensor]
@@ -46,7 +46,7 @@ def flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: floa
 
     before = -1 if window is None else window - 1  # it counts the keys before a query's own
     lengths = spans.queries, spans.keys, spans.most_queries, spans.most_keys
-    return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(before, 0), enable_gqa=True)
+    return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(before, 0), enable_gqa=True)  # type: ignore[return-value]
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None) -> Tensor:
