@@ -481,7 +481,11 @@ class Inference(Section):
         "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
     )
     timeout_s: float = key(300.0, "Seconds until a request to the server is given up.", gt=0, may_change_at_resume=True, own_to_a_run=True)
-    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
+    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
+        "default",
+        "Attention implementation. default: torch's flash kernel where it runs, else torch's choice. flash: that or nothing. cutlass: "
+        "torch's other CUDA kernel. triton and tk are refused.",
+    )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
     prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")

@@ -124,7 +124,7 @@ def predict_memory(
     """
     device, sampler, machine = _machine(config, memory_gib)
     base = weightless_model(config, choose_dtype(config, device), shards)
-    size = footprint(base, config)
+    size = footprint(base, config, device.type)
     model_config: Any = base.model.config
     choices = choices or plan(config, model_config, size, machine)
     estimate = _Estimate(config, model_config, size, choices, machine.device_type, prompt_tokens, shards.size)

@@ -31,7 +31,8 @@ from retrain.backends.local.result import Update, step_result
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.adapter import Adapter
-from retrain.model.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
+from retrain.model.attention import Kernel, missing, plugged_in
+from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import TokenScores, score_tokens
 from retrain.model.load import BaseModel
@@ -111,7 +112,7 @@ class Learner:
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
         self._recompute = recomputes_old_logprobs(config, base.dtype)
-        self._kernel: Kernel = FlashAttention() if config.inference.attention_kernel == "flash" else FusedAttention()
+        self._kernel: Kernel = attention_of(config.inference.attention_kernel, base.device.type, base.dtype)
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
         self._pool = pool or Pool()
