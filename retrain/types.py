@@ -80,6 +80,30 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
+class JudgeUsage:
+    """What one verdict, or all verdicts of a step, took from the language model that judges."""
+
+    requests: int = 0
+    """HTTP requests sent, retries included."""
+    cached: int = 0
+    """Verdicts that came from the cache, or from an identical completion that was being judged."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = None
+    """By `[reward] judge_prices`, else as the server reports it; None where neither says."""
+
+    def __add__(self, other: "JudgeUsage") -> "JudgeUsage":
+        costs = [usage.cost for usage in (self, other) if usage.cost is not None]
+        return JudgeUsage(
+            requests=self.requests + other.requests,
+            cached=self.cached + other.cached,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cost=sum(costs) if costs else None,
+        )
+
+
+@dataclass(frozen=True)
 class Score:
     """A verdict on one completion. `reward` is None exactly when the outcome is COULD_NOT_JUDGE."""
 
@@ -87,6 +111,8 @@ class Score:
     reward: float | None
     reason: str = ""
     """One sentence saying why a completion could not be judged; empty otherwise."""
+    usage: JudgeUsage | None = field(default=None, compare=False)
+    """None where no language model judged."""
 
     @classmethod
     def of(cls, reward: float, correct_threshold: float) -> "Score":

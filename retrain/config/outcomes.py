@@ -178,7 +178,7 @@ UNUSED: tuple[Unused, ...] = (
         for key in all_keys()
         if key.traits.parameter_of
     ),
-    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random"}, "these rewards need no worker"),
+    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random", "judge"}, "these rewards need no worker"),
     Unused(("algorithm.advantage_mode", "algorithm.transform_mode"), _campaign, "the conditions of the campaign say it"),
     Unused(
         ("algorithm.advantage_mode", "algorithm.transform_mode"), lambda c: bool(c.algorithm.algorithm_mode), "algorithm_mode replaces it"
@@ -271,10 +271,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         'use engine = "pytorch"',
     ),
     NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),
-    NotBuilt(
-        "reward.type", lambda c: not c.environment.provider and "judge" in c.reward.types, "use match, math, custom, random or a plugin"
-    ),
-    NotBuilt("evaluation.reward", lambda c: c.evaluation.reward == "judge", "use match, math, custom or a plugin"),
     NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
 )

@@ -304,6 +304,11 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
         yield Violation(
             ("reward.judge_model", "reward.type"), '[reward] type = "judge" needs judge_model, the model that judges, such as "gpt-4o-mini"'
         )
+    if reward.judge_template and "{completion}" not in reward.judge_template:
+        yield Violation(
+            ("reward.judge_template",),
+            "[reward] judge_template has no {completion} in it, so the judge would not see what it judges; put it where the answer goes",
+        )
     if "custom" in (*reward.types, held_out) and not reward.custom_module:
         yield Violation(
             ("reward.custom_module", "reward.type"),

@@ -36,9 +36,12 @@ from retrain.config.values import (
     check_holdable,
     check_label,
     check_path,
+    check_prices,
     check_server_url,
     check_svd_device,
     check_table,
+    check_url,
+    check_variable,
     parse_devices,
     parse_grams,
     table_from_json,
@@ -550,11 +553,54 @@ class Reward(Section):
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
     judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
+    judge_base_url: Annotated[str, AfterValidator(check_url)] = key(
+        "",
+        "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means https://api.openai.com/v1.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
+        "OPENAI_API_KEY",
+        "Environment variable that holds the judge's API key.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_template: str = key(
+        "",
+        "What the judge is asked, with {question}, {reference} and {completion} in their places; empty is the built-in question.",
+        parameter_of=("judge",),
+    )
+    judge_concurrency: int = key(
+        8, "Most requests to the judge at a time.", ge=1, le=4096, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+    )
+    judge_cache: bool = key(
+        True,
+        "Keep the judge's verdicts in the run's folder, and ask only once for equal completions.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_timeout_s: float = key(
+        60.0, "Seconds for one answer of the judge.", gt=0, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+    )
+    judge_prices: Annotated[list[Annotated[float, Field(ge=0)]], AfterValidator(check_prices)] = key(
+        [],
+        "Price of a million tokens that the judge reads, and of a million that it writes, for judge_cost in metrics.jsonl.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
     custom_module: str = key("", "Python module of the custom reward.", parameter_of=("custom",))
     custom_function: str = key("score", "Function in that module.", min_length=1, parameter_of=("custom",))
     random_p: float = key(0.5, "Probability of 1 in the random reward.", ge=0, le=1, parameter_of=("random",))
     params: Table = key({}, "Parameters of a custom or plugin reward.", parameter_of=("custom", "plugin"))
-    after_think: bool = key(True, "Count a box only after the last </think>, where there is one.", parameter_of=("match", "math"))
+    after_think: bool = key(
+        True,
+        "Count a box, and show the judge, only what follows the last </think>, where there is one.",
+        parameter_of=("match", "math", "judge"),
+    )
     normalize: Literal["none", "hendrycks"] = key(
         "none", "Normalisation of both sides before match compares them.", parameter_of=("match",)
     )

@@ -137,6 +137,14 @@ class StepRecord(_Record):
 
     reward_could_not_judge: int | None = None
     """Completions left out because their reward could not be judged."""
+    judge_requests: int | None = None
+    """Requests to the judge, retries included, for every draw of the step; null, like the rest of judge_*, where no judge is used."""
+    judge_cached: int | None = None
+    """Verdicts that came from the cache or from an identical completion: after a resume, those of the steps that are repeated."""
+    judge_prompt_tokens: int | None = None
+    judge_completion_tokens: int | None = None
+    judge_cost: float | None = None
+    """By [reward] judge_prices, else as the server reports it; null where neither says."""
     groups_skipped_all_correct: int | None = None
     groups_skipped_all_wrong: int | None = None
     groups_skipped_other: int | None = None

@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "checkpoints.json"
 
     @property
+    def verdicts(self) -> Path:
+        """What the judge said about each completion, by content."""
+        return self.path / "verdicts.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -107,7 +112,7 @@ class RunFolder:
         """Every file and folder that a run or its report writes here, except the marker and the lock."""
         folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.tensorboard, self.wandb)
         files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
-        return (*folders, *files, self.checkpoint_pointer, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
+        return (*folders, *files, self.checkpoint_pointer, self.verdicts, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
 
     def lines(self) -> tuple[Path, ...]:
         """The files of JSON lines."""
@@ -122,8 +127,8 @@ class RunFolder:
         return kind_of(self.path) == "run" and bool(self.remains())
 
     def links(self) -> list[Path]:
-        """Symbolic links in place of files that a resume cuts or deletes."""
-        places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines())
+        """Symbolic links in place of files that a resume cuts, deletes or continues."""
+        places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines(), self.verdicts)
         return [path for path in places if path.is_symlink()]
 
     def create(self) -> None:

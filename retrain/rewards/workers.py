@@ -18,6 +18,7 @@ from retrain.errors import ConfigurationError
 from retrain.processes import resident_bytes
 from retrain.rewards.channel import BadMessage, Channel, ChannelClosed, Message, encode
 from retrain.rewards.forkserver import STARTUP_LIMIT_S, ForkServer, ForkServerLost
+from retrain.types import JudgeUsage
 
 MEMORY_LIMIT = 2 << 30
 """Resident bytes of a verifying worker at most; the largest seen for an answer that ended in time is 0.1 GiB."""
@@ -32,10 +33,12 @@ _LONGEST_REPLY = 1 << 16
 
 @dataclass(frozen=True)
 class Judgement:
-    """A worker's verdict: a reward, or None with the reason."""
+    """A worker's or a language model's verdict: a reward, or None with the reason."""
 
     value: float | None
     reason: str = ""
+    usage: JudgeUsage | None = None
+    """What a language model took for it."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Sampling the groups of one step: prompts become requests, completions texts, and texts scores, while others still decode."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Event
 from time import monotonic
@@ -12,6 +12,8 @@ from retrain.inference_engine.base import WHOLE_VOCABULARY, InferenceEngine, Noi
 from retrain.rewards import Scorer, ScoreRequest
 from retrain.types import Completion, Group, Int32Array, Prompt, Score, Scored
 
+_PATIENCE_S = 0.5
+"""How often a process that waits for scores looks for a signal."""
 _Members = dict[int, tuple[Completion, str, Future[Score]]]
 """Completions of one prompt by sample index, each with its text and a score that may still be pending."""
 
@@ -158,6 +160,8 @@ def _group(prompt: Prompt, slot: int, members: _Members, check: Callable[[], Non
     scored = []
     for _, (completion, text, score) in sorted(members.items()):
         check()
+        while not wait([score], _PATIENCE_S).done:  # a judge may take minutes, and a signal should not
+            check()
         scored.append(Scored(completion, text, score.result()))
     return Group(prompt, slot, scored)
 

@@ -12,7 +12,7 @@ from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable
 from retrain.run.rollout import Rollout
-from retrain.types import FinishReason, Float32Array, Group, Row, RowKey, StepResult
+from retrain.types import FinishReason, Float32Array, Group, JudgeUsage, Row, RowKey, StepResult
 
 
 class StepClock:
@@ -131,6 +131,12 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
         "truncated_reward_mean": statistics.truncated_reward_mean,
         "completion_tokens_mean": statistics.completion_tokens_mean,
     }
+
+
+def judge_fields(rollout: Rollout) -> dict[str, Any]:
+    """What the judge took for every draw of the step; nothing where none is used."""
+    usages = [member.score.usage for group in rollout.drawn for member in group.members if member.score.usage is not None]
+    return {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()} if usages else {}
 
 
 def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> list[GenerationRecord]:
