@@ -40,7 +40,6 @@ from retrain.config.values import (
     check_server_url,
     check_svd_device,
     check_table,
-    check_url,
     check_variable,
     parse_devices,
     parse_grams,
@@ -480,7 +479,7 @@ class Inference(Section):
         own_to_a_run=True,
     )
     served_model: str = key("", "Name of the base model on the server; empty takes the only one it has.")
-    api_key_env: str = key(
+    api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
         "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
     )
     timeout_s: float = key(300.0, "Seconds until a request to the server is given up.", gt=0, may_change_at_resume=True, own_to_a_run=True)
@@ -553,7 +552,7 @@ class Reward(Section):
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
     judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
-    judge_base_url: Annotated[str, AfterValidator(check_url)] = key(
+    judge_base_url: ServerURL = key(
         "",
         "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means https://api.openai.com/v1.",
         parameter_of=("judge",),

@@ -19,7 +19,6 @@ MOST_COMPLETIONS = 1_000_000
 """Most completions per step: their rows are held at once, and far more would exhaust any machine before the first is sampled."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
-_URL = re.compile(r"https?://[^\s/]\S*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
@@ -105,16 +104,9 @@ def check_svd_device(text: str) -> str:
     return text
 
 
-def check_url(text: str) -> str:
-    """The address of a server; empty where the default one is meant."""
-    if text and not _URL.fullmatch(text):
-        raise refuse("is no address of a server: it begins with http:// or https:// and a host")
-    return text
-
-
 def check_variable(name: str) -> str:
-    """The name of an environment variable. A key in place of its name would be stored with the configuration."""
-    if not _VARIABLE.fullmatch(name):
+    """The name of an environment variable; empty for none. A key in place of its name would be stored with the configuration."""
+    if name and not _VARIABLE.fullmatch(name):
         raise refuse("is no name of an environment variable; put the key itself into a variable, and name that one here")
     return name
 
