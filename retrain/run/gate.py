@@ -20,7 +20,7 @@ from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row
+from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row, Trajectory
 
 _PROMPTS = 4
 _SAMPLES = 2
@@ -199,8 +199,9 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
             'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
     rows = [
-        Row.from_completion(prompts[item.request // engine.replicas], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
+        row
         for item in completions
+        for row in Row.of(prompts[item.request // engine.replicas], Trajectory.of(item), np.zeros(len(item.token_ids), np.float32), group=item.request)
     ]
     return _Sampled(rows, _learner_logprobs(inputs, rows))
 
@@ -328,7 +329,7 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
     eos = np.array([inputs.eos_ids[0]], np.int32)
     nothing = np.zeros(1, np.float32)
     completion = Completion(0, 0, eos, nothing, None, FinishReason.STOP)
-    row = Row.from_completion(prompt, completion, nothing, group=0)
+    (row,) = Row.of(prompt, Trajectory.of(completion), nothing, group=0)
     actions = [int(row.token_ids[position]) for position in row.action_positions()]
     (logprob,) = inputs.backend.logprobs([row])
     if actions != [int(eos[0])] or logprob.shape != (1,) or not np.isfinite(logprob).all():
