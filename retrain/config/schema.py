@@ -151,7 +151,11 @@ class Backend(Section):
         meaningful_unset=True,
         may_change_at_resume=True,
     )
-    options: Table = key({}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire.")
+    options: Table = key(
+        {},
+        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire; tinker knows base_model, "
+        "loss_reduction and timeout_s.",
+    )
     max_concurrent: int = key(4, "Most simultaneous Tinker calls, over all workers of a campaign.", ge=1, may_change_at_resume=True)
     throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
 
@@ -163,7 +167,16 @@ class Backend(Section):
     @property
     def prime_rl(self) -> "PrimeRLOptions":
         """The options as the prime_rl backend reads them, with defaults filled in."""
-        return PrimeRLOptions.model_validate(self.options)
+        return PrimeRLOptions.model_validate(self.options_of("prime_rl"))
+
+    @property
+    def tinker(self) -> "TinkerOptions":
+        """The same for the tinker backend."""
+        return TinkerOptions.model_validate(self.options_of("tinker"))
+
+    def options_of(self, backend: str) -> dict[str, Any]:
+        """The given options that belong to a backend."""
+        return {name: value for name, value in self.options.items() if name in BACKEND_OPTIONS[backend].model_fields}
 
 
 class PrimeRLOptions(Section):
@@ -177,6 +190,21 @@ class PrimeRLOptions(Section):
     sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds.", gt=0)
     sync_poll_s: float = key(0.2, "Seconds between checks for broadcast weights.", gt=0)
     wire: Literal["v0.8", "main"] = key("v0.8", "Version of PRIME-RL's wire format.")
+
+
+class TinkerOptions(Section):
+    """What `[backend.options]` may hold with backend = "tinker"."""
+
+    base_model: str = key("", "Name of the base model at the service; empty means [model] model.")
+    loss_reduction: Literal["sum", "mean"] = key(
+        "sum",
+        "How the service adds up a loss: sum, as the hosted one does, or mean over positions and rows (SkyRL's JAX backend); the gradient "
+        "is normalised by [loss] aggregation either way.",
+    )
+    timeout_s: float = key(1800, "Longest wait for one answer, in seconds.", gt=0)
+
+
+BACKEND_OPTIONS: dict[str, type[Section]] = {"prime_rl": PrimeRLOptions, "tinker": TinkerOptions}
 
 
 class Model(Section):
@@ -259,7 +287,9 @@ class Training(Section):
     batch_size: int = key(8, "Prompts per step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
     group_size: int = key(16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
     max_tokens: int = key(10240, "Most new tokens per completion.", ge=1, sets_step_time=True)
-    temperature: float = key(0.7, "Sampling temperature; the trained policy is the model at this temperature.", gt=0)
+    temperature: float = key(
+        0.7, "Sampling temperature; the trained policy is the model at this temperature. Unset with backend tinker it is 1.", gt=0
+    )
     top_k: int = key(0, "Sample from, and train over, the k most probable tokens at each position, renormalised; 0 is off.", ge=0)
     top_p: float = key(
         1.0,
@@ -787,7 +817,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: Any) -> Any:
-        """Aliases under their canonical key, and the aggregation that an algorithm such as dr_grpo brings along."""
+        """Aliases under their canonical key, the aggregation that an algorithm such as dr_grpo brings along, Tinker's temperature."""
         if not isinstance(data, dict):
             return data
         data, both_given = moved_aliases(data)
@@ -800,6 +830,9 @@ class TrainConfig(Section):
         aggregation = fixed_aggregation(mode) if isinstance(mode, str) else ""
         if aggregation and isinstance(loss, dict):
             data["loss"] = {"aggregation": aggregation, **loss}
+        backend, training = data.get("backend"), data.get("training", {})
+        if isinstance(backend, dict) and backend.get("backend") == "tinker" and isinstance(training, dict):
+            data["training"] = {"temperature": 1.0, **training}  # the only one that its learner knows
         return data
 
     @model_validator(mode="after")

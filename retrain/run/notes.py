@@ -35,6 +35,7 @@ def notes(config: TrainConfig) -> list[str]:
         _loss_note(config),
         _dropout_note(config),
         _truncation_note(config),
+        _tinker_note(config),
         _split_note(config),
         _sharding_note(config),
         _back_pressure_note(config),
@@ -85,6 +86,12 @@ def _clip_leaves_one_alone(config: TrainConfig) -> bool:
         return False
     recomputed_if_rounded = loss.mode == "gspo" and not config.is_set("loss.old_logprobs")
     return min(low, high) >= (min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM)
+
+
+def _tinker_note(config: TrainConfig) -> str:
+    if config.backend.backend != "tinker" or config.kind == "squeeze":
+        return ""
+    return "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and trained at temperature 1."
 
 
 def _split_note(config: TrainConfig) -> str:

@@ -101,6 +101,10 @@ def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineC
         raise ConfigurationError(
             f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local" learns in several processes.'
         )
+    if config.backend.backend == "tinker":
+        from retrain.backends.tinker.backend import TinkerBackend
+
+        return TinkerBackend(config, eos_ids=eos_ids, say=say)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
         return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss, sequence_weights
+from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss
 from retrain.backends.local.micro_batches import (
     LearnerRow,
     MicroBatch,
-    check_rows,
-    minibatch_split,
     pack,
     pad,
     share_rows,
     split_rows,
 )
 from retrain.backends.local.optimizer import AdapterOptimizer
-from retrain.backends.local.result import Update, step_result
+from retrain.backends.result import Update, step_result
+from retrain.backends.rows import check_rows, minibatch_split, sequence_weights
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.adapter import Adapter
