@@ -198,11 +198,10 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
             "Parity gate: [training] top_k, top_p or min_p is set, but the engine's completions do not say how many tokens were kept, so "
             'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
-    rows = [
-        row
-        for item in completions
-        for row in Row.of(prompts[item.request // engine.replicas], Trajectory.of(item), np.zeros(len(item.token_ids), np.float32), group=item.request)
-    ]
+    rows = []
+    for item in completions:
+        prompt, nothing = prompts[item.request // engine.replicas], np.zeros(len(item.token_ids), np.float32)
+        rows += Row.of(prompt, Trajectory.of(item), nothing, group=item.request)
     return _Sampled(rows, _learner_logprobs(inputs, rows))
 
 

@@ -190,10 +190,10 @@ class Sampler:
         self, dialogues: Sequence[Dialogue], exchanges: Exchanges, plan: SamplingPlan, watcher: Watcher, members: dict[DialogueKey, Scored]
     ) -> list[Dialogue]:
         """Wait for what is said to each dialogue; returns those that go on, and adds the others to `members`."""
-        going_on = []
+        going_on: list[Dialogue] = []
         for dialogue in dialogues:
             exchange = exchanges[dialogue.key]
-            answer = exchange.answer(watcher.check)
+            answer: Observation | Score | None = exchange.answer(watcher.check)
             if isinstance(answer, Observation):
                 answer = self._heard(dialogue, answer, exchange, plan, watcher)
             if answer is None:
