@@ -26,7 +26,7 @@ Json = dict[str, Any]
 _BUSY = frozenset({429, 502, 503, 504})
 """The server or a proxy before it asks for patience. Every other status from 400 on is an answer."""
 _CONNECT_S = 10.0
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,12 @@ class ServerPool:
 
         Raises ServerFailure in one sentence once patience is at its end, and at once for an answer that no repetition changes.
         """
-        slow = 0
+        slow = tries = 0
+        started = time.monotonic()
         try:
             async for attempt in self._attempts():
                 with attempt:
+                    tries += 1
                     server = await self._choose()
                     try:
                         return await request(server)
@@ -196,7 +198,7 @@ class ServerPool:
                             self._leave_out(server, str(error))
                         raise
         except Unavailable as error:
-            raise self._gave_up(error) from error
+            raise self._gave_up(f"; {tries} tries in {time.monotonic() - started:.0f} s", error) from error
         except Refused as error:
             raise self.refusal(error) from error
         raise AssertionError("stamina returns or raises")
@@ -219,24 +221,27 @@ class ServerPool:
             await self.ask(_nothing)  # which waits for one
         await asyncio.gather(*(one(server) for server in self.alive))
         if not results:
-            raise self._gave_up(None)
+            raise self._gave_up()
         return results
 
     async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
-        """The health of every server, then `look`. Those that do not answer are left out; ServerFailure where none does."""
+        """The health of every server, then `look`. Those that do not answer are left out; ServerFailure at once where none does."""
 
         async def one(server: Server) -> None:
             try:
                 await self._check_health(server)
                 await look(server)
             except (Unavailable, TooSlow) as error:
-                self._leave_out(server, str(error))
+                server.alive, server.problem = False, str(error)
             except Refused as error:
                 raise self.refusal(error, server) from error
 
         await asyncio.gather(*(one(server) for server in self.servers))
         if not self.alive:
-            raise self._gave_up(None)
+            raise self._gave_up()
+        for server in self.servers:
+            if not server.alive:
+                self._say(f"{self._what} {server.problem}; left out until it answers.")
 
     def _attempts(self) -> Any:
         patience = self._patience
@@ -307,9 +312,8 @@ class ServerPool:
             ) from error
         raise Unavailable(str(error), gone=False) from error
 
-    def _gave_up(self, error: Unavailable | None) -> ServerFailure:
-        found = "; ".join(dict.fromkeys(server.problem for server in self.servers if server.problem)) or str(error)
-        tried = f"; tried {self._patience.attempts} times within {self._patience.total_s:g} s" if error else ""
+    def _gave_up(self, tried: str = "", error: Unavailable | None = None) -> ServerFailure:
+        found = "; ".join(dict.fromkeys(server.problem for server in self.servers if not server.alive)) or str(error)
         return ServerFailure(f"{self._what} does not answer ({found}{tried}): start it, or name another address in [inference] url.")
 
     def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
@@ -340,7 +344,7 @@ def _server(
         headers=headers,
         timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=urlsplit(full).hostname not in _LOOPBACK,  # a proxy cannot reach this machine's own servers
+        trust_env=urlsplit(full).hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
         transport=transport,
     )
     return Server(shown, client, is_dead)

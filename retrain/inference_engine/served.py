@@ -122,7 +122,7 @@ class ServedEngine(InferenceEngine):
     patience: ClassVar[Patience] = Patience()
 
     def __init__(self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
-        """Connects. `model` is asked for the size of its vocabulary and its context alone; `device` is unused."""
+        """Connects. `model` is asked for the size of its vocabulary and its context alone, `device` for whether a server shares it."""
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._context = int(getattr(text, "max_position_embeddings", None) or 2**31)
@@ -136,6 +136,7 @@ class ServedEngine(InferenceEngine):
         self._version = 0
         self._adapter: ServedAdapter | None = None
         self._asleep = False
+        self._may_sleep = getattr(device, "type", device) == "cuda"
         self.replicas = len(self._pool.servers)
         try:
             self._pool.run(self._pool.connect(self._dialect.look))
@@ -289,7 +290,7 @@ class ServedEngine(InferenceEngine):
         async def one(server: Server) -> None:
             server.facts["asleep"] = await self._dialect.sleep(server)
 
-        if not self._asleep:
+        if self._may_sleep and not self._asleep:
             self._pool.run(self._pool.on_each(one))
             self._asleep = any(server.facts.get("asleep") for server in self._pool.servers)
 
