@@ -88,7 +88,7 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
 
     where = f'[inference] engine = "{config.inference.engine}"'
     yield from kept_set_refusals(config, engine.kept_set)
-    if config.inference.engine in ENGINE_CLASSES and not config.inference.urls:
+    if config.inference.engine in ENGINE_CLASSES and config.inference.engine != "max" and not config.inference.urls:
         yield f"{where} needs the address of its server; set [inference] url, such as http://127.0.0.1:8000."
     if not (engine.in_process or engine.adapter_reload):
         yield f"{where} cannot load a new adapter, so it would always sample from the untrained model; choose another engine."

@@ -101,12 +101,14 @@ VLLM = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampl
 OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
 """What the training needs; a server that lacks any of it is refused when a run begins."""
 
+MLX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", token_ids_in=False, n=False, prefix_cache=True)
+
 ENGINES: dict[str, EngineCapabilities | None] = {
     "pytorch": PYTORCH,
     "max": None,
     "vllm": VLLM,
     "sglang": None,
-    "mlx": None,
+    "mlx": MLX,
     "openai": OPENAI,
 }
 """The built-in engines and what they can do; None for one that is not built yet."""
@@ -114,6 +116,7 @@ ENGINES: dict[str, EngineCapabilities | None] = {
 ENGINE_CLASSES = {
     "vllm": "retrain.inference_engine.vllm.VLLMEngine",
     "openai": "retrain.inference_engine.openai.OpenAIEngine",
+    "mlx": "retrain.inference_engine.mlx.MLXEngine",
 }
 """Where the built-in engines outside this process are defined; imported when a run uses one."""
 

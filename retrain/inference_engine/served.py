@@ -65,6 +65,8 @@ class Dialect(ABC):
     health: ClassVar[str] = "/health"
     concurrency: ClassVar[int] = 256
     """Requests under way per server; it queues those that it cannot run."""
+    spacing_s: ClassVar[float] = 0.0
+    """Seconds between two requests, for a server that breaks connections which arrive at once."""
 
     def __init__(self, config: "TrainConfig", eos_ids: Sequence[int]) -> None:
         """`eos_ids`: the tokens that end a completion."""
@@ -127,6 +129,7 @@ class ServedEngine(InferenceEngine):
         self._dialect = self.dialect_class(config, eos_ids)
         self._lines: deque[str] = deque()
         self._pool = _pool(self._dialect, config, self.patience, self._prepare, self._lines.append)
+        self._turn = asyncio.Lock()
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
         self._run = f"retrain-{token_hex(4)}"
         self._folder = _adapter_folder(Path(config.logging.log_dir))
@@ -183,6 +186,9 @@ class ServedEngine(InferenceEngine):
             return self._completions(index, request, server, await server.post(path, body))
 
         async with self._room:
+            if self._dialect.spacing_s:
+                async with self._turn:
+                    await asyncio.sleep(self._dialect.spacing_s)
             return await self._pool.ask(one_try)
 
     def _check_fits(self, request: SampleRequest, server: Server) -> None:

@@ -11,6 +11,7 @@ reward compares answers. A failed check stops the run.
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from math import isclose
 
 import numpy as np
@@ -157,7 +158,19 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     wanted = max(_PAGE, window if window < inputs.longest_row else 0) + 1
     length = max(1, min(wanted, positions - _FEW_TOKENS))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(np.int32)
+    if not inputs.backend.engine.capabilities.token_ids_in:
+        ids = _whole_prompts(prompts, length, positions - _FEW_TOKENS)
     return Prompt(Example(prompt="", reference="", example_id="the gate's long prompt"), "", ids)
+
+
+def _whole_prompts(prompts: Sequence[Prompt], length: int, most: int) -> Int32Array:
+    """Prompts one after the other, to `length` if they do not pass `most`: cut anywhere else, text may encode to other ids."""
+    ids = list(prompts[0].token_ids)
+    for prompt in cycle([*prompts[1:], prompts[0]]):
+        if len(ids) >= length or len(ids) + len(prompt.token_ids) > most:
+            break
+        ids += list(prompt.token_ids)
+    return np.array(ids, np.int32)
 
 
 # -- engine and learner on the same tokens ---------------------------------------------------------------------------
