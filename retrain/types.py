@@ -71,6 +71,8 @@ class Completion:
     finish_reason: FinishReason
     kept: Int32Array | None = None
     """[T] each token was drawn from this many most probable tokens; None where it was the whole vocabulary."""
+    kept_ids: tuple[Int32Array, ...] | None = None
+    """[T] the tokens themselves, from an engine that says them for a trainer elsewhere."""
 
 
 class Outcome(StrEnum):
@@ -162,6 +164,8 @@ class Row:
     """Tokens that count in a mean of the policy term. None: all T. 0: the row has KL and entropy terms only."""
     kept: Int32Array | None = None
     """[T] each action was drawn from this many most probable tokens; None where it was the whole vocabulary."""
+    kept_ids: tuple[Int32Array, ...] | None = None
+    """[T] the tokens themselves, where the engine says them."""
 
     @classmethod
     def from_completion(
@@ -185,6 +189,7 @@ class Row:
             trained=trained,
             counted=counted,
             kept=completion.kept,
+            kept_ids=completion.kept_ids,
         )
 
     @property
