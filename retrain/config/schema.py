@@ -36,6 +36,7 @@ from retrain.config.values import (
     check_holdable,
     check_label,
     check_path,
+    check_server_url,
     check_svd_device,
     check_table,
     parse_devices,
@@ -464,13 +465,26 @@ class Planning(Section):
         return parse_grams(self.strategic_grams)
 
 
+ServerURL = Annotated[str, AfterValidator(check_server_url)]
+
+
 class Inference(Section):
     """What samples the completions."""
 
     traits = Traits(sizes_memory=True)
 
     engine: Annotated[str, OpenName("engine")] = key("pytorch", "Inference engine, built in or a plugin.", sets_step_time=True)
-    url: str = key("", "Server URL of the engines other than pytorch.", may_change_at_resume=True)
+    url: ServerURL | Annotated[list[ServerURL], Field(min_length=1)] = key(
+        "",
+        "Server of the engines other than pytorch, such as http://127.0.0.1:8000; requests are balanced over a list.",
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    served_model: str = key("", "Name of the base model on the server; empty takes the only one it has.")
+    api_key_env: str = key(
+        "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
+    )
+    timeout_s: float = key(300.0, "Seconds until a request to the server is given up.", gt=0, may_change_at_resume=True, own_to_a_run=True)
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
@@ -484,6 +498,11 @@ class Inference(Section):
         example=0.02,
         may_change_at_resume=True,
     )
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers; empty for the pytorch engine."""
+        return [self.url] * bool(self.url) if isinstance(self.url, str) else list(self.url)
 
 
 class Data(Section):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -78,6 +79,14 @@ def check_path(text: str) -> str:
     """Refuse what no file system holds, whatever the machine."""
     if not is_path_text(text):
         raise refuse("is no path: it holds a NUL character or a name of more than 255 bytes")
+    return text
+
+
+def check_server_url(text: str) -> str:
+    """An address over HTTP; empty for none."""
+    parts = urlsplit(text)
+    if text and not (parts.scheme in ("http", "https") and parts.hostname):
+        raise refuse("is no address of a server, such as http://127.0.0.1:8000")
     return text
 
 
