@@ -11,6 +11,7 @@ COMMANDS = {
     "inspect": "the credit of every token of a step, in colour",
     "power": "how many seeds it takes to find a difference",
     "help": "this page; `retrain help config` lists every key with its flag",
+    "backends": "engines and backends: versions, capabilities, what they were verified against",
     "version": "print the version",
 }
 

@@ -202,7 +202,14 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
         Row.from_completion(prompts[item.request // engine.replicas], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
         for item in completions
     ]
-    return _Sampled(rows, inputs.backend.logprobs(rows))
+    return _Sampled(rows, _learner_logprobs(inputs, rows))
+
+
+def _learner_logprobs(inputs: GateInputs, rows: Sequence[Row]) -> list[Float32Array]:
+    """[T] of each row, at the temperature of the engine's log-probs: 1 where they are raw."""
+    if inputs.backend.engine.capabilities.logprobs == "raw" and inputs.temperature != 1:
+        return inputs.backend.logprobs(rows, 1.0)
+    return inputs.backend.logprobs(rows)
 
 
 def _differences(sampled: _Sampled) -> Float32Array:
@@ -247,7 +254,7 @@ def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled
     strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
     for _ in range(_STRENGTH_TRIES):
         trial.set(strength)
-        effect = float(np.abs(np.concatenate(inputs.backend.logprobs(sampled.rows)) - before).mean())
+        effect = float(np.abs(np.concatenate(_learner_logprobs(inputs, sampled.rows)) - before).mean())
         if visible[0] <= effect <= visible[1]:
             break
         bounds[effect > visible[1]] = strength
@@ -263,16 +270,16 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
     A group's effect is what the learner's log-probs lose without the group. The whole adapter counts as one more group.
     """
     trial.set(0.0)
-    base = np.concatenate(inputs.backend.logprobs(sampled.rows))
+    base = np.concatenate(_learner_logprobs(inputs, sampled.rows))
     effect = float(np.abs(np.concatenate(sampled.learner) - base).mean())
     longest = sorted(zip(sampled.rows, sampled.learner, strict=True), key=lambda pair: -pair[0].num_actions)[:_PROBED]
     rows = [row for row, _ in longest]
     own = np.concatenate([logprobs for _, logprobs in longest])
     difference = np.concatenate([row.logprobs for row in rows]) - own
-    fits = [_fit(_WHOLE, difference, own - np.concatenate(inputs.backend.logprobs(rows)))]
+    fits = [_fit(_WHOLE, difference, own - np.concatenate(_learner_logprobs(inputs, rows)))]
     for group in trial.groups:
         trial.set(strength, without=group)
-        fits.append(_fit(group, difference, own - np.concatenate(inputs.backend.logprobs(rows))))
+        fits.append(_fit(group, difference, own - np.concatenate(_learner_logprobs(inputs, rows))))
     trial.set(strength)
     missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error]
     if missing:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from retrain.backends.base import LOCAL, Backend, TrialAdapter
-from retrain.backends.declared import engine_class
+from retrain.backends.declared import engine_class, is_raw
 from retrain.backends.local.learner import Learner, old_logprobs_note
 from retrain.backends.local.trial import LocalTrialAdapter, positions_and_window
 from retrain.distributed import ALONE, World
@@ -146,12 +146,12 @@ class LocalBackend(Backend):
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        raw = self.engine.capabilities.logprobs == "raw" and self.config.training.temperature != 1.0
+        raw = is_raw(self.config, self.engine.capabilities)
         with _deterministic(self._base.device):
             return self._learner.train(rows, step, sampler_is_raw=raw)
 
-    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
-        return self._learner.logprobs(rows)
+    def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
+        return self._learner.logprobs(rows, temperature)
 
     # -- files ------------------------------------------------------------------------------------------------------
 
