@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -75,6 +75,8 @@ class Completion:
     finish_reason: FinishReason
     kept: Int32Array | None = None
     """[T] each token was drawn from this many most probable tokens; None where it was the whole vocabulary."""
+    kept_ids: tuple[Int32Array, ...] | None = None
+    """[T] the tokens themselves, from an engine that says them for a trainer elsewhere."""
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -147,6 +149,12 @@ class Trajectory:
     def kept(self) -> Int32Array | None:
         """[T] None where no turn was truncated."""
         return _joined_or_none([completion.kept for completion in self.completions])
+
+    @cached_property
+    def kept_ids(self) -> tuple[Int32Array, ...] | None:
+        """[T] None where an engine did not say the tokens."""
+        known = [completion.kept_ids for completion in self.completions if completion.kept_ids is not None]
+        return tuple(chain.from_iterable(known)) if len(known) == len(self.turns) else None
 
     def parts(self) -> list[tuple[Turn, ...]]:
         """The turns whose tokens continue each other: one part, and one more for every turn that restarts after the first."""
@@ -288,6 +296,8 @@ class Row:
     """Tokens that count in a mean of the policy term. None: all T. 0: the row has KL and entropy terms only."""
     kept: Int32Array | None = None
     """[T] each action was drawn from this many most probable tokens; None where it was the whole vocabulary."""
+    kept_ids: tuple[Int32Array, ...] | None = None
+    """[T] the tokens themselves, where the engine says them."""
 
     @classmethod
     def of(
@@ -320,6 +330,7 @@ class Row:
                     trained=trained,
                     counted=None if counts is None else int(counts[own].sum()),
                     kept=None if trajectory.kept is None else trajectory.kept[own],
+                    kept_ids=None if trajectory.kept_ids is None else trajectory.kept_ids[own],
                 )
             )
         return rows

@@ -153,8 +153,8 @@ class Backend(Section):
     )
     options: Table = key(
         {},
-        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire; tinker knows base_model, "
-        "loss_reduction and timeout_s.",
+        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire, output_dir and trainer_ranks; tinker "
+        "knows base_model, loss_reduction and timeout_s.",
     )
     max_concurrent: int = key(4, "Most simultaneous Tinker calls, over all workers of a campaign.", ge=1, may_change_at_resume=True)
     throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
@@ -187,9 +187,13 @@ class PrimeRLOptions(Section):
     zmq_port: int = key(5555, "Port of the ZMQ transport.", ge=1, le=65535)
     zmq_hwm: int = key(10, "Messages that ZMQ holds before it drops or blocks.", ge=1)
     strict_advantages: bool = key(True, "Must stay true: per-token advantages are never averaged silently.")
-    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds.", gt=0)
+    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds; above the time of one of the trainer's steps.", gt=0)
     sync_poll_s: float = key(0.2, "Seconds between checks for broadcast weights.", gt=0)
-    wire: Literal["v0.8", "main"] = key("v0.8", "Version of PRIME-RL's wire format.")
+    wire: Literal["v0.9"] = key("v0.9", "Version of PRIME-RL's wire format: v0.9.0 and later.")
+    output_dir: PathText = key(
+        "", "The trainer's output_dir, on a file system that both see; unset means [backend] adapter_path, else <log_dir>/prime_rl."
+    )
+    trainer_ranks: int = key(1, "Data ranks of the trainer: its GPUs, unless it shards sequences too.", ge=1)
 
 
 class TinkerOptions(Section):
