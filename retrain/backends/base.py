@@ -4,13 +4,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from retrain.inference_engine.base import EngineCapabilities, InferenceEngine
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
+ALL_LOSSES = ("importance_sampling", "ppo", "gspo", "cispo")
+"""Values of [loss] mode."""
+
 
 @dataclass(frozen=True)
 class BackendCapabilities:
+    """What a backend declares on its class, so that a configuration can be checked before anything is loaded."""
+
     per_token_advantages: bool
     """False: only one advantage per completion reaches the loss, so token-varying transforms are refused."""
     synchronous_loss: bool
@@ -19,22 +25,37 @@ class BackendCapabilities:
     """N steps equal k steps + resume + N - k steps, byte for byte."""
     samples_ahead: bool = False
     """The engine holds a copy of the weights, so that it can sample while the learner updates its own."""
-    any_temperature: bool = True
-    """False: its learner has log-probs at temperature 1 only, so the policy is sampled and trained at 1."""
+    entropy: bool = True
+    """The learner has the entropy of every distribution, which [loss] entropy_coef needs."""
+    loss_reduction: Literal["any", "sum", "mean"] = "any"
+    """any: every [loss] aggregation. sum: token losses are added up, and the backend scales advantages to make any of them. mean: over
+    the tokens of the batch, so token_mean alone."""
+    losses: tuple[str, ...] = ALL_LOSSES
+    """Values of [loss] mode that it can train with; empty: the loss is configured elsewhere."""
+    sampler: EngineCapabilities | None = None
+    """Of the sampler that a backend brings along; None: [inference] engine samples, or it is not known."""
 
 
 LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
 
-TINKER = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=False, any_temperature=False)
 TINKER_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
 """Log-probs are of softmax(logits), whatever temperature is asked for."""
+TINKER = BackendCapabilities(
+    per_token_advantages=True,
+    synchronous_loss=True,
+    exact_resume=False,
+    entropy=False,
+    loss_reduction="sum",
+    losses=("importance_sampling", "ppo", "cispo"),
+    sampler=TINKER_SAMPLER,
+)
 
 BACKENDS: dict[str, BackendCapabilities | None] = {
     "local": LOCAL,
     "tinker": TINKER,
     "prime_rl": None,
 }
-"""The built-in backends and what they can do; None for one that is not built yet."""
+"""The built-in backends and what they can do; None for one that is not built yet. `config/support.py` says what they do with each key."""
 
 
 class TrialAdapter(ABC):
@@ -69,7 +90,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def choices(self) -> MachineChoices | None:
-        """What was chosen from the machine; None for a remote backend."""
+        """The choices made from the machine; None for a remote backend."""
 
     @property
     @abstractmethod
@@ -105,8 +126,11 @@ class Backend(ABC):
         return 1 << 30, 0
 
     @abstractmethod
-    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
-        """The learner's log-probs at the training temperature of each row's action tokens, [T] each, without gradient."""
+    def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
+        """The learner's log-probs of each row's action tokens, [T] each, without gradient, at the training temperature unless one is given.
+
+        Another temperature is asked for only where the engine's log-probs are raw: theirs is 1.
+        """
 
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:

@@ -3,13 +3,14 @@
 A plugin declares it in its class, so its module is imported. The built-in ones stand in a table, and no model library is loaded.
 """
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import ENGINES, EngineCapabilities, InferenceEngine
+from retrain.inference_engine.base import ENGINE_CLASSES, ENGINES, EngineCapabilities, InferenceEngine
 from retrain.plugins import load_plugin
 
 if TYPE_CHECKING:
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
-    """The plugin that `[inference] engine` names. Raises ConfigurationError for one that cannot be loaded or declares nothing."""
+    """What `[inference] engine` names, other than pytorch. Raises ConfigurationError for a plugin that cannot be loaded or declares
+    nothing.
+    """
+    if config.inference.engine in ENGINE_CLASSES:
+        module, _, name = ENGINE_CLASSES[config.inference.engine].rpartition(".")
+        built_in: type[InferenceEngine] = getattr(importlib.import_module(module), name)
+        return built_in
     found: type[InferenceEngine] = load_plugin("engine", config.inference.engine, config)
     _check_declaration(found, EngineCapabilities, f'[inference] engine = "{config.inference.engine}"')
     return found
@@ -36,9 +43,10 @@ def _check_declaration(found: type, wanted: type, where: str) -> None:
 
 
 def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
-    """None where the backend samples by itself or the engine is not built yet."""
+    """The sampler of a backend that brings its own; None where it is not known or the engine is not built yet."""
     if config.backend.backend != "local":
-        return None
+        backend = declared_backend(config)
+        return backend.sampler if backend else None
     name = config.inference.engine
     return ENGINES[name] if name in ENGINES else engine_class(config).capabilities
 
@@ -53,16 +61,26 @@ def declared_backend(config: "TrainConfig") -> BackendCapabilities | None:
 
 def incapable(config: "TrainConfig") -> list[str]:
     """One sentence for each thing that the configuration asks for and its engine or backend cannot do."""
-    from retrain.config.outcomes import per_token_refusals
+    from retrain.config.outcomes import key_refusals, per_token_refusals
 
     backend, engine = declared_backend(config), declared_engine(config)
-    problems = per_token_refusals(config, backend.per_token_advantages) if backend else []
-    if backend and not backend.any_temperature and config.training.temperature != 1:
-        problems.append(
-            f'[training] temperature = {config.training.temperature:g}: the learner of backend "{config.backend.backend}" knows '
-            "log-probs at temperature 1 only, and another policy would be sampled than is trained; set it to 1, or leave it out."
-        )
-    return [*problems, *(_engine_problems(config, engine) if engine else ())]
+    problems = key_refusals(config)
+    if backend:
+        problems += [*per_token_refusals(config, backend.per_token_advantages), *_loss_problems(config, backend)]
+    return [*problems, *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ())]
+
+
+def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
+    """What a plugin's declaration rules out; of a built-in backend, `config/support.py` says more."""
+    if config.backend.backend in BACKENDS:
+        return
+    loss, where = config.loss, f'backend "{config.backend.backend}"'
+    if backend.losses and loss.mode not in backend.losses:
+        yield f'[loss] mode = "{loss.mode}" is no loss of {where}; use {" or ".join(backend.losses)}.'
+    if backend.loss_reduction == "mean" and loss.aggregation != "token_mean":
+        yield f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the batch; use "token_mean".'
+    if loss.entropy_coef and not backend.entropy:
+        yield f"[loss] entropy_coef = {loss.entropy_coef:g} needs entropies, which {where} does not have; leave it at 0."
 
 
 def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Iterator[str]:
@@ -70,19 +88,19 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
 
     where = f'[inference] engine = "{config.inference.engine}"'
     yield from kept_set_refusals(config, engine.kept_set)
+    if config.inference.engine in ENGINE_CLASSES and config.inference.engine != "max" and not config.inference.urls:
+        yield f"{where} needs the address of its server; set [inference] url, such as http://127.0.0.1:8000."
     if not (engine.in_process or engine.adapter_reload):
         yield f"{where} cannot load a new adapter, so it would always sample from the untrained model; choose another engine."
     if not engine.token_ids_out:
         yield f"{where} returns text without token ids, and encoding it again may give other tokens; choose another engine."
     if engine.logprobs == "none":
         yield f"{where} returns no log-probs, and the loss needs them for its ratio; choose another engine."
-    if engine.logprobs == "raw" and config.training.temperature != 1:
-        yield f"{where} returns log-probs before the temperature, right for the policy at 1 only; set [training] temperature = 1."
     if not engine.entropy and _uncertainty(config) == "shannon_entropy":
         yield f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use surprisal or predictive_variance.'
-    if config.inference.engine not in ENGINES and config.backend.shard_base:
+    if config.inference.engine != "pytorch" and config.backend.shard_base:
         yield f"{where} with [backend] shard_base = true: only the pytorch engine samples from a sharded model; leave it false."
-    if config.inference.engine not in ENGINES and len(config.backend.device_list) > 1:
+    if config.inference.engine != "pytorch" and len(config.backend.device_list) > 1:
         yield f"{where} with two [backend] devices: only the pytorch engine samples on a device of its own; name one device."
 
 
@@ -97,13 +115,25 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
         yield f'[backend] backend = "{config.backend.backend}" reports a placeholder for the loss: read the rewards instead.'
     if backend and not backend.exact_resume:
         yield f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: a resumed run differs from a straight one.'
+    local = config.backend.backend == "local"
+    sampler = f'[inference] engine = "{config.inference.engine}"' if local else f'[backend] backend = "{config.backend.backend}"'
     if engine and engine.noise == "none":
         yield (
-            f'[inference] engine = "{config.inference.engine}" draws its own noise: runs with one seed share their prompts but not their '
-            "sampling, and a run cannot be repeated exactly."
+            f"{sampler} draws its own noise: runs with one seed share their prompts but not their sampling, and a run cannot be repeated "
+            "exactly."
         )
     if engine and not engine.token_ids_in:
-        yield f'[inference] engine = "{config.inference.engine}" takes prompts as text, so each must encode back to its own ids.'
+        yield f"{sampler} takes prompts as text, so each must encode back to its own ids."
+    if engine and local and is_raw(config, engine):
+        yield (
+            f"{sampler} returns log-probs before the temperature: the learner computes those at {config.training.temperature:g} itself, in "
+            "two more forward passes per step, and surprisals and log_ratio_mean are those at temperature 1."
+        )
+
+
+def is_raw(config: "TrainConfig", engine: EngineCapabilities) -> bool:
+    """Whether the log-probs of an engine are of another policy than the one that is sampled and trained."""
+    return engine.logprobs == "raw" and config.training.temperature != 1
 
 
 def engine_words(engine: EngineCapabilities) -> str:
@@ -127,6 +157,8 @@ def backend_words(backend: BackendCapabilities) -> str:
         "per-token advantages": backend.per_token_advantages,
         "synchronous loss": backend.synchronous_loss,
         "exact resume": backend.exact_resume,
+        "entropy": backend.entropy,
+        f"losses {', '.join(backend.losses)}": bool(backend.losses),
         "samples a step ahead": backend.samples_ahead,
     }
     return ", ".join(words for words, is_given in given.items() if is_given)

@@ -1,4 +1,4 @@
-"""What `retrain --help` prints. Plain text and no imports, so that it answers at once."""
+"""The text of `retrain --help`. Plain text and no imports, so that it answers at once."""
 
 COMMANDS = {
     "init": "write a configuration to start from",
@@ -11,6 +11,8 @@ COMMANDS = {
     "inspect": "the credit of every token of a step, in colour",
     "power": "how many seeds it takes to find a difference",
     "help": "this page; `retrain help config` lists every key with its flag",
+    "serve": "the command that starts an inference server as a configuration needs it",
+    "backends": "engines and backends: versions, capabilities, what they were verified against",
     "version": "print the version",
 }
 

@@ -13,6 +13,7 @@ from retrain.config.load import arms
 from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, table, transforms_with
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
+from retrain.config.support import support_of, tables_of
 from retrain.parsing import toml_value
 
 Test = Callable[[TrainConfig], bool]
@@ -58,10 +59,16 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
         if value is None or value == key.default or (key.section == "campaign" and config.campaign is None):
             continue
         reason = next((row.because for row in UNUSED if row.covers(key) and row.when(config)), None)
-        if reason:
+        if reason := reason or _without_effect(config, key.path):
             yield key.path, f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
     for sentence in _unused_options(config):
         yield "backend.options", sentence
+
+
+def _without_effect(config: TrainConfig, path: str) -> str:
+    """Why the backend or the engine does nothing with a key; "" where it does."""
+    rows = (support_of(table, config, path) for _, table in tables_of(config))
+    return next((row.because for row in rows if row and row.use in ("serve", "unused")), "")
 
 
 def _unused_options(config: TrainConfig) -> Iterator[str]:
@@ -78,14 +85,6 @@ def _unused_options(config: TrainConfig) -> Iterator[str]:
             yield f'{shown}: it is an option of {owner}, and backend is "{backend}".'
         elif name.startswith("zmq_") and config.backend.prime_rl.transport == "filesystem":
             yield f'{shown}: transport is "filesystem".'
-
-
-def _backend_is(*names: str) -> Test:
-    return lambda config: config.backend.backend in names
-
-
-def _backend_is_not(name: str) -> Test:
-    return lambda config: config.backend.backend in builtin_names("backend") and config.backend.backend != name
 
 
 def _no_transform_with(trait: str) -> Test:
@@ -157,11 +156,6 @@ UNUSED: tuple[Unused, ...] = (
         "no output_path is given, so nothing is compressed",
     ),
     Unused(("backend.shard_base",), lambda c: c.kind == "squeeze", "a squeeze job is one process and holds the whole model"),
-    Unused(("inference.*",), _backend_is("tinker"), "Tinker samples by itself"),
-    Unused(("inference.url",), lambda c: c.inference.engine == "pytorch", 'engine "pytorch" samples in this process'),
-    Unused(("model.base_url",), _backend_is_not("tinker"), "it belongs to the tinker backend"),
-    Unused(("backend.max_concurrent", "backend.throttle_dir"), _backend_is_not("tinker"), "it belongs to the tinker backend"),
-    Unused(("backend.devices", "model.dtype", "model.load_in_4bit"), _backend_is("tinker"), "Tinker holds the model"),
     Unused(("data.*",), lambda c: bool(c.environment.provider), "the problems come from [environment]", but=("data.chat_template_args",)),
     Unused(
         ("reward.*",),
@@ -185,7 +179,7 @@ UNUSED: tuple[Unused, ...] = (
         for key in all_keys()
         if key.traits.parameter_of
     ),
-    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random"}, "these rewards need no worker"),
+    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random", "judge"}, "these rewards need no worker"),
     Unused(("algorithm.advantage_mode", "algorithm.transform_mode"), _campaign, "the conditions of the campaign say it"),
     Unused(
         ("algorithm.advantage_mode", "algorithm.transform_mode"), lambda c: bool(c.algorithm.algorithm_mode), "algorithm_mode replaces it"
@@ -278,16 +272,23 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         'use engine = "pytorch"',
     ),
     NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),
-    NotBuilt(
-        "reward.type", lambda c: not c.environment.provider and "judge" in c.reward.types, "use match, math, custom, random or a plugin"
-    ),
-    NotBuilt("evaluation.reward", lambda c: c.evaluation.reward == "judge", "use match, math, custom or a plugin"),
     NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
 )
 
 
 # -- what a backend or its engine cannot do ------------------------------------------------------------------------------
+
+
+def key_refusals(config: TrainConfig) -> list[str]:
+    """One sentence for each key that the backend or the engine refuses at its value (`support.py`), for one run."""
+    return [
+        f"[{key.section}] {key.name} = {toml_value(config.value(key.path))} with {owner}: {row.because}."
+        for key in all_keys()
+        if config.value(key.path) not in (None, key.default) and is_read(config, key.path)
+        for owner, table in tables_of(config)
+        if (row := support_of(table, config, key.path)) and row.use == "refused"
+    ]
 
 
 def per_token_refusals(config: TrainConfig, per_token_advantages: bool) -> list[str]:

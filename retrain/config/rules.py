@@ -45,7 +45,7 @@ _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """About a campaign as a whole; the others are about its runs."""
 EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
-"""What a squeeze job with evaluate reads."""
+"""The sections that a squeeze job with evaluate reads."""
 
 
 def _rule(function: Rule) -> Rule:
@@ -67,7 +67,7 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
 
 
 def is_read(config: "TrainConfig", path: str) -> bool:
-    """Whether the section of a key is read: a squeeze job does not train, and reads few without evaluate."""
+    """True if the section of a key is read; a squeeze job does not train, and reads few sections without evaluate."""
     section = path.partition(".")[0]
     if config.kind != "squeeze":
         return True
@@ -135,7 +135,7 @@ def _has_entropies(engine: str) -> bool:
 
 @_rule
 def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
-    """That torchrun started the run is seen when it starts."""
+    """The run itself checks at its start that torchrun started it."""
     if not config.backend.shard_base:
         return
     wanted = "[backend] shard_base = true"
@@ -303,6 +303,11 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
     if "judge" in (*reward.types, held_out) and not reward.judge_model:
         yield Violation(
             ("reward.judge_model", "reward.type"), '[reward] type = "judge" needs judge_model, the model that judges, such as "gpt-4o-mini"'
+        )
+    if reward.judge_template and "{completion}" not in reward.judge_template:
+        yield Violation(
+            ("reward.judge_template",),
+            "[reward] judge_template has no {completion} in it, so the judge would not see what it judges; put it where the answer goes",
         )
     if "custom" in (*reward.types, held_out) and not reward.custom_module:
         yield Violation(

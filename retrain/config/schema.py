@@ -36,8 +36,11 @@ from retrain.config.values import (
     check_holdable,
     check_label,
     check_path,
+    check_prices,
+    check_server_url,
     check_svd_device,
     check_table,
+    check_variable,
     parse_devices,
     parse_grams,
     table_from_json,
@@ -57,7 +60,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is true of a key, or of every key of a section, beside its values. Lists of keys are made from these (`Key.traits`)."""
+    """Properties of a key, or of every key of a section, besides its values. Lists of keys are derived from them (`Key.traits`)."""
 
     meaningful_unset: bool = False
     """Leaving the key out does something that no value can say, so a written configuration leaves it out too."""
@@ -72,7 +75,7 @@ class Traits:
     whole_campaign: bool = False
     """Says something about a campaign as a whole, so a condition cannot set it."""
     not_for_a_condition: str = ""
-    """Why a condition cannot set it, and what does."""
+    """The reason why a condition cannot set it, and the key that does."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
@@ -114,7 +117,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     traits: ClassVar[Traits] = NO_TRAITS
-    """Those of every key of the section."""
+    """The traits of every key of the section."""
 
     @field_validator("*")
     @classmethod
@@ -150,8 +153,8 @@ class Backend(Section):
     )
     options: Table = key(
         {},
-        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire; tinker knows base_model, "
-        "loss_reduction and timeout_s.",
+        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire, output_dir and trainer_ranks; tinker "
+        "knows base_model, loss_reduction and timeout_s.",
     )
     max_concurrent: int = key(4, "Most simultaneous Tinker calls, over all workers of a campaign.", ge=1, may_change_at_resume=True)
     throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
@@ -184,9 +187,13 @@ class PrimeRLOptions(Section):
     zmq_port: int = key(5555, "Port of the ZMQ transport.", ge=1, le=65535)
     zmq_hwm: int = key(10, "Messages that ZMQ holds before it drops or blocks.", ge=1)
     strict_advantages: bool = key(True, "Must stay true: per-token advantages are never averaged silently.")
-    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds.", gt=0)
+    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds; above the time of one of the trainer's steps.", gt=0)
     sync_poll_s: float = key(0.2, "Seconds between checks for broadcast weights.", gt=0)
-    wire: Literal["v0.8", "main"] = key("v0.8", "Version of PRIME-RL's wire format.")
+    wire: Literal["v0.9"] = key("v0.9", "Version of PRIME-RL's wire format: v0.9.0 and later.")
+    output_dir: PathText = key(
+        "", "The trainer's output_dir, on a file system that both see; unset means [backend] adapter_path, else <log_dir>/prime_rl."
+    )
+    trainer_ranks: int = key(1, "Data ranks of the trainer: its GPUs, unless it shards sequences too.", ge=1)
 
 
 class TinkerOptions(Section):
@@ -325,7 +332,7 @@ class Training(Section):
 
     @property
     def truncated(self) -> bool:
-        """Whether the policy that is sampled and trained leaves out improbable tokens."""
+        """True if the policy that is sampled and trained leaves out improbable tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -490,14 +497,31 @@ class Planning(Section):
         return parse_grams(self.strategic_grams)
 
 
+ServerURL = Annotated[str, AfterValidator(check_server_url)]
+
+
 class Inference(Section):
     """What samples the completions."""
 
     traits = Traits(sizes_memory=True)
 
     engine: Annotated[str, OpenName("engine")] = key("pytorch", "Inference engine, built in or a plugin.", sets_step_time=True)
-    url: str = key("", "Server URL of the engines other than pytorch.", may_change_at_resume=True)
-    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
+    url: ServerURL | Annotated[list[ServerURL], Field(min_length=1)] = key(
+        "",
+        "Server of the engines other than pytorch, such as http://127.0.0.1:8000; requests are balanced over a list.",
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    served_model: str = key("", "Name of the base model on the server; empty takes the only one it has.")
+    api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
+        "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
+    )
+    timeout_s: float = key(300.0, "Seconds until a request to the server is given up.", gt=0, may_change_at_resume=True, own_to_a_run=True)
+    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
+        "default",
+        "Attention implementation. default: torch's flash kernel where it runs, else torch's choice. flash: that or nothing. cutlass: "
+        "torch's other CUDA kernel. triton and tk are refused.",
+    )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
     prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")
@@ -510,6 +534,11 @@ class Inference(Section):
         example=0.02,
         may_change_at_resume=True,
     )
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers; empty for the pytorch engine."""
+        return [self.url] * bool(self.url) if isinstance(self.url, str) else list(self.url)
 
 
 class Data(Section):
@@ -557,11 +586,54 @@ class Reward(Section):
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
     judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
+    judge_base_url: ServerURL = key(
+        "",
+        "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means https://api.openai.com/v1.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
+        "OPENAI_API_KEY",
+        "Environment variable that holds the judge's API key.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_template: str = key(
+        "",
+        "What the judge is asked, with {question}, {reference} and {completion} in their places; empty is the built-in question.",
+        parameter_of=("judge",),
+    )
+    judge_concurrency: int = key(
+        8, "Most requests to the judge at a time.", ge=1, le=4096, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+    )
+    judge_cache: bool = key(
+        True,
+        "Keep the judge's verdicts in the run's folder, and ask only once for equal completions.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_timeout_s: float = key(
+        60.0, "Seconds for one answer of the judge.", gt=0, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+    )
+    judge_prices: Annotated[list[Annotated[float, Field(ge=0)]], AfterValidator(check_prices)] = key(
+        [],
+        "Price of a million tokens that the judge reads, and of a million that it writes, for judge_cost in metrics.jsonl.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
     custom_module: str = key("", "Python module of the custom reward.", parameter_of=("custom",))
     custom_function: str = key("score", "Function in that module.", min_length=1, parameter_of=("custom",))
     random_p: float = key(0.5, "Probability of 1 in the random reward.", ge=0, le=1, parameter_of=("random",))
     params: Table = key({}, "Parameters of a custom or plugin reward.", parameter_of=("custom", "plugin"))
-    after_think: bool = key(True, "Count a box only after the last </think>, where there is one.", parameter_of=("match", "math"))
+    after_think: bool = key(
+        True,
+        "Count a box, and show the judge, only what follows the last </think>, where there is one.",
+        parameter_of=("match", "math", "judge"),
+    )
     normalize: Literal["none", "hendrycks"] = key(
         "none", "Normalisation of both sides before match compares them.", parameter_of=("match",)
     )
@@ -795,7 +867,7 @@ class TrainConfig(Section):
         return {path: given.get(path, "file" if self.is_set(path) else "default") for path in (k.path for k in all_keys())}
 
     def is_set(self, path: str) -> bool:
-        """Whether a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
+        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
         section, _, name = path.partition(".")
         if section not in self.model_fields_set or not name:
             return section in self.model_fields_set

@@ -11,6 +11,7 @@ reward compares answers. A failed check stops the run.
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from math import isclose
 
 import numpy as np
@@ -20,7 +21,7 @@ from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row
+from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row, Trajectory
 
 _PROMPTS = 4
 _SAMPLES = 2
@@ -140,6 +141,13 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     )
 
 
+def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
+    """The first of the checks alone, with the adapter that the engine serves. Raises RunFailed."""
+    prompts = prompts[:_PROMPTS]
+    sampled = _sampled(inputs, [prompts[0], _long_prompt(inputs, prompts)], _FEW_TOKENS)
+    _check_differences(inputs, _differences(sampled), "after a server woke up or came back, ")
+
+
 def _sync(inputs: GateInputs) -> None:
     inputs.backend.engine.sync(inputs.backend.save_adapter, inputs.step)
 
@@ -150,7 +158,19 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     wanted = max(_PAGE, window if window < inputs.longest_row else 0) + 1
     length = max(1, min(wanted, positions - _FEW_TOKENS))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(np.int32)
+    if not inputs.backend.engine.capabilities.token_ids_in:
+        ids = _whole_prompts(prompts, length, positions - _FEW_TOKENS)
     return Prompt(Example(prompt="", reference="", example_id="the gate's long prompt"), "", ids)
+
+
+def _whole_prompts(prompts: Sequence[Prompt], length: int, most: int) -> Int32Array:
+    """Prompts one after the other, to `length` if they do not pass `most`: cut anywhere else, text may encode to other ids."""
+    ids = list(prompts[0].token_ids)
+    for prompt in cycle([*prompts[1:], prompts[0]]):
+        if len(ids) >= length or len(ids) + len(prompt.token_ids) > most:
+            break
+        ids += list(prompt.token_ids)
+    return np.array(ids, np.int32)
 
 
 # -- engine and learner on the same tokens ---------------------------------------------------------------------------
@@ -182,18 +202,27 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
         )
         for slot, prompt in enumerate(prompts)
     ]
-    requests = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
-    completions = sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
+    asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
+    engine = inputs.backend.engine
+    requests = [request for request in asked for _ in range(engine.replicas)]  # shared out in turn, so each server gets each
+    completions = sorted(engine.sample(requests), key=lambda item: (item.request, item.sample))
     if inputs.truncation.active and any(item.kept is None for item in completions):
         raise RunFailed(
             "Parity gate: [training] top_k, top_p or min_p is set, but the engine's completions do not say how many tokens were kept, so "
             'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
-    rows = [
-        Row.from_completion(prompts[item.request], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
-        for item in completions
-    ]
-    return _Sampled(rows, inputs.backend.logprobs(rows))
+    rows = []
+    for item in completions:
+        prompt, nothing = prompts[item.request // engine.replicas], np.zeros(len(item.token_ids), np.float32)
+        rows += Row.of(prompt, Trajectory.of(item), nothing, group=item.request)
+    return _Sampled(rows, _learner_logprobs(inputs, rows))
+
+
+def _learner_logprobs(inputs: GateInputs, rows: Sequence[Row]) -> list[Float32Array]:
+    """[T] of each row, at the temperature of the engine's log-probs: 1 where they are raw."""
+    if inputs.backend.engine.capabilities.logprobs == "raw" and inputs.temperature != 1:
+        return inputs.backend.logprobs(rows, 1.0)
+    return inputs.backend.logprobs(rows)
 
 
 def _differences(sampled: _Sampled) -> Float32Array:
@@ -216,13 +245,16 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
         if when
         else "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it."
     )
-    if inputs.half_precision and (largest > _BF16_MAX or mean > _BF16_MEAN):
-        raise RunFailed(
-            f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half "
-            f"precision: {_BF16_MAX} and {_BF16_MEAN}); {advice}"
+    allowed = _tolerance(inputs)
+    if largest <= allowed and (mean <= _BF16_MEAN or not inputs.half_precision):
+        return
+    found = f"disagree by {largest:.3g} nats (allowed: {allowed:g})"
+    if inputs.half_precision:
+        found = (
+            f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half precision: {_BF16_MAX} and {_BF16_MEAN})"
         )
-    if largest > _tolerance(inputs):
-        raise RunFailed(f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats (allowed: {_tolerance(inputs):g}); {advice}")
+    own = inputs.backend.engine.why_it_differs()
+    raise RunFailed(f"Parity gate: {when}engine and learner {found}; {f'{own}.' if own else advice}")
 
 
 # -- the adapter's effect --------------------------------------------------------------------------------------------
@@ -235,7 +267,7 @@ def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled
     strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
     for _ in range(_STRENGTH_TRIES):
         trial.set(strength)
-        effect = float(np.abs(np.concatenate(inputs.backend.logprobs(sampled.rows)) - before).mean())
+        effect = float(np.abs(np.concatenate(_learner_logprobs(inputs, sampled.rows)) - before).mean())
         if visible[0] <= effect <= visible[1]:
             break
         bounds[effect > visible[1]] = strength
@@ -251,16 +283,16 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
     A group's effect is what the learner's log-probs lose without the group. The whole adapter counts as one more group.
     """
     trial.set(0.0)
-    base = np.concatenate(inputs.backend.logprobs(sampled.rows))
+    base = np.concatenate(_learner_logprobs(inputs, sampled.rows))
     effect = float(np.abs(np.concatenate(sampled.learner) - base).mean())
     longest = sorted(zip(sampled.rows, sampled.learner, strict=True), key=lambda pair: -pair[0].num_actions)[:_PROBED]
     rows = [row for row, _ in longest]
     own = np.concatenate([logprobs for _, logprobs in longest])
     difference = np.concatenate([row.logprobs for row in rows]) - own
-    fits = [_fit(_WHOLE, difference, own - np.concatenate(inputs.backend.logprobs(rows)))]
+    fits = [_fit(_WHOLE, difference, own - np.concatenate(_learner_logprobs(inputs, rows)))]
     for group in trial.groups:
         trial.set(strength, without=group)
-        fits.append(_fit(group, difference, own - np.concatenate(inputs.backend.logprobs(rows))))
+        fits.append(_fit(group, difference, own - np.concatenate(_learner_logprobs(inputs, rows))))
     trial.set(strength)
     missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error]
     if missing:
@@ -309,7 +341,7 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
     eos = np.array([inputs.eos_ids[0]], np.int32)
     nothing = np.zeros(1, np.float32)
     completion = Completion(0, 0, eos, nothing, None, FinishReason.STOP)
-    row = Row.from_completion(prompt, completion, nothing, group=0)
+    (row,) = Row.of(prompt, Trajectory.of(completion), nothing, group=0)
     actions = [int(row.token_ids[position]) for position in row.action_positions()]
     (logprob,) = inputs.backend.logprobs([row])
     if actions != [int(eos[0])] or logprob.shape != (1,) or not np.isfinite(logprob).all():

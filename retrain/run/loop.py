@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import TrainConfig
-from retrain.errors import Interrupted, RunFailed
+from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.jsonl import read_jsonl
@@ -54,6 +54,10 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) 
         except (Interrupted, RunFailed):
             session.save_now()
             raise
+        except ServerFailure as error:
+            session.save_now()
+            again = f"continue with --resume {folder}, at another address with --inference-url"
+            raise ServerFailure(f"{error} The {session.state.step} steps so far are saved: {again}.") from error
 
 
 def take_step(session: Session) -> None:

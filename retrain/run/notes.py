@@ -28,7 +28,7 @@ def preflight_lines(config: TrainConfig) -> list[str]:
 
 
 def notes(config: TrainConfig) -> list[str]:
-    """What a single run may do and users may not expect, one sentence each."""
+    """Effects of a single run that users may not expect, one sentence each."""
     found = (
         trust_note(config),
         maximal_lambda_note(config),
@@ -139,7 +139,7 @@ def _dropout_note(config: TrainConfig) -> str:
 
 
 def _truncation_note(config: TrainConfig) -> str:
-    """What follows from a truncated policy."""
+    """The consequences of a truncated policy."""
     if not config.training.truncated:
         return ""
     cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]

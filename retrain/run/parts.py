@@ -3,23 +3,25 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import Backend
-from retrain.backends.declared import backend_class, capability_notes, incapable
+from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.distributed import ALONE, World
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import user_code
+from retrain.records.run_folder import RunFolder
 from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.run.evaluation import Evaluator
-from retrain.run.gate import GateInputs, GateResult, parity_gate
+from retrain.run.gate import GateInputs, GateResult, adapter_check, parity_gate
 from retrain.run.rollout import Sampler, SamplingPlan
 from retrain.types import MachineChoices, Prompt
 
@@ -60,6 +62,9 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         raise ConfigurationError(problems)
     for note in capability_notes(config):
         say(note)
+    if config.backend.backend == "local" and config.inference.engine != "pytorch":
+        with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
+            engine_class(config).preflight(config)
     text = load_text(config, say)
     credit = CreditPipeline(config, text.vocabulary.pieces)
     for note in credit.notes:
@@ -67,14 +72,19 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     prompts = load_prompts(config, text, say)
     held_out = load_held_out(config, text, prompts, say) if config.evaluation.asked_for else None
     with ExitStack() as undo:
-        scorer = build_scorer(config)  # its workers start while the model loads
+        verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
+        scorer = build_scorer(config, verdicts)  # its workers start while the model loads
         undo.callback(scorer.close)
-        judge = load_judge(config, scorer, say) if held_out else scorer
+        judge = load_judge(config, scorer, verdicts, say) if held_out else scorer
         undo.callback(judge.close)
+        for note in dict.fromkeys(asking.probe() for asking in dict.fromkeys((scorer, judge))):
+            if note:
+                say(note)
         if learns:
             say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
+        backend.engine.say = say
         undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world)
     examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world)
@@ -161,13 +171,13 @@ def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say
     return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
 
 
-def load_judge(config: TrainConfig, scorer: Scorer, say: Say) -> Scorer:
+def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:
     """The scorer of held-out answers: the run's own, unless that has a random part."""
     judging = with_judging_reward(config)
     if judging is config:
         return scorer
     say(judging_note(judging))
-    return build_scorer(judging)
+    return build_scorer(judging, verdicts)
 
 
 def training_plan(config: TrainConfig) -> SamplingPlan:
@@ -184,7 +194,7 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def truncation(config: TrainConfig) -> Truncation:
-    """Of training and of evaluation."""
+    """The truncation of training and of evaluation."""
     return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
 
 
@@ -210,7 +220,21 @@ def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bo
 
     `step` counts the training steps behind the weights. `trained`: the engine already serves these weights and is checked with them first.
     """
-    inputs = GateInputs(
+    inputs = _gate_inputs(config, parts, step, trained)
+    return parity_gate(inputs, _gate_prompts(config, parts))
+
+
+def check_again(config: TrainConfig, parts: Parts, step: int) -> None:
+    """Check the engine's current adapter alone, after a server woke up or came back."""
+    adapter_check(_gate_inputs(config, parts, step, True), _gate_prompts(config, parts))
+
+
+def _gate_prompts(config: TrainConfig, parts: Parts) -> list[Prompt]:
+    return parts.prompts.batch(0, min(config.training.batch_size, len(parts.prompts)), config.training.seed)
+
+
+def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
+    return GateInputs(
         backend=parts.backend,
         scorer=parts.scorer,
         decode=lambda ids: str(parts.text.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
@@ -224,5 +248,3 @@ def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bo
         step=step,
         trained=trained,
     )
-    count = min(config.training.batch_size, len(parts.prompts))
-    return parity_gate(inputs, parts.prompts.batch(0, count, config.training.seed))

@@ -21,7 +21,7 @@ from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_built
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
-from retrain.run.parts import Parts, load_parts, run_parity_gate, training_plan
+from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
 from retrain.run.rollout import PrefetchedRollout, Rollout, Watcher
 from retrain.run.saver import Saver
 from retrain.run.schedule import Schedule
@@ -131,6 +131,7 @@ class Session:
         """
         self.interrupts.adopt(self.world.gather(self.interrupts.stopped_by))
         self.interrupts.check()
+        self.parts.backend.engine.sleep()
         step = self.state.step + 1
         if self.prefetched is None or self.schedule.saves_at(step, self.state) or self.schedule.evaluates_at(step):
             return
@@ -146,6 +147,7 @@ class Session:
         """Give the engine the learner's weights of this moment; once per step, since a server reads the adapter from a disk.
 
         An engine outside this process is checked again at its first new adapter: so far the gate saw adapters that it had made itself.
+        It is also checked after a server woke up or came back.
         """
         step, engine = self.state.step, self.parts.backend.engine
         if self._synced == step:
@@ -154,6 +156,9 @@ class Session:
         if self._synced >= 0 and not self._gate_repeated and not engine.capabilities.in_process:
             self.tracker.message(run_parity_gate(self.config, self.parts, step, trained=True).line())
             self._gate_repeated = True
+        elif engine.unchecked:
+            check_again(self.config, self.parts, step)
+        engine.unchecked = False
         self._synced = step
 
     def _watch(self, label: str, completions: int) -> Watcher:

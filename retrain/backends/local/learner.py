@@ -30,7 +30,8 @@ from retrain.backends.rows import check_rows, minibatch_split, sequence_weights
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.adapter import Adapter
-from retrain.model.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
+from retrain.model.attention import Kernel, missing, plugged_in
+from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import TokenScores, score_tokens
 from retrain.model.load import BaseModel
@@ -67,11 +68,13 @@ class _Piece:
     """Score by the frozen base, with the adapter off."""
     masks_of: int | None = None
     """Score under the dropout masks of this step."""
+    temperature: float | None = None
+    """Score at this temperature; None: training's."""
 
 
 @dataclass(frozen=True)
 class _Learned:
-    """What a piece adds to its update."""
+    """The contribution of one piece to its update."""
 
     loss: Tensor
     infinite: Tensor
@@ -108,16 +111,21 @@ class Learner:
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
         self._recompute = recomputes_old_logprobs(config, base.dtype)
-        self._kernel: Kernel = FlashAttention() if config.inference.attention_kernel == "flash" else FusedAttention()
+        self._kernel: Kernel = attention_of(config.inference.attention_kernel, base.device.type, base.dtype)
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
         self._pool = pool or Pool()
         self._learn_pieces, self._score_pieces = self._pool.shared(self._learn), self._pool.shared(self._score)
 
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
-        """One step. `sampler_is_raw`: the recorded log-probs are not of the sampled policy, so the learner's own replace them (D22)."""
+        """One step.
+
+        `sampler_is_raw`: the recorded log-probs are at temperature 1 whatever the training temperature, so the learner's own replace them,
+        and the ratios of sampler and learner are reported at 1.
+        """
         check_rows(rows)
         batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.trained]
+        raw = [own - row.sampler for row, own in zip(batch, self.score(batch, temperature=1.0), strict=True)] if sampler_is_raw else None
         batch = self._with_old_logprobs(batch, step, sampler_is_raw)
         if self.loss.kl_coef:
             references = self.score(batch, reference=True)
@@ -125,21 +133,25 @@ class Learner:
         updates: list[Update] = []
         measured: list[Float32Array] = []
         for turn in range(self._passes if batch else 0):
-            log_ratios = measured if turn == 0 and not self._recompute else None
+            log_ratios = measured if turn == 0 and not self._recompute and raw is None else None
             parts = minibatch_split(batch, self._minibatches, self.seed, step, turn)
             updates.extend(self._update(part, step, len(rows) / self._minibatches, log_ratios) for part in parts)
+        if raw is not None:
+            return step_result(updates, raw)
         if self._recompute:
             return step_result(updates, [row.old - row.sampler for row in batch])
         return step_result(updates, [part for gathered in self.world.gather(measured) for part in gathered])
 
-    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
-        """[T] log-probs of each row at the training temperature, without gradient or dropout."""
+    def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
+        """[T] log-probs of each row, without gradient or dropout, at the training temperature unless one is given."""
         check_rows(rows)
         filled = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.num_actions]
-        scores = iter(self.score(filled))
+        scores = iter(self.score(filled, temperature=temperature))
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
-    def score(self, rows: Sequence[LearnerRow], *, reference: bool = False, masks_of: int | None = None) -> list[Float32Array]:
+    def score(
+        self, rows: Sequence[LearnerRow], *, reference: bool = False, masks_of: int | None = None, temperature: float | None = None
+    ) -> list[Float32Array]:
         """[T] log-probs of each row by the learner, with `reference` by the frozen base; `masks_of` is the step whose dropout masks act.
 
         The base is not truncated: its own most probable tokens are another set, and the divergence of a truncated policy from the whole
@@ -148,7 +160,8 @@ class Learner:
         masked = masks_of is not None and self.adapter.drops
         found: dict[int, Float32Array] = {}
         pieces = self._pieces(rows, share=not masked)
-        for _, logprobs in self._score_pieces(replace(piece, reference=reference, masks_of=masks_of) for piece in pieces):
+        asked = (replace(piece, reference=reference, masks_of=masks_of, temperature=temperature) for piece in pieces)
+        for _, logprobs in self._score_pieces(asked):
             found |= logprobs
         for part in self.world.gather(found):
             found |= part
@@ -254,7 +267,7 @@ class Learner:
         with torch.no_grad(), self._attention(), self.adapter.disabled() if piece.reference else nullcontext():
             micro = self._micro_batch(piece)
             with nullcontext() if piece.masks_of is None else self._dropout(micro, piece.masks_of):
-                logprobs = self._forward(micro, truncated=not piece.reference).logprobs
+                logprobs = self._forward(micro, truncated=not piece.reference, temperature=piece.temperature).logprobs
         yield {} if piece.dummy else _by_row(micro, logprobs)
 
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
@@ -262,12 +275,14 @@ class Learner:
             return pad(piece.rows, self.base.device)
         return pack(piece.rows, self.base.device, self._kernel, self.choices.micro_batch_tokens, share=piece.share)
 
-    def _forward(self, micro: MicroBatch, *, truncated: bool = True, entropy: bool = False) -> TokenScores:
+    def _forward(
+        self, micro: MicroBatch, *, truncated: bool = True, entropy: bool = False, temperature: float | None = None
+    ) -> TokenScores:
         """Scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
         hidden = self._hidden_states(micro)
         states = hidden.flatten(0, 1).index_select(0, micro.predictors)
         kept = micro.kept() if truncated else None
-        return score_tokens(self.base.head, states, micro.targets, self.temperature, kept=kept, entropy=entropy)
+        return score_tokens(self.base.head, states, micro.targets, temperature or self.temperature, kept=kept, entropy=entropy)
 
     def _hidden_states(self, micro: MicroBatch) -> Tensor:
         """[1, N, H]; [rows, longest, H] where the rows are padded."""

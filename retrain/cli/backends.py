@@ -1,0 +1,68 @@
+"""`retrain backends`: the engines and backends, what is installed of them, and what each can do."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.backends.catalogue import Entry
+
+
+def command(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One of them, with what it does with each key.")] = "",
+    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """List engines and backends: what each is and can do, what is installed here, and against what it was verified."""
+    from retrain.backends.catalogue import CATALOGUE
+
+    entries = [entry for entry in CATALOGUE if name in ("", entry.name)]
+    if not entries:
+        raise ConfigurationError(f"{name!r} is no built-in engine or backend; there are {', '.join(entry.name for entry in CATALOGUE)}.")
+    if as_json or form == "json":
+        print(json.dumps([entry.to_json() for entry in entries], indent=2))
+    else:
+        print("\n".join(_one(entries[0]) if name else _all(entries)))
+
+
+def _all(entries: "Sequence[Entry]") -> Iterator[str]:
+    for title, kind in (("Training backends ([backend] backend)", "backend"), ("Inference engines ([inference] engine)", "engine")):
+        yield title
+        for entry in entries:
+            if entry.kind == kind:
+                yield from _lines(entry)
+        yield ""
+    yield "`retrain backends NAME` says what becomes of each key of the configuration."
+
+
+def _one(entry: "Entry") -> Iterator[str]:
+    """With its keys."""
+    from retrain.config.names import bracketed
+    from retrain.parsing import toml_value
+    from retrain.records.printing import GAP, table_lines
+
+    yield from _lines(entry)
+    yield ""
+    rows = []
+    for row in entry.keys:
+        values = f" = {' or '.join(map(toml_value, row.values))}" if row.values else ""
+        rows.append((bracketed(row.key) + values, row.use, row.because))
+    yield from table_lines(rows, indent=GAP)
+
+
+def _lines(entry: "Entry") -> Iterator[str]:
+    from retrain.records.printing import GAP, table_lines
+
+    here = [f"{name} {found}" for name, found in entry.installed.items() if found]
+    yield f"{GAP}{entry.name}: {entry.what}"
+    rows = [
+        ("can", entry.words),
+        ("verified", entry.verified),
+        ("here", ", ".join(here) if here else "not installed" if entry.packages else "needs nothing"),
+        ("install", "" if here or not entry.packages else entry.install),
+    ]
+    yield from table_lines([row for row in rows if row[1]], indent=2 * GAP)

@@ -1,0 +1,53 @@
+"""`retrain backends`: one list of engines and backends, without importing what they run on."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from retrain.backends.base import BACKENDS
+from retrain.backends.catalogue import CATALOGUE
+from retrain.cli.main import main
+from retrain.inference_engine.base import ENGINES
+
+
+def test_the_catalogue_has_every_engine_and_backend_once() -> None:
+    assert sorted((entry.kind, entry.name) for entry in CATALOGUE) == sorted(
+        [*(("backend", name) for name in BACKENDS), *(("engine", name) for name in ENGINES)]
+    )
+
+
+def test_it_says_what_is_installed_what_is_not_and_what_each_was_verified_against(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends"]) == 0
+    shown = capsys.readouterr().out
+    assert f"torch {version('torch')}" in shown
+    for entry in CATALOGUE:
+        block = shown.partition(f"  {entry.name}: ")[2]
+        assert entry.what in block.splitlines()[0] and entry.verified in block and entry.words in block
+        if entry.packages and not any(entry.installed.values()):
+            assert f"install   {entry.install}" in block
+
+
+def test_json_has_versions_capabilities_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends", "--json"]) == 0
+    entries = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert entries["local"]["installed"]["torch"] == version("torch") and entries["local"]["capabilities"]["exact_resume"] is True
+    assert {"key": "loss.kl_coef", "use": "refused", "because": "Tinker's losses have no KL term; leave it at 0", "values": []} in (
+        entries["tinker"]["keys"]
+    )
+
+
+def test_one_of_them_shows_what_becomes_of_each_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends", "tinker"]) == 0
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert "[optimizer] beta1 used" in lines and "[backend] devices unused Tinker holds the model" in lines
+    assert main(["backends", "tinkr"]) == 2
+    assert "'tinkr' is no built-in engine or backend" in capsys.readouterr().err
+
+
+def test_nothing_of_what_they_run_on_is_imported() -> None:
+    heavy = {"torch", "transformers", "peft", "vllm", "mlx", "httpx", "datasets", "msgspec"}
+    code = "import sys; from retrain.cli.main import main; main(['backends']); sys.stderr.write('\\n'.join(sys.modules))"
+    assert not heavy & set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split())

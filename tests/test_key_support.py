@@ -1,0 +1,118 @@
+"""Every key that a backend or an engine could use: it does, or a sentence says that it does not."""
+
+from typing import Any
+
+import pytest
+
+from retrain.backends.declared import incapable
+from retrain.config import TrainConfig, config_from_mapping, unused_keys
+from retrain.config.keys import Key, all_keys, keys_by_path
+from retrain.config.names import bracketed
+from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Table, support_of
+from retrain.errors import ConfigurationError
+
+OTHERS: dict[str, Any] = {
+    "backend.devices": "cpu",
+    "backend.options": {"transport": "zmq"},
+    "training.gradient_checkpointing": True,
+    "training.lr": 1e-3,
+    "training.top_k": 5,
+    "training.top_p": 0.9,
+    "training.keep_checkpoints": 3,
+    "lora.target_modules": ["q_proj"],
+    "loss.mode": "ppo",
+    "loss.clip_low": 0.1,
+    "loss.clip_high": 0.3,
+    "loss.dual_clip": 3.0,
+    "loss.kl_estimator": "k2",
+    "loss.correction": "tis",
+    "loss.old_logprobs": "recomputed",
+    "loss.correction_low": 0.4,
+    "inference.mismatch_limit": 0.5,
+    "inference.url": "http://127.0.0.1:9",
+}
+"""Values where half of the default, or one more, would be another mistake or is no value."""
+WITH: dict[str, dict[str, Any]] = {
+    "loss.clip_low": {"loss.mode": "ppo"},
+    "loss.clip_high": {"loss.mode": "ppo"},
+    "loss.dual_clip": {"loss.mode": "ppo"},
+    "loss.kl_estimator": {"loss.kl_coef": 0.1},
+    "loss.correction": {"loss.old_logprobs": "recomputed"},
+    "loss.correction_cap": {"loss.old_logprobs": "recomputed", "loss.correction": "tis"},
+    "loss.correction_low": {"loss.old_logprobs": "recomputed", "loss.correction": "icepop"},
+    "loss.correction_high": {"loss.old_logprobs": "recomputed", "loss.correction": "icepop"},
+}
+"""What a key needs beside it to have an effect anywhere."""
+
+
+def another(key: Key) -> Any:
+    """An allowed value that is not the default."""
+    if key.path in OTHERS:
+        return OTHERS[key.path]
+    if key.choices:
+        return next(choice for choice in key.choices if choice != key.default)
+    if isinstance(key.default, bool):
+        return not key.default
+    if isinstance(key.default, int):
+        return key.default + 1
+    if isinstance(key.default, float):
+        return key.default / 2 or 0.5
+    return "other"
+
+
+def configuration(path: str, value: Any, **names: str) -> TrainConfig:
+    """One key, with what it needs; `names` are those of the backend or the engine."""
+    sections: dict[str, dict[str, Any]] = {"algorithm": {"advantage_mode": "grpo", "transform_mode": "none"}}
+    given = {"backend.backend": names.get("backend"), "inference.engine": names.get("engine")}
+    for name, setting in {**given, **WITH.get(path, {}), path: value}.items():
+        section, _, own = name.partition(".")
+        sections.setdefault(section, {}).update({own: setting} if setting is not None else {})
+    return config_from_mapping(sections)
+
+
+def cells(kind: str, tables: dict[str, Table], sections: tuple[str, ...]) -> list[tuple[str, str, str, Any]]:
+    """(kind, name, "section.key", value): a value of each key, and those that rows of the table are about."""
+    apart = ("backend.backend", "inference.engine", "backend.options")  # of the options, each has a sentence of its own
+    return [
+        (kind, name, key.path, value)
+        for name, table in tables.items()
+        for key in all_keys()
+        if key.section in sections and key.path not in apart and (name, key.section) != ("local", "inference")
+        for value in [another(key), *(value for row in table if row.covers(key.path) for value in row.values)]
+    ]
+
+
+CELLS = cells("backend", BACKEND_KEYS, BACKEND_SECTIONS) + cells("engine", ENGINE_KEYS, ENGINE_SECTIONS)
+
+
+@pytest.mark.parametrize(("kind", "name", "path", "value"), CELLS)
+def test_every_key_is_used_or_a_sentence_says_that_it_is_not(kind: str, name: str, path: str, value: Any) -> None:
+    tables = BACKEND_KEYS if kind == "backend" else ENGINE_KEYS
+    try:
+        config = configuration(path, value, **{kind: name})
+    except ConfigurationError as error:
+        assert path == "backend.shard_base" and bracketed(path) in str(error)  # a rule, for plugins too
+        return
+    row = support_of(tables[name], config, path)
+    assert row is not None, "the table says nothing about this key"
+    unused = [sentence for sentence in unused_keys(config) if f"{bracketed(path)} = " in sentence]
+    refused = [sentence for sentence in incapable(config) if f"{bracketed(path)} = " in sentence]
+    if row.use == "used":
+        assert not unused and not (refused and kind == "backend")
+    else:
+        (sentence,) = refused if row.use == "refused" else unused
+        assert row.because in sentence
+
+
+@pytest.mark.parametrize("table", [*BACKEND_KEYS.values(), *ENGINE_KEYS.values()])
+def test_the_tables_name_keys_that_exist(table: Table) -> None:
+    sections = {f"{section}.*" for section in BACKEND_SECTIONS}
+    assert not [path for row in table for path in row.keys if path not in {*keys_by_path(), *sections}]
+
+
+def test_what_is_refused_is_told_in_one_sentence_with_a_way_out() -> None:
+    for table in (*BACKEND_KEYS.values(), *ENGINE_KEYS.values()):
+        for row in table:
+            assert not row.because.endswith(".") and (row.use == "used") == (not row.because)
+            if row.use == "refused":
+                assert any(word in row.because for word in ("leave it", "leave out", "use ", "set ")), row.because
