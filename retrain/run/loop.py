@@ -56,7 +56,8 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) 
             raise
         except ServerFailure as error:
             session.save_now()
-            again = f"continue with --resume {folder}, at another address with --inference-url"
+            flag = "--base-url" if config.backend.backend == "tinker" else "--inference-url"
+            again = f"continue with --resume {folder}, at another address with {flag}"
             raise ServerFailure(f"{error} The {session.state.step} steps so far are saved: {again}.") from error
 
 

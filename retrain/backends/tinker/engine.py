@@ -44,12 +44,12 @@ class TinkerEngine(InferenceEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         what = f"{sum(request.count for request in requests)} completions"
         with self._service.slot():
-            with self._service.answering(what):
+            with self._service.answering(what, of_sampler=True):
                 asked = {self._ask(request): number for number, request in enumerate(requests)}
             try:
                 for future in self._answers(what, asked):
                     number = asked[future]
-                    with self._service.answering(what):
+                    with self._service.answering(what, of_sampler=True):
                         sequences = future.result().sequences
                     yield from (self._completion(number, requests[number], index, sequence) for index, sequence in enumerate(sequences))
             except GeneratorExit:  # the run stops, and nobody waits for the rest

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from retrain.backends.throttle import throttle_of
-from retrain.errors import EnvironmentFailure, first_line
+from retrain.errors import EnvironmentFailure, ServerFailure, first_line
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -58,10 +58,11 @@ class Service:
         return self._client
 
     @contextmanager
-    def answering(self, what: str, seconds: float | None = None) -> Iterator[None]:
+    def answering(self, what: str, seconds: float | None = None, *, of_sampler: bool = False) -> Iterator[None]:
         """Turn what the SDK raises inside into EnvironmentFailure, one sentence about `what` was asked for.
 
-        After a failure no further call is made: the SDK refuses them for the same client, and a dead service would take minutes each.
+        A refusal by the sampler (`of_sampler`) leaves the learner as it is, so the run is saved: ServerFailure. After any other failure no
+        further call is made: the SDK refuses them for the same learner, and a dead service would take minutes each.
         """
         if self._broken:
             raise EnvironmentFailure(self._broken)
@@ -70,7 +71,10 @@ class Service:
         try:
             yield
         except (tinker.TinkerError, TimeoutError, ValueError, RuntimeError, OSError) as error:
-            self._broken = f"Tinker at {self.address} {_reason(error, seconds or self.timeout)} (asked for {what}); {self._resume}."
+            problem = f"Tinker at {self.address} {_reason(error, seconds or self.timeout)} (asked for {what})"
+            if of_sampler and isinstance(error, tinker.APIStatusError):
+                raise ServerFailure(f"{problem}.") from error
+            self._broken = f"{problem}; {self._resume}."
             raise EnvironmentFailure(self._broken) from error
 
     def result(self, what: str, answer: Any, seconds: float | None = None) -> Any:
