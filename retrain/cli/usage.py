@@ -9,6 +9,7 @@ COMMANDS = {
     "compare": "conditions across seeds: differences, intervals, p values, verdicts",
     "report": "one HTML page of a run or campaign: curves, differences, completions",
     "inspect": "the credit of every token of a step, in colour",
+    "audit": "how often a reward calls right answers wrong and wrong ones right",
     "power": "how many seeds it takes to find a difference",
     "help": "this page; `retrain help config` lists every key with its flag",
     "serve": "the command that starts an inference server as a configuration needs it",
