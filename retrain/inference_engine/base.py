@@ -103,11 +103,16 @@ OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sam
 
 MLX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", token_ids_in=False, n=False, prefix_cache=True)
 
+SGLANG = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", prefix_cache=True)
+
+MAX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True)
+"""Adapters, and with them training, on a GPU only; there without the prefix cache."""
+
 ENGINES: dict[str, EngineCapabilities | None] = {
     "pytorch": PYTORCH,
-    "max": None,
+    "max": MAX,
     "vllm": VLLM,
-    "sglang": None,
+    "sglang": SGLANG,
     "mlx": MLX,
     "openai": OPENAI,
 }
@@ -117,6 +122,8 @@ ENGINE_CLASSES = {
     "vllm": "retrain.inference_engine.vllm.VLLMEngine",
     "openai": "retrain.inference_engine.openai.OpenAIEngine",
     "mlx": "retrain.inference_engine.mlx.MLXEngine",
+    "sglang": "retrain.inference_engine.sglang.SGLangEngine",
+    "max": "retrain.inference_engine.max.MAXEngine",
 }
 """Where the built-in engines outside this process are defined; imported when a run uses one."""
 

@@ -26,6 +26,7 @@ import psutil
 from retrain.errors import ConfigurationError, ServerFailure
 from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, SampleRequest
 from retrain.inference_engine.http import Json, Patience, Refused, Server, ServerPool, Unavailable
+from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -316,6 +317,12 @@ class ServedEngine(InferenceEngine):
 
         if adapter is not None and self._pool.alive:
             self._pool.run(self._pool.on_each(one))
+
+
+def sampling_seed(request: SampleRequest, sample: int) -> int:
+    """A seed of 31 bits for one completion, from the same coordinates as the noise of the pytorch engine."""
+    key = request.noise
+    return int(uniform(key.seed, key.stream, key.step, key.prompt, sample, 0) * 2**31)
 
 
 def _pool(
