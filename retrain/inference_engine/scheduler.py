@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from retrain.model.budget import DecodeLimits
 from retrain.model.truncation import Cuts
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
+
+Prompted = TypeVar("Prompted")
 
 _FIRST_TOKENS = 64
 """Completion tokens for which a row has room at first; the arena doubles as completions grow."""
@@ -83,6 +85,9 @@ class DecodeRun:
         self._rows = Rows(self._max_rows, max(job.limit for job in jobs))
         self._prompts: dict[PromptKey, PromptState] = {}
         self._arena: KVArena | None = None
+
+    def close(self) -> None:
+        """Its memory goes with it."""
 
     @property
     def unfinished(self) -> bool:
@@ -162,35 +167,36 @@ class DecodeRun:
 
     def _prefill(self, jobs: Sequence[Job]) -> list[PromptState]:
         states: list[PromptState] = []
-        for batch in _prefill_batches(jobs):
+        for batch in prefill_batches(jobs, [len(job.request.prompt_ids) for job in jobs]):
             slots = np.array([job.request.adapter_slot for job in batch]) if self._mixed else None
             states += self._decoder.prefill([job.request.prompt_ids for job in batch], slots)
         return states
 
     def _check_finite(self, draws: Draws, rows: slice) -> None:
         wrong = np.flatnonzero(~(np.isfinite(draws.logprobs) & np.isfinite(draws.entropies)))
-        if not len(wrong):
-            return
-        row = rows.start + int(wrong[0])
-        job = self._rows.jobs[row]
-        key = job.request.noise
-        raise RunFailed(
-            f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample {job.sample}, completion token "
-            f"{int(self._rows.sampled[row])}: the adapter has diverged or the dtype is too narrow; lower [training] lr, or resume from an "
-            'earlier checkpoint, or set [model] dtype = "fp32".'
-        )
+        if len(wrong):
+            row = rows.start + int(wrong[0])
+            raise not_finite(self._rows.jobs[row], int(self._rows.sampled[row]))
 
 
-def _prefill_batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Consecutive jobs whose prompts go through the model in one packed pass."""
-    batch: list[Job] = []
+def not_finite(job: Job, position: int) -> RunFailed:
+    key = job.request.noise
+    return RunFailed(
+        f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample {job.sample}, completion token "
+        f"{position}: the adapter has diverged or the dtype is too narrow; lower [training] lr, or resume from an "
+        'earlier checkpoint, or set [model] dtype = "fp32".'
+    )
+
+
+def prefill_batches(sequences: Sequence[Prompted], lengths: Sequence[int]) -> Iterator[list[Prompted]]:
+    """Consecutive sequences of `lengths` tokens that go through the model in one packed pass."""
+    batch: list[Prompted] = []
     tokens = 0
-    for job in jobs:
-        size = len(job.request.prompt_ids)
+    for sequence, size in zip(sequences, lengths, strict=True):
         if batch and tokens + size > _PREFILL_TOKENS:
             yield batch
             batch, tokens = [], 0
-        batch.append(job)
+        batch.append(sequence)
         tokens += size
     if batch:
         yield batch

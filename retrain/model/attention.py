@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError
 from retrain.model.packed import computes_bf16
-from retrain.model.varlen import PackedKernel, fits_flash, flash
+from retrain.model.varlen import PackedKernel, PagedKernel, fits_flash, flash, flash_paged, plain_paged
 
 KERNEL = "retrain"
 """The name under which transformers knows this attention."""
@@ -116,6 +116,11 @@ class Kernel(Protocol):
         """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t sees keys 0 .. L - T + t."""
         ...
 
+    @property
+    def paged(self) -> PagedKernel:
+        """One query per row over keys and values in pages."""
+        ...
+
     def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
         """One function for packed sequences of any lengths, if there is one for queries [.., D] of this dtype."""
         ...
@@ -144,6 +149,7 @@ class FusedAttention:
     def __init__(self) -> None:
         self._packed: PackedKernel | None = None
         self._fits: Callable[[Tensor], bool] = fits_flash
+        self.paged: PagedKernel = plain_paged
 
     def decode(
         self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
@@ -186,10 +192,10 @@ class FusedAttention:
 class VarlenAttention(FusedAttention):
     """`FusedAttention`, with packed sequences in one call wherever the kernel takes them; a soft cap it does not know."""
 
-    def __init__(self, kernel: PackedKernel = flash, fits: Callable[[Tensor], bool] = fits_flash) -> None:
+    def __init__(self, kernel: PackedKernel = flash, fits: Callable[[Tensor], bool] = fits_flash, paged: PagedKernel = flash_paged) -> None:
         """`fits`: whether the kernel takes queries of this shape and dtype."""
         super().__init__()
-        self._packed, self._fits = kernel, fits
+        self._packed, self._fits, self.paged = kernel, fits, paged
 
 
 def prefers_products(query: Tensor) -> bool:

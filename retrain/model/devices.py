@@ -29,6 +29,9 @@ class EngineOptions:
     flash: bool = False
     """Attention by torch's flash kernel where it can. It computes the same function as torch's fused attention."""
     prefix_caching: bool = True
+    paged: bool = False
+    """Keys and values in pages and steps in fixed buffers, for models that have a fused forward; else rows of one capacity."""
+    page_tokens: int = 256
 
 
 def engine_options(inference: "Inference", device_type: str, model_dtype: torch.dtype) -> EngineOptions:
@@ -51,6 +54,7 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
         kv_storage=None if kv_storage == (weights or model_dtype) else kv_storage,
         flash=inference.attention_kernel != "cutlass" and has_flash(device_type, weights or model_dtype),
         prefix_caching=inference.prefix_caching,
+        paged=has_flash(device_type, weights or model_dtype),
     )
 
 

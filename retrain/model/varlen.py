@@ -64,6 +64,37 @@ def plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: floa
     return torch.cat(outputs)
 
 
+PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""(query [R, Hq, D], keys and values in pages [P, T, Hk, D], table [R, M] int32, lengths [R] int32, scaling, window) to [R, Hq, D].
+
+One query per row, the last of `lengths` tokens, which lie in the row's pages in order."""
+
+
+def flash_paged(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
+    """torch's flash kernel (CUDA, half precision). A row's result does not depend on the other rows: its keys are not split."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, most = len(query), table.shape[1] * keys.shape[1]
+    queries = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    before = -1 if window is None else window - 1
+    return varlen_attn(  # type: ignore[return-value]
+        query, keys, values, queries, ends, 1, most,
+        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=lengths, block_table=table, num_splits=1,
+    )  # fmt: skip
+
+
+def plain_paged(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
+    """The same in matrix products, over all pages that a row could hold."""
+    rows, heads, size = query.shape
+    grouped = query.view(rows, keys.shape[2], -1, size)
+    k, v = (pages[table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))  # [R, Hk, L, D]
+    position, seen = torch.arange(k.shape[2], device=query.device), lengths[:, None]
+    hidden = (position >= seen) if window is None else (position >= seen) | (position < seen - window)
+    scores = (grouped @ k.transpose(2, 3) * scaling).masked_fill(hidden[:, None, None], float("-inf"))
+    return (torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v).view(rows, heads, -1)
+
+
 def has_flash(device_type: str, dtype: torch.dtype) -> bool:
     """Whether `flash` runs there: torch 2.12 or later, on an NVIDIA GPU of 2020 (Ampere) or later, in half precision."""
     if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
