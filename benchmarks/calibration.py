@@ -17,7 +17,7 @@ from scipy import stats
 from retrain.analysis import power
 from retrain.analysis.statistics import t_interval
 from retrain.analysis.tasks import hierarchical_interval
-from retrain.analysis.verdict import TestSettings, Verdict, conclude
+from retrain.analysis.verdict import Paired, TestSettings, Verdict, conclude
 
 PROMPTS, COMPLETIONS = 8, 16
 PROMPT_SD = 1.1
@@ -40,7 +40,7 @@ def right_answers(rng: Random, arms: int, seeds: int, *, run_sd: float = 0.3, ef
 def verdicts(campaign: Counts) -> list[Verdict]:
     """The verdict on each arm against the first."""
     rates = campaign / (PROMPTS * COMPLETIONS)
-    return [found.verdict for found in conclude([list(arm - rates[0]) for arm in rates[1:]], RULES)]
+    return [found.verdict for found in conclude([Paired.of(list(arm - rates[0])) for arm in rates[1:]], RULES)]
 
 
 def fisher_rejects(campaign: Counts) -> bool:

@@ -33,6 +33,7 @@ def write_run(
     *,
     finished: bool = True,
     max_steps: int | None = None,
+    environment: Mapping[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> Path:
     """A run with these correct rates, evaluated at its last step."""
@@ -41,6 +42,7 @@ def write_run(
     files = RunFolder(folder)
     files.create()
     files.config.write_text(dump_toml(config), encoding="utf-8")
+    files.environment.write_text(json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8")
     records = [StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate) for step, rate in enumerate(rates)]
     _write_lines(files.metrics, [record.to_json() for record in records])
     if held_out:

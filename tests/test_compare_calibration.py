@@ -9,7 +9,7 @@ from scipy import stats
 
 from benchmarks.calibration import COMPLETIONS, PROMPTS, RULES, fisher_rejects, right_answers, verdicts
 from retrain.analysis import power, verdict
-from retrain.analysis.verdict import Verdict, conclude
+from retrain.analysis.verdict import Paired, Verdict, conclude
 
 SEEDS = 8
 
@@ -46,11 +46,11 @@ def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None
     """True differences at the margin, of campaigns that are too small to tell them from 0; then true differences of 0."""
     rng = np.random.default_rng(2)
     test = verdict.TestSettings(margin=1.0)
-    at_margin = [conclude([list(rng.normal(1.0, 0.4, 3))], test)[0].verdict for _ in range(2000)]
+    at_margin = [conclude([Paired.of(list(rng.normal(1.0, 0.2, 6)))], test)[0].verdict for _ in range(2000)]
     wrong = at_margin.count(Verdict.EQUIVALENT)
     assert set(at_margin) == {Verdict.EQUIVALENT, Verdict.INCONCLUSIVE}
     assert at_most(wrong, 2000, RULES.alpha) and not at_most(wrong, 2000, 0.5 * RULES.alpha)
-    at_zero = [conclude([list(rng.normal(0.0, 0.4, SEEDS))], test)[0].verdict for _ in range(400)]
+    at_zero = [conclude([Paired.of(list(rng.normal(0.0, 0.4, SEEDS)))], test)[0].verdict for _ in range(400)]
     assert at_zero.count(Verdict.EQUIVALENT) > 0.9 * len(at_zero)
 
 
@@ -67,6 +67,8 @@ def test_real_effects_are_found_as_often_as_the_power_predicts() -> None:
 
 def test_the_interval_covers_the_true_difference() -> None:
     rng = np.random.default_rng(4)
-    intervals = [conclude([list(arms[1] - arms[0])], RULES)[0].interval for arms in (right_answers(rng, 2, SEEDS) for _ in range(600))]
+    intervals = [
+        conclude([Paired.of(list(arms[1] - arms[0]))], RULES)[0].interval for arms in (right_answers(rng, 2, SEEDS) for _ in range(600))
+    ]
     covered = sum(interval is not None and interval[0] <= 0 <= interval[1] for interval in intervals)
     assert at_most(600 - covered, 600, RULES.alpha) and at_most(covered, 600, 0.97)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from retrain.analysis.held_out import Answers
 from retrain.analysis.statistics import Floats
 from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
@@ -126,6 +127,19 @@ class StoredRun:
         problems.reverse()
         records = [EvaluationRecord.from_json(line) for line in problems]
         return Evaluation(step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k}))
+
+    @cached_property
+    def answers(self) -> Answers | None:
+        """The held-out answers of `final_evaluation`."""
+        return Answers.of(self.final_evaluation.problems) if self.final_evaluation else None
+
+    @cached_property
+    def base_answers(self) -> Answers | None:
+        """The held-out answers of the untrained model; None unless the run was evaluated before its first step."""
+        if not self.folder.evaluation.is_file():
+            return None
+        first = list(takewhile(lambda line: line["step"] == 0, read_jsonl(self.folder.evaluation)))
+        return Answers.of([EvaluationRecord.from_json(line) for line in first]) if first else None
 
     def curve(self, name: str) -> Floats:
         """[2, steps] step numbers and values of a numeric field, without the steps that have no value."""

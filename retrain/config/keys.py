@@ -122,7 +122,7 @@ def keys_by_path() -> dict[str, Key]:
 @cache
 def _homes() -> dict[str, tuple[str, ...]]:
     homes: dict[str, tuple[str, ...]] = {}
-    for key in all_keys():
+    for key in (key for key in all_keys() if not key.traits.echoes_training):
         homes[key.name] = (*homes.get(key.name, ()), key.path)
     return homes
 

@@ -76,6 +76,8 @@ class Traits:
     """Says something about a campaign as a whole, so a condition cannot set it."""
     not_for_a_condition: str = ""
     """The reason why a condition cannot set it, and the key that does."""
+    echoes_training: bool = False
+    """Unset, it is the key of that name in [training], which a bare name means."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
@@ -440,12 +442,44 @@ class Evaluation(Section):
     samples: int = key(1, "Completions sampled per problem.", ge=1, le=MOST_COMPLETIONS)
     temperature: float | None = key(
         None,
-        "Sampling temperature, 0 for greedy; unset means training's. Above 0, [training] top_k, top_p and min_p apply too.",
+        "Sampling temperature, 0 for greedy; unset means training's. Above 0, top_k, top_p and min_p apply too.",
         ge=0,
         meaningful_unset=True,
         example=1.0,
     )
+    max_tokens: int | None = key(
+        None, "Most new tokens per completion; unset means training's.", ge=1, meaningful_unset=True, echoes_training=True, example=1024
+    )
+    top_k: int | None = key(
+        None,
+        "As [training] top_k, for held-out samples; unset means training's.",
+        ge=0,
+        meaningful_unset=True,
+        echoes_training=True,
+        example=0,
+    )
+    top_p: float | None = key(
+        None,
+        "As [training] top_p, for held-out samples; unset means training's.",
+        gt=0,
+        le=1,
+        meaningful_unset=True,
+        echoes_training=True,
+        example=1.0,
+    )
+    min_p: float | None = key(
+        None,
+        "As [training] min_p, for held-out samples; unset means training's.",
+        ge=0,
+        lt=1,
+        meaningful_unset=True,
+        echoes_training=True,
+        example=0.0,
+    )
     k: list[Positive] = key([1], "Values of k for which pass@k is reported.", min_length=1)
+    covariate: Literal["auto", "off"] = key(
+        "auto", "Use the base model's pass rate per problem at step 0 in the interval for new problems where it narrows it."
+    )
 
     @property
     def asked_for(self) -> bool:

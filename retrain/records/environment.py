@@ -23,6 +23,7 @@ def describe_environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
+        "threads": _threads(),
         "memory_gib": _memory_gib(),
         "device": device,
         "device_name": _device_name(device),
@@ -70,6 +71,12 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _threads() -> int | None:
+    """Threads of one operation, on whose number the rounding of sums depends; None without torch."""
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch is not None else None
 
 
 def _memory_gib() -> float | None:

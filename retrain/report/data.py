@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.analysis.arms import differing_keys
 from retrain.analysis.compare import Comparison, check_sizes, compare_runs
+from retrain.analysis.likeness import differing_keys
 from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
 from retrain.analysis.status import RunStatus, run_status

@@ -14,7 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from retrain.analysis.compare import Comparison
-from retrain.analysis.comparison_text import arm_table, contrast_table, details, explanation, heading, sharing
+from retrain.analysis.comparison_text import arm_table, contrast_table, sections, seed_line
+from retrain.analysis.explanation import caveats, explanation
+from retrain.analysis.headline import answer, name_of
 from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus
 from retrain.errors import EnvironmentFailure
@@ -89,16 +91,16 @@ def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: Liv
 
 def _verdicts(comparison: Comparison) -> dict[str, Any]:
     """The variables of the template's section "verdicts"."""
-    shared = {sharing(contrast) for contrast in comparison.contrasts}
     return {
-        "heading": heading(comparison),
+        "answer": answer(comparison),
         "arm_table": arm_table(comparison),
         "contrasts": contrast_table(comparison),
-        "shared_by_all": shared.pop() if len(shared) == 1 else "",
+        "seed_lines": [seed_line(contrast, comparison) for contrast in comparison.contrasts],
         "sentences": [
-            (contrast, explanation(contrast, comparison), sharing(contrast), list(details(contrast, comparison)))
+            (contrast, name_of(contrast, comparison), explanation(contrast, comparison), list(caveats(contrast, comparison)))
             for contrast in comparison.contrasts
         ],
+        "sections": list(sections(comparison)),
     }
 
 

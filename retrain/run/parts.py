@@ -88,8 +88,9 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world)
     examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world)
-    evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
-    guard = FailureGuard(config.reward.max_failure_rate)
+    limit = config.reward.max_failure_rate
+    evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k, limit) if held_out else None
+    guard = FailureGuard(limit)
     return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, SEPAController(config.sepa), evaluator)
 
 
@@ -194,7 +195,7 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def truncation(config: TrainConfig) -> Truncation:
-    """The truncation of training and of evaluation."""
+    """The truncation of training."""
     return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
 
 
@@ -202,11 +203,15 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
     evaluation, training = config.evaluation, config.training
     return SamplingPlan(
         group_size=evaluation.samples,
-        max_tokens=training.max_tokens,
+        max_tokens=training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens,
         temperature=training.temperature if evaluation.temperature is None else evaluation.temperature,
         seed=training.seed,
         stream=Stream.EVALUATION,
-        truncation=truncation(config),
+        truncation=Truncation(
+            training.top_k if evaluation.top_k is None else evaluation.top_k,
+            training.top_p if evaluation.top_p is None else evaluation.top_p,
+            training.min_p if evaluation.min_p is None else evaluation.min_p,
+        ),
     )
 
 
