@@ -5,6 +5,7 @@ A server that does not answer is left out, its requests go to the others, and it
 """
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ from retrain.errors import ConfigurationError, RetrainError, ServerFailure
 
 T = TypeVar("T")
 Json = dict[str, Any]
+
+logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; a failure says how many there were
 
 _BUSY = frozenset({429, 502, 503, 504})
 """The server or a proxy before it asks for patience. Every other status from 400 on is an answer."""
@@ -75,7 +78,8 @@ class Server:
     """(status, text) to whether this answer means that the engine behind the server has died."""
     alive: bool = True
     in_flight: int = 0
-    served: int = 0
+    turn: int = 0
+    """When it was last chosen."""
     looked_at: float = 0.0
     problem: str = ""
     """Why it is left out."""
@@ -91,7 +95,6 @@ class Server:
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
         self.in_flight += 1
-        self.served += 1
         limit = {} if timeout is None else {"timeout": timeout}
         try:
             response = await self.client.request(method, path, json=body, **limit)  # type: ignore[arg-type]
@@ -138,6 +141,7 @@ class ServerPool:
         self.servers = [_server(url, headers, timeout_s, is_dead, transport) for url in urls]
         self.came_back = False
         """Set when a server was taken back; whoever checks servers clears it."""
+        self._turns = 0
         self._loop = asyncio.new_event_loop()
         self._looks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests to servers", daemon=True)
@@ -265,7 +269,10 @@ class ServerPool:
                     look = asyncio.create_task(self._take_back(server))
                     self._looks.add(look)
                     look.add_done_callback(self._looks.discard)
-        return min(self.alive, key=lambda server: (server.in_flight, server.served))
+        chosen = min(self.alive, key=lambda server: (server.in_flight, server.turn))
+        self._turns += 1
+        chosen.turn = self._turns
+        return chosen
 
     async def _take_back(self, server: Server) -> None:
         server.looked_at = time.monotonic()

@@ -90,8 +90,8 @@ class VLLMDialect(Dialect):
         except Refused as error:
             problem = f"answers {error.status} ({error})"
         raise ConfigurationError(
-            f"[training] top_k = {cut.top_k} is trained over the tokens that were kept, and {self.title} {server.url} {problem} at {_GENERATE}: "
-            f"start it with --return-sampling-mask and --enable-scale-out (vLLM 0.28 or later, on a GPU), {advice}."
+            f"[training] top_k = {cut.top_k} is trained over the tokens that were kept, and {self.title} {server.url} {problem} at "
+            f"{_GENERATE}: start it with --return-sampling-mask and --enable-scale-out (vLLM 0.28 or later, on a GPU), {advice}."
         )
 
     async def why_it_differs(self, server: Server) -> str:
