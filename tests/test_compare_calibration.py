@@ -43,12 +43,11 @@ def test_fisher_on_pooled_completions_is_wrong_far_more_often() -> None:
 
 
 def test_equivalence_is_claimed_wrongly_at_most_as_often_as_alpha_says() -> None:
-    """True differences at the margin, of campaigns that are too small to tell them from 0; then true differences of 0."""
+    """True differences at the margin, which may be improvements as well; then true differences of 0."""
     rng = np.random.default_rng(2)
     test = verdict.TestSettings(margin=1.0)
-    at_margin = [conclude([Paired.of(list(rng.normal(1.0, 0.2, 6)))], test)[0].verdict for _ in range(2000)]
-    wrong = at_margin.count(Verdict.EQUIVALENT)
-    assert set(at_margin) == {Verdict.EQUIVALENT, Verdict.INCONCLUSIVE}
+    at_margin = [conclude([Paired.of(list(rng.normal(1.0, 0.4, 6)))], test)[0] for _ in range(2000)]
+    wrong = sum(found.within_margin or found.verdict is Verdict.EQUIVALENT for found in at_margin)
     assert at_most(wrong, 2000, RULES.alpha) and not at_most(wrong, 2000, 0.5 * RULES.alpha)
     at_zero = [conclude([Paired.of(list(rng.normal(0.0, 0.4, SEEDS)))], test)[0].verdict for _ in range(400)]
     assert at_zero.count(Verdict.EQUIVALENT) > 0.9 * len(at_zero)

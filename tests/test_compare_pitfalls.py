@@ -102,7 +102,7 @@ def test_an_evaluation_that_cannot_be_judged_fails_as_training_does(tmp_path: Pa
     (tmp_path / "silent.py").write_text("def score(response, reference, example):\n    return None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = {"type": "random", "custom_module": "silent"}
-    config = small(tmp_path / "run", reward=reward, evaluation={"at_end": True, "reward": "custom", "max_examples": 8})
+    config = small(tmp_path / "run", reward=reward, evaluation={"at_start": True, "reward": "custom", "max_examples": 8})
     with pytest.raises(RunFailed, match=r"8 of 8 held-out answers could not be judged .* max_failure_rate"):
         train(config, quiet=True)
 
