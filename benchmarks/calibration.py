@@ -193,9 +193,10 @@ def paragraphs(campaigns: int) -> Iterator[str]:
     yield table(["seeds", "Holm", "joint flips (max-T)", "predicted"], power_by_correction(campaigns))
     yield "## False verdicts outside the textbook"
     yield (
-        f"{campaigns // 2} campaigns per row, 200 problems with 1 sample unless the row says otherwise. Before: the rules of 68cde85. Where "
-        "only candidates collapse, the means are equal and the differences are not symmetric, which neither sign flips nor t intervals are "
-        "made for: the output names the seed. Where an arm's lowest runs failed, the verdict is about the runs that finished, and says so."
+        f"{campaigns // 2} campaigns per row, 200 problems with 1 sample unless the row says otherwise. Before: the rules of 68cde85. "
+        "Where only candidates collapse, the means are equal and the differences are not symmetric, which neither sign flips nor t "
+        "intervals are made for: the output names the seed. Where an arm's lowest runs failed, the verdict is about the runs that "
+        "finished, and says so."
     )
     yield table(["scenario", "seeds", "comparisons", "before", "after"], false_verdicts_by_scenario(campaigns // 2))
     yield "## Looking after every seed"

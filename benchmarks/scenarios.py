@@ -39,9 +39,10 @@ class Campaign:
 
     def family(self) -> list[Paired]:
         """Each arm against the first, as `retrain compare` sees it."""
-        return [self._paired(arm) for arm in range(1, len(self.right))]
+        arms = len(self.right)
+        return [self._paired(arm, 1 - 0.05 / (arms - 1)) for arm in range(1, arms)]
 
-    def _paired(self, arm: int) -> Paired:
+    def _paired(self, arm: int, confidence: float) -> Paired:
         seeds = np.flatnonzero(self.finished[0] & self.finished[arm])
         found = {int(seed): AnswerDifference.between(self._answers(arm, seed), self._answers(0, seed), 1) for seed in seeds}
         bounded = any(difference.unjudged for difference in found.values())
@@ -51,7 +52,7 @@ class Campaign:
             {seed: difference.mean for seed, difference in found.items()},
             {seed: difference.least for seed, difference in found.items()} if bounded else None,
             {seed: difference.most for seed, difference in found.items()} if bounded else None,
-            table.interval() if table and few else None,
+            table.interval(confidence) if table and few else None,
         )
 
     def _answers(self, arm: int, seed: int) -> Answers:
@@ -139,6 +140,14 @@ def losing_the_worst(rng: Random, arms: int, seeds: int) -> Campaign:
     return campaign
 
 
+def counting_them_as_the_worst(rng: Random, arms: int, seeds: int) -> Campaign:
+    """The same, with --failed worst."""
+    campaign = losing_the_worst(rng, arms, seeds)
+    campaign.right[~campaign.finished] = 0
+    campaign.finished[:] = True
+    return campaign
+
+
 def forty_problems(rng: Random, arms: int, seeds: int) -> Campaign:
     """An effect that differs from problem to problem, with a mean of 0 over all problems; 40 of them are asked."""
     return draw(rng, arms, seeds, problems=40, samples=4, effect=rng.normal(0, 1.0, 40))
@@ -159,5 +168,6 @@ NULLS: dict[str, Callable[[Random, int, int], Campaign]] = {
     "a fifth of the runs missing": incomplete,
     "a fifth of the wrong answers unjudged": unjudged,
     "the lowest fifth of the runs failed": losing_the_worst,
+    "the same, --failed worst (before had no such flag)": counting_them_as_the_worst,
     "40 problems with effects of their own": forty_problems,
 }
