@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from campaigns import problems, write_campaign, write_manifest, write_run
-from runs import small
 
-from retrain import train
 from retrain.analysis.two_way import TwoWay
 from retrain.campaign import plan_campaign
 from retrain.cli.main import main
 from retrain.config import config_from_mapping
 from retrain.errors import RunFailed
 from retrain.records.entries import EvaluationRecord, StepRecord
+from retrain.run.evaluation import Evaluator
+from retrain.run.rollout import Rollout, Watcher
+from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored
 
 BASE, BETTER = "grpo+none", "maxrl+none"
 EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
@@ -98,13 +99,29 @@ def test_one_missing_cell_drops_neither_its_problem_nor_its_seed() -> None:
     assert holed.residual_freedom == whole.residual_freedom - 1
 
 
-def test_an_evaluation_that_cannot_be_judged_fails_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "silent.py").write_text("def score(response, reference, example):\n    return None\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    reward = {"type": "random", "custom_module": "silent"}
-    config = small(tmp_path / "run", reward=reward, evaluation={"at_end": True, "reward": "custom", "max_examples": 8})
-    with pytest.raises(RunFailed, match=r"8 of 8 held-out answers could not be judged .* max_failure_rate"):
-        train(config, quiet=True)
+class Silent:
+    """A sampler whose reward judges some answers and none of the others."""
+
+    def __init__(self, unjudged: int, total: int) -> None:
+        completion = Completion(0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
+        lost, right = Score(Outcome.COULD_NOT_JUDGE, None, "the worker died"), Score.of(1.0, 0.5)
+        prompt = Prompt(Example("", "", example_id="p"), "", np.zeros(1, np.int32))
+        self.group = Group(prompt, 0, [Scored(completion, "", lost if index < unjudged else right) for index in range(total)])
+
+    def draw(self, *_: object) -> Rollout:
+        return Rollout([self.group], [self.group])
+
+
+def test_an_evaluation_with_too_many_unjudged_answers_fails_as_training_does() -> None:
+    watcher = Watcher(lambda: None, lambda _: None)
+
+    def evaluated(unjudged: int, limit: float) -> int:
+        evaluator = Evaluator(Silent(unjudged, 40), [], None, [1], limit)  # type: ignore[arg-type]
+        return evaluator.run(3, watcher).problems[0].could_not_judge
+
+    with pytest.raises(RunFailed, match=r"9 of 40 held-out answers could not be judged \(9 times: the worker died\), more than .*0\.1"):
+        evaluated(9, 0.1)
+    assert evaluated(4, 0.1) == 4 and evaluated(1, 0.0) == 1 and evaluated(40, 1.0) == 40
 
 
 # -- what two runs had in common -------------------------------------------------------------------------------------------

@@ -282,7 +282,7 @@ def _per_run(arm: Arm, name: str) -> float | None:
 
 def _contrasts(family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None) -> list[Contrast]:
     """One contrast per candidate; the p values are adjusted over all of them."""
-    conclusions = conclude([pairs.paired(test.alpha) for pairs in family], test, metric.better)
+    conclusions = conclude([pairs.paired(test.alpha, len(family)) for pairs in family], test, metric.better)
     lost = worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family)
     at_worst = _conclusions_at_worst(family, metric, test, worst) if lost else [None] * len(family)
     return [
@@ -293,7 +293,7 @@ def _contrasts(family: Sequence[Pairs], metric: Metric, test: TestSettings, wors
 
 def _conclusions_at_worst(family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None) -> list[Conclusion]:
     again = [pair_up(pairs.candidate, pairs.baseline, metric, worst) for pairs in family]
-    return conclude([pairs.paired(test.alpha) for pairs in again], replace(test, failed="worst"), metric.better)
+    return conclude([pairs.paired(test.alpha, len(family)) for pairs in again], replace(test, failed="worst"), metric.better)
 
 
 def _contrast(pairs: Pairs, conclusion: Conclusion, at_worst: Conclusion | None, metric: Metric, test: TestSettings) -> Contrast:

@@ -53,8 +53,9 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
             f"leave any difference between {interval_words(found.bounds, metric)} possible."
         )
     wide = interval_words(contrast.wide.interval if contrast.wide else None, metric)
+    adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
     return (
-        f"The seeds agree (adjusted p {p_words(found.p_adjusted)}), but the interval for new problems, {wide}, contains 0: with "
+        f"The seeds agree (adjusted p {p_words(found.p_adjusted)}), but the interval for new problems, {wide}{adjusted}, contains 0: with "
         f"{comparison.problems:,} problems, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
     )
 
@@ -173,7 +174,8 @@ def computed(comparison: Comparison) -> Iterator[str]:
     over = f", adjusted over {family} by {adjusted}" if several else ""
     yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
     if any(contrast.wide for contrast in comparison.contrasts):
-        few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too" if comparison.problems < FEW_PROBLEMS else ""
+        all_of_them = f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)" if several else ""
+        few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}" if comparison.problems < FEW_PROBLEMS else ""
         yield f"For new problems: two-way analysis of variance over seeds and problems{few}."
     if any(contrast.conclusion.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT) for contrast in comparison.contrasts):
         yield "A difference that was picked because it is significant is too large on average (winner's curse); new seeds show its size."

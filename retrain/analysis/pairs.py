@@ -64,9 +64,9 @@ class Pairs:
         ours, theirs = self.candidate.runs, self.baseline.runs
         return [(ours[seed], theirs[seed]) for seed in self.differences if seed in ours and seed in theirs]
 
-    def paired(self, alpha: float) -> Paired:
-        """What a verdict is made of."""
-        wide = self.wide_interval(1 - alpha)
+    def paired(self, alpha: float, family: int) -> Paired:
+        """What a verdict is made of. Where it needs the interval for new problems, that is Bonferroni's over the family."""
+        wide = self.wide_interval(1 - alpha / family)
         few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
         return Paired(self.differences, self.least, self.most, wide.interval if wide and few else None)
 

@@ -20,6 +20,7 @@ from retrain.analysis.runs import StoredRun, find_runs
 from retrain.analysis.sign_flips import max_t_rows
 from retrain.analysis.statistics import Floats, paired_differences, sample_sd, seeds_to_reach
 from retrain.errors import ConfigurationError
+from retrain.records.printing import counted
 
 Correction = Literal["maxt", "holm"]
 
@@ -249,6 +250,36 @@ def _t_power(seeds: int, effect: float, level: float) -> float:
 
     critical = float(stdtrit(seeds - 1, 1 - level / 2))
     return float(1 - nctdtr(seeds - 1, effect * np.sqrt(seeds), critical))
+
+
+# -- a design, in words --------------------------------------------------------------------------------------------------
+
+
+def evaluation_sd(problems: int, samples: int) -> float:
+    """The most that the answers alone can give a paired difference of accuracies as its sd: independent arms, accuracy 1/2."""
+    return float(np.sqrt(0.5 / (problems * samples)))
+
+
+def design_line(seeds: int, comparisons: int, problems: int, samples: int, alpha: float = 0.05, power: float = 0.8) -> str:
+    """What a campaign can conclude when every condition is compared with the first; `problems` is 0 where their number is not known."""
+    family = counted(comparisons, "comparison")
+    units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons)
+    if units is None:
+        return (
+            f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however large; {family} at {alpha:g} need at "
+            f"least {seeds_to_conclude(alpha, comparisons)} seeds."
+        )
+    found = (
+        f"{counted(seeds, 'seed')} and {family} find a true difference of {units:.2g} standard deviations of the paired differences in "
+        f"{100 * power:g}% of cases."
+    )
+    if not problems:
+        return found
+    sd = 100 * evaluation_sd(problems, samples)
+    return (
+        f"{found} {problems:,} held-out problems x {counted(samples, 'sample')} alone give them an sd of up to {sd:.1f} pp: that makes "
+        f"{units * sd:.1f} pp. More [evaluation] max_examples or samples make it smaller, down to the luck of the runs."
+    )
 
 
 # -- a pilot -------------------------------------------------------------------------------------------------------------

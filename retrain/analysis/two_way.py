@@ -82,6 +82,7 @@ class TwoWay:
         ]
         if total > 0:
             freedom = total**2 / sum(square**2 / own for square, own in zip(squares, freedoms, strict=True))
+            freedom = max(freedom, min(freedoms))  # Satterthwaite's falls towards 0 where the mean squares nearly cancel
             halves.append(float(stdtrit(freedom, quantile)) * np.sqrt(total / cells))
         half = float(max(halves))
         return self.mean - half, self.mean + half

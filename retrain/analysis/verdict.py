@@ -138,7 +138,7 @@ def conclude(family: Sequence[Paired], test: TestSettings, better: Direction = "
     """One conclusion per contrast; the p values are adjusted over the whole family. `better` is the metric's own direction."""
     adjusted = test.adjusted([paired.by_seed for paired in family])
     at_worst = adjusted
-    if any(paired.least is not None for paired in family):
+    if any(paired.least is not None for paired in family) and min(adjusted) < test.alpha:
         at_worst = test.adjusted([paired.at_worst for paired in family])
     smallest = test.smallest_adjusted([len(paired.by_seed) for paired in family])
     equivalence = _equivalence(family, test.margin)

@@ -26,7 +26,19 @@ def check(plan: CampaignPlan) -> Checked:
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: [data] source = {name!r} holds nothing out." for name in sources]
-    return Checked((*lines, *condition_notes(plan), *missing), frozenset(lacking))
+    return Checked((*lines, *condition_notes(plan), *missing, *_design(plan)), frozenset(lacking))
+
+
+def _design(plan: CampaignPlan) -> list[str]:
+    """What the campaign can conclude, said before it costs anything."""
+    comparisons = len(plan.conditions) - 1
+    if comparisons == 0:
+        return []
+    from retrain.analysis.power import design_line
+
+    evaluation = plan.runs[0].config.evaluation
+    problems = evaluation.max_examples if evaluation.asked_for else 0
+    return [design_line(len(plan.seeds), comparisons, problems, evaluation.samples)]
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:

@@ -95,8 +95,8 @@ def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
         f"{100 * ASSURANCE:g}% of pilots."
     )
     yield (
-        f"At the pilot's own sd {_count(plan.seeds(plan.sd))} ({low} to {high} over its interval); about half of such plans have less power "
-        "than stated."
+        f"At the pilot's own sd {_count(plan.seeds(plan.sd))} ({low} to {high} over its interval); about half of such plans have less "
+        "power than stated."
     )
 
 
