@@ -26,7 +26,7 @@ LAYERS: tuple[set[str], ...] = (
     {"advantages", "backends", "backpressure", "data", "inference_engine", "model", "records", "rewards", "sepa"},
     {"tracking"},
     {"analysis", "run"},
-    {"campaign", "explain", "inspect", "report", "squeeze"},
+    {"audit", "campaign", "explain", "inspect", "report", "squeeze"},
     {"cli"},
     {"__main__"},
 )

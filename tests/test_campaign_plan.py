@@ -152,8 +152,8 @@ def test_a_key_is_unused_only_where_no_condition_uses_it() -> None:
 
 
 def test_what_one_condition_needs_and_is_not_built_is_refused() -> None:
-    assert len(not_built(config_from_toml(TWO_PPO.replace("lr = 1e-3", 'planning.detector = "semantic"')))) == len(
-        not_built(config_from_toml('[planning]\ndetector = "semantic"'))
+    assert len(not_built(config_from_toml(TWO_PPO.replace("lr = 1e-3", "backpressure.enabled = true")))) == len(
+        not_built(config_from_toml("[backpressure]\nenabled = true"))
     )
 
 

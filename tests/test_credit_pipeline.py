@@ -421,8 +421,8 @@ def test_unknown_parameters_of_built_ins_are_refused() -> None:
             CreditPipeline(config(algorithm=table), pieces)
 
 
-def test_a_detector_that_is_not_built_is_refused_only_where_it_is_needed() -> None:
+def test_an_encoder_is_needed_only_where_a_transform_looks_for_planning() -> None:
     planning = {"detector": "semantic"}
-    with pytest.raises(ConfigurationError, match="not built"):
+    with pytest.raises(ConfigurationError, match="needs an encoder"):
         CreditPipeline(config(planning=planning), pieces)
     CreditPipeline(config("gtpo", planning=planning), pieces)

@@ -25,6 +25,7 @@ from retrain.advantages.resolve import (
     step_tokens,
     token_lists,
 )
+from retrain.advantages.semantic import Encoder, SemanticDetector
 from retrain.advantages.sepa import check_ramp
 from retrain.advantages.step import StepTokens
 from retrain.advantages.transforms import TransformContext, TransformSpec, gtpo_group_weights, gtpo_weights, hicra, inverted, top_rho
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 UNINFORMATIVE = 1e-12
 """A group is left out of training when no token's advantage is larger than this."""
 
+LoadEncoder = Callable[[str], Encoder]
+"""Name or folder of a sentence-transformers model -> its encoder."""
 Stages = dict[str, Float64Array]
 """Stage -> token advantages [n], in the order in which the stages were applied."""
 
@@ -57,11 +60,12 @@ class _Step:
 class CreditPipeline:
     """Built once per run from the configuration; `assign` is then a pure function of its arguments.
 
-    `pieces` decodes the token ids of a completion into one text piece per token. Raises ConfigurationError for unknown names, plugins
+    `pieces` decodes the token ids of a completion into one text piece per token; `load_encoder` loads the sentence encoder of the semantic
+    planning detector by its name, where that is configured. Raises ConfigurationError for unknown names, plugins
     that do not load, and values that contradict each other.
     """
 
-    def __init__(self, config: "TrainConfig", pieces: Callable[[Int32Array], list[str]]) -> None:
+    def __init__(self, config: "TrainConfig", pieces: Callable[[Int32Array], list[str]], load_encoder: LoadEncoder | None = None) -> None:
         self.config = config
         self.notes: list[str] = []
         """Sentences to print at the start of the run."""
@@ -83,7 +87,7 @@ class CreditPipeline:
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(str(config.algorithm.transform_params.get("uncertainty_kind", algorithm.uncertainty_kind)))
         self._uncertainty = resolve_uncertainty(self.uncertainty_kind, config, self.notes) if self.needs_uncertainty else None
-        self._detector = _planning_detector(self.config) if self.needs_planning else None
+        self._detector = _planning_detector(self.config, load_encoder) if self.needs_planning else None
         self._check_values()
 
     @property
@@ -257,7 +261,7 @@ class CreditPipeline:
         if self._detector is None:
             return None
         turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.completions]
-        masks = [self._detector.detect(self._pieces(turn.token_ids)) for turn in turns]
+        masks = self._detector.detect_all([self._pieces(turn.token_ids) for turn in turns])
         return np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
 
     def _check_values(self) -> None:
@@ -273,14 +277,13 @@ class CreditPipeline:
             self.notes.append("[hicra] alpha = 1 removes the penalty of planning tokens in wrong completions altogether.")
 
 
-def _planning_detector(config: "TrainConfig") -> RegexDetector:
+def _planning_detector(config: "TrainConfig", load_encoder: LoadEncoder | None) -> RegexDetector | SemanticDetector:
     planning = config.planning
-    if planning.detector != "regex":
-        raise ConfigurationError(
-            f'[planning] detector = "{planning.detector}" is not built yet; use detector = "regex", or a transform_mode that looks for '
-            "no planning phrases."
-        )
-    return RegexDetector(planning.grams)
+    if planning.detector == "regex":
+        return RegexDetector(planning.grams)
+    if load_encoder is None:
+        raise ConfigurationError('[planning] detector = "semantic" needs an encoder: give CreditPipeline one as load_encoder.')
+    return SemanticDetector(load_encoder(planning.model), planning.threshold, planning.min_similarity)
 
 
 def _last(stages: Stages) -> Float64Array:

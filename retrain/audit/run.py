@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from retrain.audit.cases import Case, Kind, cases_of
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judge_words, training_rewards
 from retrain.data import load_examples
-from retrain.records.evaluation import clustered_interval
+from retrain.records.evaluation import wilson_interval
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
 from retrain.rewards.workers import automatic_workers
 from retrain.types import Example, JudgeUsage, Outcome, Score
@@ -60,11 +60,19 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95%: Wilson's, on the effective number of cases, since those of one example are alike."""
+        """95%: Wilson's, on the effective number of cases, since those of one example are alike.
+
+        The variance is that of the ratio of errors to cases, both summed over the examples (linearised, as for any ratio of two sums).
+        """
         by_example: dict[str, list[bool]] = {}
         for item in self.judged:
             by_example.setdefault(item.case.example.example_id, []).append(item.is_error)
-        return clustered_interval([sum(errors) / len(errors) for errors in by_example.values()], len(self.judged))
+        count, total, rate = len(by_example), len(self.judged), self.error_rate
+        if rate is None:
+            return 0.0, 1.0
+        spread = sum((sum(errors) - rate * len(errors)) ** 2 for errors in by_example.values())
+        variance = count / (count - 1) * spread / total**2 if count > 1 else 0.0
+        return wilson_interval(rate, min(rate * (1 - rate) / variance, float(total)) if variance > 0 else float(count))
 
     @property
     def could_not_judge(self) -> int:
@@ -195,20 +203,24 @@ def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[
     free = threading.Semaphore(at_once)
     started, ended = dict[int, float](), dict[int, float]()
     waiting = []
+
+    def end(number: int, _: object) -> None:
+        ended[number] = time.perf_counter()
+        free.release()
+
     for number, case in enumerate(cases):
         free.acquire()
         started[number] = time.perf_counter()
         verdict = scorer.submit(_request(case, number))
-        verdict.add_done_callback(lambda _, number=number: (ended.__setitem__(number, time.perf_counter()), free.release()))  # type: ignore[misc]
+        verdict.add_done_callback(partial(end, number))
         waiting.append((number, case, verdict))
+    for _ in range(at_once):  # until every callback has run: a result may be there before
+        free.acquire()
     for number, case, verdict in waiting:
-        score = verdict.result()
-        yield Judged(case, score, ended[number] - started[number])
+        yield Judged(case, verdict.result(), ended[number] - started[number])
 
 
 def _request(case: Case, number: int) -> ScoreRequest:
     example: Example = case.example
     prompt = example.prompt if isinstance(example.prompt, str) else "\n\n".join(message["content"] for message in example.prompt)
     return ScoreRequest(case.response, example.reference, prompt, example, step=0, slot=number, sample=0)
-
-

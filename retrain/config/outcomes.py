@@ -272,7 +272,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         'use engine = "pytorch"',
     ),
     NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),
-    NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
 )
 

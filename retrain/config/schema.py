@@ -518,7 +518,7 @@ class Planning(Section):
     """Which tokens are planning."""
 
     detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
-    model: str = key("all-MiniLM-L6-v2", "Sentence-transformer model of the semantic detector.", min_length=1)
+    model: str = key("all-MiniLM-L6-v2", "Sentence-transformers model of the semantic detector: its name or folder.", min_length=1)
     threshold: float = key(0.02, "Margin by which a window must be nearer to planning than to execution (semantic).", ge=-2, le=2)
     min_similarity: float = key(0.25, "Smallest similarity to planning (semantic).", ge=-1, le=1)
     strategic_grams: Annotated[str | Strings, AfterValidator(check_grams)] = key(

@@ -133,7 +133,7 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
     if config.model.load_in_4bit:
         options |= {"quantization_config": _four_bits(device), "device_map": {"": device}}
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
     except (OSError, ValueError, ImportError) as error:
         raise EnvironmentFailure(
@@ -150,7 +150,7 @@ def choose_deterministic_experts(model: "PreTrainedModel") -> None:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """transformers shows one over the tensors of a file, which load at once."""
     from transformers.utils import logging
 

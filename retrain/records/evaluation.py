@@ -41,7 +41,11 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
         return 0.0, 1.0
     p = float(np.mean(means))
     variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
-    size = min(p * (1 - p) / variance, float(samples)) if variance > 0 else float(n)
+    return wilson_interval(p, min(p * (1 - p) / variance, float(samples)) if variance > 0 else float(n))
+
+
+def wilson_interval(p: float, size: float) -> tuple[float, float]:
+    """95% score interval of a proportion p that rests on `size` independent draws, which may be an effective number."""
     centre = (p + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
     half = Z_95 / (1 + Z_95**2 / size) * sqrt(p * (1 - p) / size + Z_95**2 / (4 * size**2))
     return max(0.0, centre - half), min(1.0, centre + half)

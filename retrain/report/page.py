@@ -60,14 +60,14 @@ class LiveReload:
 
 def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: LiveReload | None = None) -> str:
     """The page as HTML, for a file or, with `live`, for a server."""
-    script, style = _asset("report.js"), _asset("report.css")
+    script, style = asset("report.js"), asset("report.css")
     # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all text is.
     shown = [
         ShownFigure(drawn.name, drawn.title, drawn.caption, Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title))))
         for drawn in figures
     ]
     return (
-        _environment()
+        environment()
         .get_template("report.html")
         .render(
             data=data,
@@ -112,13 +112,15 @@ def content_policy(script: str, *, live: bool) -> str:
     return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file beside the templates."""
     return resources.files(__package__).joinpath(_TEMPLATES, name).read_text(encoding="utf-8")
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Templates in which every expression is text, harmless and without secrets."""
     assert __package__
-    environment = Environment(
+    made = Environment(
         loader=PackageLoader(__package__, _TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -126,8 +128,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_harmless(Redactor()),
     )
-    environment.globals["number"] = _number
-    return environment
+    made.globals["number"] = _number
+    return made
 
 
 def _harmless(redactor: Redactor) -> Callable[[Any], Any]:

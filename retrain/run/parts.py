@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.semantic import Encoder
 from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import Backend
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
@@ -66,7 +67,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
             engine_class(config).preflight(config)
     text = load_text(config, say)
-    credit = CreditPipeline(config, text.vocabulary.pieces)
+    credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config, name, world))
     for note in credit.notes:
         say(note)
     prompts = load_prompts(config, text, say)
@@ -125,6 +126,17 @@ def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: Machine
     say(backend.trainable_parameters_line())
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={sampler is not None}).")
     return backend
+
+
+def load_encoder(config: TrainConfig, name: str, world: World) -> Encoder:
+    """The semantic planning detector's, on the learner's device where that is ours."""
+    from retrain.model.sentences import load_sentence_encoder
+
+    if config.backend.backend != "local":
+        return load_sentence_encoder(name)
+    from retrain.model.devices import choose_device
+
+    return load_sentence_encoder(name, str(choose_device(config, world).device))
 
 
 def load_text(config: TrainConfig, say: Say) -> TextModel:
