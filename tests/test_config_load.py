@@ -23,7 +23,7 @@ from retrain.config import (
     with_drawn_seed,
 )
 from retrain.config.keys import Key, all_keys, flags
-from retrain.config.names import table, register_name
+from retrain.config.names import register_name, table
 from retrain.config.outcomes import per_token_refusals
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError

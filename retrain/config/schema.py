@@ -149,7 +149,9 @@ class Backend(Section):
         meaningful_unset=True,
         may_change_at_resume=True,
     )
-    options: Table = key({}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire, output_dir and trainer_ranks.")
+    options: Table = key(
+        {}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire, output_dir and trainer_ranks."
+    )
     max_concurrent: int = key(4, "Most simultaneous Tinker calls, over all workers of a campaign.", ge=1, may_change_at_resume=True)
     throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
 

@@ -99,6 +99,9 @@ VLLM = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampl
 OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
 """What the training needs; a server that lacks any of it is refused when a run begins."""
 
+PRIME_RL_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True)
+"""Of the servers that come with the prime_rl backend."""
+
 ENGINES: dict[str, EngineCapabilities | None] = {
     "pytorch": PYTORCH,
     "max": None,
