@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from retrain.inference_engine.base import EngineCapabilities, InferenceEngine
+from retrain.inference_engine.base import PRIME_RL_SAMPLER, EngineCapabilities, InferenceEngine
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 ALL_LOSSES = ("importance_sampling", "ppo", "gspo", "cispo")
@@ -32,6 +32,8 @@ class BackendCapabilities:
     the tokens of the batch, so token_mean alone."""
     losses: tuple[str, ...] = ALL_LOSSES
     """Values of [loss] mode that it can train with; empty: the loss is configured elsewhere."""
+    scores_rows: bool = True
+    """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no log-ratios are recorded."""
     sampler: EngineCapabilities | None = None
     """Of the sampler that a backend brings along; None: [inference] engine samples, or it is not known."""
 
@@ -49,11 +51,21 @@ TINKER = BackendCapabilities(
     losses=("importance_sampling", "ppo", "cispo"),
     sampler=TINKER_SAMPLER,
 )
+PRIME_RL = BackendCapabilities(
+    per_token_advantages=True,
+    synchronous_loss=False,
+    exact_resume=False,
+    entropy=False,
+    loss_reduction="mean",
+    losses=(),
+    scores_rows=False,
+    sampler=PRIME_RL_SAMPLER,
+)
 
 BACKENDS: dict[str, BackendCapabilities | None] = {
     "local": LOCAL,
     "tinker": TINKER,
-    "prime_rl": None,
+    "prime_rl": PRIME_RL,
 }
 """The built-in backends and what they can do; None for one that is not built yet. `config/support.py` says what they do with each key."""
 

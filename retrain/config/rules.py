@@ -448,6 +448,24 @@ def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Viola
 
 
 @_rule
+def _prime_rl_divides_by_all_tokens(config: "TrainConfig") -> Iterator[Violation]:
+    if config.backend.backend == "prime_rl" and config.algorithm.surprisal_mask_denominator == "kept":
+        yield Violation(
+            ("algorithm.surprisal_mask_denominator", "backend.backend"),
+            'surprisal_mask_denominator = "kept" with backend "prime_rl", whose trainer divides by all sampled tokens; use "all"',
+        )
+
+
+@_campaign_rule
+def _prime_rl_trains_one_run(config: "TrainConfig") -> Iterator[Violation]:
+    if config.campaign is not None and config.backend.backend == "prime_rl":
+        yield Violation(
+            ("backend.backend", "campaign"),
+            '[backend] backend = "prime_rl" in a campaign, whose runs would all feed one trainer; start each run with a trainer of its own',
+        )
+
+
+@_rule
 def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
     """The options of every backend are checked whatever the backend, so that a file can be switched over."""
     if config.backend.backend not in builtin_names("backend") or not config.backend.options:

@@ -124,6 +124,7 @@ _TRAINERS_OWN = "the configuration of PRIME-RL's trainer says it"
 PRIME_RL: Table = (
     used(*_FILES, "backend.options", *_SAMPLING, *_LOOP, *_CUTS),
     unused(*_TINKER_ONLY, because="it belongs to the tinker backend"),
+    used("training.micro_batch_tokens"),
     unused("backend.devices", "model.dtype", "model.load_in_4bit", *_MEMORY, because="PRIME-RL's trainer holds the model"),
     refused("backend.shard_base", because="PRIME-RL's trainer holds the model, so there is nothing to shard; leave it false"),
     unused(*_RATE, "optimizer.*", "loss.max_grad_norm", "model.lora_rank", "lora.*", because=_TRAINERS_OWN),

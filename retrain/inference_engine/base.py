@@ -107,6 +107,8 @@ SGLANG = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sam
 
 MAX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True)
 """Adapters, and with them training, on a GPU only; there without the prefix cache."""
+PRIME_RL_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True)
+"""Of the servers that come with the prime_rl backend."""
 
 ENGINES: dict[str, EngineCapabilities | None] = {
     "pytorch": PYTORCH,

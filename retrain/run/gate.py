@@ -56,9 +56,10 @@ class GateResult:
     """What the gate measured; environment.json keeps it."""
 
     tokens: int
-    max_difference: float
-    mean_difference: float
-    tolerance: float
+    max_difference: float | None
+    """This and the next two: None where the backend cannot score rows, so that nothing was compared."""
+    mean_difference: float | None
+    tolerance: float | None
     gold: str
     """"<right>/<asked>" gold answers, or "not applicable" where the reward does not compare answers."""
     adapter_effect: float | None
@@ -72,6 +73,11 @@ class GateResult:
         return asdict(self)
 
     def line(self) -> str:
+        if self.max_difference is None:
+            return (
+                f"Parity gate passed as far as it goes: {self.tokens} tokens sampled, gold answers score: {self.gold}; engine and learner "
+                "were not compared, since this backend's trainer answers no questions."
+            )
         effect = (
             "the adapter's effect was not checked, since this backend cannot try one"
             if self.adapter_effect is None
@@ -109,6 +115,8 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     prompts = prompts[:_PROMPTS]
     _check_template(inputs, prompts)
     asked = [*prompts, _long_prompt(inputs, prompts)]
+    if not inputs.backend.capabilities.scores_rows:
+        return _gate_without_learner(inputs, prompts)
     few = asked[:1] + asked[-1:]
     trial = inputs.backend.trial_adapter(inputs.seed)
     if not inputs.trained:
@@ -138,6 +146,25 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         adapter_effect=effect,
         groups=len(trial.groups) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
+    )
+
+
+def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
+    """What can be checked of a sampler alone: that it answers in the model's tokens, and that gold answers are rewarded."""
+    _sync(inputs)
+    completions = list(inputs.backend.engine.sample(_requests(inputs, prompts, _FEW_TOKENS)))
+    logprobs = np.concatenate([completion.logprobs for completion in completions])
+    if not np.isfinite(logprobs).all() or logprobs.max() > 0:
+        raise RunFailed("Parity gate: the engine returned log-probs that are not finite or above 0; check its model and its settings.")
+    return GateResult(
+        tokens=len(logprobs),
+        max_difference=None,
+        mean_difference=None,
+        tolerance=None,
+        gold=_check_gold(inputs, prompts),
+        adapter_effect=None,
+        groups=0,
+        longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
     )
 
 
@@ -191,17 +218,7 @@ class _Sampled:
 
 def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> _Sampled:
     """A few completions of each prompt, and one of the long prompt, which comes last."""
-    *short, long = [
-        SampleRequest(
-            prompt_ids=prompt.token_ids,
-            count=_SAMPLES,
-            max_tokens=min(max_tokens, inputs.max_tokens),
-            temperature=inputs.temperature,
-            noise=NoiseKey(inputs.seed, Stream.PARITY, 0, slot),
-            truncation=inputs.truncation,
-        )
-        for slot, prompt in enumerate(prompts)
-    ]
+    *short, long = _requests(inputs, prompts, max_tokens)
     asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
     engine = inputs.backend.engine
     requests = [request for request in asked for _ in range(engine.replicas)]  # shared out in turn, so each server gets each
@@ -223,6 +240,20 @@ def _learner_logprobs(inputs: GateInputs, rows: Sequence[Row]) -> list[Float32Ar
     if inputs.backend.engine.capabilities.logprobs == "raw" and inputs.temperature != 1:
         return inputs.backend.logprobs(rows, 1.0)
     return inputs.backend.logprobs(rows)
+
+
+def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> list[SampleRequest]:
+    return [
+        SampleRequest(
+            prompt_ids=prompt.token_ids,
+            count=_SAMPLES,
+            max_tokens=min(max_tokens, inputs.max_tokens),
+            temperature=inputs.temperature,
+            noise=NoiseKey(inputs.seed, Stream.PARITY, 0, slot),
+            truncation=inputs.truncation,
+        )
+        for slot, prompt in enumerate(prompts)
+    ]
 
 
 def _differences(sampled: _Sampled) -> Float32Array:

@@ -41,8 +41,10 @@ class StepObserver:
     def log_ratios(self, rows: Sequence[Row]) -> dict[RowKey, Float32Array] | None:
         """Row key -> [T] learner - sampler log-prob before the step, for the trained rows.
 
-        None in a step whose tokens nobody stores, since it costs a forward pass.
+        None in a step whose tokens nobody stores, since it costs a forward pass, and where the backend cannot score rows.
         """
+        if not self.parts.backend.capabilities.scores_rows:
+            return None
         if not self.world.broadcast(self.tracker.wants_tokens(self.state.step)):  # in a parallel run all processes score, or none
             return None
         trained = [row for row in rows if row.trained]

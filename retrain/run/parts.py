@@ -107,9 +107,27 @@ def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineC
         from retrain.backends.tinker.backend import TinkerBackend
 
         return TinkerBackend(config, eos_ids=eos_ids, say=say)
+    if config.backend.backend == "prime_rl":
+        return _prime_rl_backend(config, eos_ids, say)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
         return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
+
+
+def _prime_rl_backend(config: TrainConfig, eos_ids: Sequence[int], say: Say) -> Backend:
+    try:
+        import msgspec  # noqa: F401
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentFailure(
+            f'[backend] backend = "prime_rl" needs {error.name}: pip install "retrain[prime_rl]", or use backend = "local".'
+        ) from error
+    from retrain.backends.prime_rl.backend import PrimeRLBackend
+
+    backend = PrimeRLBackend(config, eos_ids=eos_ids)
+    for note in backend.notes:
+        say(note)
+    return backend
 
 
 def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World) -> Backend:

@@ -163,10 +163,11 @@ class Session:
         if self._synced == step:
             return
         engine.sync(self.parts.backend.save_adapter, step)
-        if self._synced >= 0 and not self._gate_repeated and not engine.capabilities.in_process:
+        compares = self.parts.backend.capabilities.scores_rows and not engine.capabilities.in_process
+        if self._synced >= 0 and not self._gate_repeated and compares:
             self.tracker.message(run_parity_gate(self.config, self.parts, step, trained=True).line())
             self._gate_repeated = True
-        elif engine.unchecked and not self._skip_parity:
+        elif engine.unchecked and compares and not self._skip_parity:
             check_again(self.config, self.parts, step)
         engine.unchecked = False
         self._synced = step

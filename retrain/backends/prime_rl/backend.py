@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 from retrain.backends.base import PRIME_RL, Backend
 from retrain.backends.prime_rl.broadcasts import Broadcasts, Policy
-from retrain.backends.prime_rl.engine import PrimeEngine
-from retrain.backends.prime_rl.transport import build_sender
+from retrain.backends.prime_rl.engine import DEFAULT_URL, PrimeEngine
+from retrain.backends.prime_rl.transport import BATCHES, build_sender
 from retrain.backends.prime_rl.wire import encode, share_out, trained_samples
+from retrain.config.load import replaced
 from retrain.errors import RunFailed, ServerFailure
+from retrain.inference_engine.base import Truncation
 from retrain.model.text import load_model_config
 from retrain.parsing import read_object
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
@@ -41,7 +43,7 @@ class PrimeRLBackend(Backend):
         model = config.model
         try:
             self.engine = PrimeEngine(
-                config,
+                config if config.inference.urls else replaced(config, {"inference.url": DEFAULT_URL}),
                 model_config=load_model_config(model.model, model.revision, model.trust_remote_code),
                 eos_ids=eos_ids,
                 broadcasts=self._broadcasts,
@@ -50,6 +52,19 @@ class PrimeRLBackend(Backend):
         except BaseException:
             self._sender.close()
             raise
+
+    @property
+    def notes(self) -> list[str]:
+        """For the start of a run."""
+        options, training = self._options, self.config.training
+        to = f"tcp://{options.zmq_host}:{options.zmq_port}" if options.transport == "zmq" else self.output_dir / BATCHES
+        lines = [f"PRIME-RL: batches go to {to}, policies come from {self._broadcasts.folder}, which its servers must see too."]
+        if Truncation(training.top_k, training.top_p, training.min_p).active:
+            lines.append(
+                "PRIME-RL: kept sets are sent as sampling_mask, which trainers read since September 2026 (#3431); v0.9.0 itself ignores "
+                "them, and its ratios would be wrong."
+            )
+        return lines
 
     # -- what the start-up lines and the gate ask for ----------------------------------------------------------------
 

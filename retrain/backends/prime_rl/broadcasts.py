@@ -104,12 +104,12 @@ class Broadcasts:
         waited = f"within sync_wait_s = {self.wait_s:g} s"
         if ahead:
             return ServerFailure(
-                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, which this run has sent {shipped} batches to: resume the "
+                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, which this run sent {shipped} batches to: resume the "
                 f"trainer at step {shipped}, or give both sides an empty output_dir and start anew."
             )
         have = "no policy has come yet" if self.newest is None else f"the newest is v{self.newest.version}"
         return ServerFailure(
-            f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} {waited} ({have}): start it with this output_dir, look at "
+            f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} {waited} ({have}): start it with that output_dir, read "
             "its log, or raise [backend.options] sync_wait_s above the time of one of its steps."
         )
 

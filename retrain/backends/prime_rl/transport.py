@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 BATCHES, LATER_NAME = "rollouts", "batches"
 """Where v0.9.0 looks for batches, and where versions since #3444 do."""
 _KIND = "batches for PRIME-RL"
+_NEWS_S = 0.02
+"""ZMQ needs a moment to report that a subscriber has gone."""
 
 
 class Sender(ABC):
@@ -107,14 +109,14 @@ class ZmqSender(Sender):
 
     def wait_for_trainer(self) -> None:
         options, deadline = self._options, self._clock() + self._options.sync_wait_s
-        self._hear(0)
+        self._hear(_NEWS_S)
         while self._missing and (left := deadline - self._clock()) > 0:
             self._hear(min(left, options.sync_poll_s))
         if self._missing:
             raise ServerFailure(
                 f"PRIME-RL's trainer is not connected: {counted(len(self._missing), 'data rank')} of {options.trainer_ranks} did not "
-                f"subscribe to tcp://{options.zmq_host}:{options.zmq_port} within sync_wait_s = {options.sync_wait_s:g} s; start the trainer "
-                "with the same rollout_transport, or check [backend.options] trainer_ranks."
+                f"subscribe to tcp://{options.zmq_host}:{options.zmq_port} within sync_wait_s = {options.sync_wait_s:g} s; start the "
+                "trainer with the same rollout_transport, or check [backend.options] trainer_ranks."
             )
 
     def _hear(self, seconds: float) -> None:

@@ -137,7 +137,7 @@ def _sampling_mask(pack: Sequence[Sample]) -> list[bytes] | None:
 
 
 def trained_samples(rows: Sequence[Row]) -> Iterator[Sample]:
-    """The rows that the loss has a term for; where there is none, one row without actions, since the trainer waits for every step's batch."""
+    """The rows that the loss has a term for; where there is none, one without actions: the trainer waits for every step's batch."""
     trained = [row for row in rows if row.trained]
     yield from (Sample.of(row) for row in trained)
     if not trained:
