@@ -60,6 +60,7 @@ KINDS: dict[str, Kind] = {
     "data": Kind("[data] source", (), (), False, "[data] params"),
     "engine": Kind("[inference] engine", (), base="retrain.inference_engine.base.InferenceEngine"),
     "backend": Kind("[backend] backend", (), base="retrain.backends.base.Backend"),
+    "environment": Kind("[environment] provider", (), base="retrain.environments.base.Environment"),
 }
 _CONTEXT_NAMES = ("ctx", "context")
 

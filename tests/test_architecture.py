@@ -23,7 +23,7 @@ LONGEST_FUNCTION = 55
 LAYERS: tuple[set[str], ...] = (
     {"distributed", "errors", "noise", "parsing", "processes", "types"},
     {"config", "plugins"},
-    {"advantages", "backends", "backpressure", "data", "inference_engine", "model", "records", "rewards", "sepa"},
+    {"advantages", "backends", "backpressure", "data", "environments", "inference_engine", "model", "records", "rewards", "sepa"},
     {"tracking"},
     {"analysis", "run"},
     {"audit", "campaign", "explain", "inspect", "report", "squeeze"},
@@ -35,6 +35,7 @@ LAYERS: tuple[set[str], ...] = (
 APART: dict[str, set[str]] = {
     "advantages": {"backends", "data", "inference_engine", "model", "records", "rewards"},
     "backends": {"data", "records", "rewards"},
+    "environments": {"advantages", "backends", "inference_engine", "model", "records", "rewards"},
     "data": {"advantages", "backends", "inference_engine"},
     "inference_engine": {"advantages", "backends", "data", "records", "rewards"},
     "model": {"advantages", "backends", "data", "inference_engine", "rewards"},

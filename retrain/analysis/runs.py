@@ -223,7 +223,8 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
                 yield from _walk(child)
 
 
-_KINDS = {field.name: field.type for field in fields(StepRecord)}
+_KINDS = {field.name: field.type for field in fields(StepRecord) if field.name != "environment_metrics"}
+"""Fields that are one value."""
 _NO_OBJECT = re.compile(rb"^[^{]", re.MULTILINE)
 """A line that does not begin as a line of metrics.jsonl does."""
 

@@ -1,10 +1,13 @@
 """Checks and notes before a campaign's first run: once for all runs, or with the conditions that they concern."""
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from retrain.campaign.plan import CampaignPlan
 from retrain.config import TrainConfig, replaced
 from retrain.data.load import NoHeldOutSplit, load_examples
+from retrain.environments.problems import environment_name, load_problems
+from retrain.environments.providers import load_environment
 from retrain.run.notes import notes, preflight_lines, refuse_not_built
 
 
@@ -25,7 +28,7 @@ def check(plan: CampaignPlan) -> Checked:
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
-    missing = [f"No held-out evaluation at the end: [data] source = {name!r} holds nothing out." for name in sources]
+    missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
     return Checked((*lines, *condition_notes(plan), *missing, *_design(plan)), frozenset(lacking))
 
 
@@ -67,18 +70,28 @@ def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
     for run in plan.runs[: len(plan.conditions)]:
         if not run.config.evaluation.asked_for:
             continue
-        source = repr((run.config.data, run.config.evaluation.source))
+        source = repr((run.config.data, run.config.evaluation.source, run.config.environment))
         if source not in known:
             known[source] = _has_held_out(run.config, plan.config)
         if not known[source]:
-            lacking[run.condition] = run.config.data.source
+            lacking[run.condition] = _problems_of(run.config)
     return lacking
+
+
+def _problems_of(config: TrainConfig) -> str:
+    if config.environment.provider:
+        return f"[environment] {environment_name(config)}"
+    return f"[data] source = {config.data.source!r}"
 
 
 def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
     """Raises NoHeldOutSplit if the user asked for an evaluation; the campaign's own default is no reason to refuse."""
     try:
-        load_examples(config, "heldout")
+        if config.environment.provider:
+            with closing(load_environment(config)) as environment:
+                load_problems(environment, config, "evaluation")
+        else:
+            load_examples(config, "heldout")
     except NoHeldOutSplit:
         if campaign.is_set("evaluation.at_end") or config.evaluation.every or config.evaluation.at_start:
             raise

@@ -164,6 +164,13 @@ UNUSED: tuple[Unused, ...] = (
         but=("reward.correct_threshold", "reward.max_failure_rate"),
     ),
     Unused(("environment.*",), lambda c: not c.environment.provider, "no environment provider is set"),
+    Unused(("environment.id",), lambda c: c.environment.provider not in builtin_names("environment"), "the plugin is the environment"),
+    Unused(("environment.auto_install",), lambda c: c.environment.provider != "verifiers", "only verifiers environments come from the hub"),
+    Unused(
+        ("evaluation.source", "evaluation.reward"),
+        lambda c: bool(c.environment.provider),
+        "the evaluation set of [environment] is used, and its rubric scores",
+    ),
     Unused(("data.path",), lambda c: c.data.source == "lab" or is_data_location(c.data.source), "this source reads no other file"),
     Unused(("data.difficulty",), lambda c: c.data.source != "lab" and c.evaluation.source != "lab", 'it belongs to source = "lab"'),
     Unused(
@@ -271,7 +278,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         lambda c: c.backend.backend == "local" and _is_planned("engine", c.inference.engine),
         'use engine = "pytorch"',
     ),
-    NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
 )
 

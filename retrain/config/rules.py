@@ -349,13 +349,16 @@ def _template_has_a_place(config: "TrainConfig") -> Iterator[Violation]:
         )
 
 
+_AN_ID = {"verifiers": "primeintellect/gsm8k", "reasoning_gym": "chain_sum", "textarena": "GuessTheNumber-v0"}
+
+
 @_rule
 def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
     environment = config.environment
-    if environment.provider and not environment.id:
+    if environment.provider in builtin_names("environment") and not environment.id:
         yield Violation(
             ("environment.id", "environment.provider"),
-            f'[environment] provider = "{environment.provider}" needs id, the environment to load, such as "primeintellect/gsm8k"',
+            f'[environment] provider = "{environment.provider}" needs id, the environment to load, such as "{_AN_ID[environment.provider]}"',
         )
     if environment.id and not environment.provider:
         yield Violation(

@@ -602,11 +602,16 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(table_from_json), AfterVal
 class Environment(Section):
     """Problems with a rubric, possibly over several turns."""
 
-    provider: Literal["", "verifiers"] = key("", "Environment provider; empty is none.")
-    id: str = key("", "Environment id, such as primeintellect/gsm8k.")
+    provider: Annotated[str, OpenName("environment", may_be_empty=True)] = key(
+        "", "Environment provider, built in or a plugin (a dotted path); empty is none."
+    )
+    id: str = key("", "Environment id: such as primeintellect/gsm8k, a task of reasoning_gym, or a game of textarena.")
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(-1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
+    timeout_s: float = key(
+        600.0, "Seconds that the environment itself may take for a trajectory; one over it could not be judged.", gt=0
+    )
 
 
 RewardType = Annotated[str, OpenName("reward")]

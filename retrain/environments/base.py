@@ -20,7 +20,9 @@ class Observation:
     messages: list[ChatMessage]
     """The messages since its last reply; with `rewrites` the whole conversation."""
     rewrites: bool = False
-    """`messages` replace the conversation so far. What the model saw before is then a training row of its own."""
+    """`messages` are the whole conversation. Where they do not continue what the model saw, a new training row begins."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Functions that the model may call, as JSON schemas for the chat template."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Episode(ABC):
         """Called once, after the last reply: the episode ended, or its turns or tokens ran out."""
 
     def close(self) -> None:  # noqa: B027
-        """Release what the episode holds; called once, also after an error."""
+        """Release what the episode holds; called once, after an error too, and while a method hangs that took too long."""
 
 
 class Environment(ABC):
@@ -73,10 +75,6 @@ class Environment(ABC):
     def gold(self, example: Example) -> Sequence[str] | None:
         """Replies that are right, for the parity gate to try; None where the environment knows none."""
         return None
-
-    def tools(self, example: Example) -> list[dict[str, Any]]:
-        """Functions that the model may call, as JSON schemas for the chat template; empty where there are none."""
-        return []
 
     def close(self) -> None:  # noqa: B027
         """Release threads, loops and servers; called once at the end of a run."""

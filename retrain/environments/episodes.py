@@ -1,8 +1,8 @@
 """Many episodes at once: each is answered on a thread, judged at its end, and costs nobody else anything if it hangs or fails."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -93,6 +93,8 @@ class RunningEpisode:
                     continue
                 if job.started is not None and monotonic() - job.started > left:
                     self._host.abandon(job)
+                    if self._live is not None:
+                        self._host.submit(self._live.episode.close)
                     return could_not_judge(f"the environment took longer than [environment] timeout_s = {self._host.timeout_s:g}")
             except Exception as error:  # noqa: BLE001 - the environment's code is not ours
                 return self._failed(error)
@@ -127,9 +129,21 @@ class RunningEpisode:
         return score
 
 
+def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int = 0) -> Score:
+    """The verdict on an episode with these replies."""
+    episode = host.begin(example, seed)
+    answer = episode.answer(lambda: None)
+    for number, reply in enumerate(replies, start=1):
+        if isinstance(answer, Score):
+            break
+        episode.reply(reply, last=number == len(replies))
+        answer = episode.answer(lambda: None)
+    return answer if isinstance(answer, Score) else could_not_judge("no reply was given")
+
+
 def _rewriting(opening: list[ChatMessage] | Observation) -> Observation:
     """An opening other than the example's prompt."""
-    return Observation(opening.messages if isinstance(opening, Observation) else opening, rewrites=True)
+    return replace(opening, rewrites=True) if isinstance(opening, Observation) else Observation(opening, rewrites=True)
 
 
 def could_not_judge(reason: str) -> Score:

@@ -10,6 +10,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.vocabulary import VocabularyTable
 from retrain.records.disk import expanded
+from retrain.types import Int32Array
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -46,6 +47,10 @@ class TextModel:
     eos_ids: tuple[int, ...]
     context: int
     """Positions of prompt and completion together; 0 if the model names no limit."""
+
+    def decode(self, token_ids: Int32Array) -> str:
+        """The text of token ids with the names of special tokens."""
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def resolve_model(name: str) -> str:

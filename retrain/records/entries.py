@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from math import isfinite
-from typing import Any, Literal, Self, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from retrain.errors import RunFailed
 
@@ -43,7 +44,8 @@ _SHOWN = 80
 @cache
 def _field_kinds(record: type[_Record]) -> dict[str, frozenset[type]]:
     """Field -> the types of its JSON values; an integer is a number too."""
-    kinds = {name: frozenset(get_args(hint) or (hint,)) for name, hint in get_type_hints(record).items()}
+    hints = {name: get_args(hint) if get_origin(hint) is UnionType else (hint,) for name, hint in get_type_hints(record).items()}
+    kinds = {name: frozenset(get_origin(part) or part for part in parts) for name, parts in hints.items()}
     return {name: types | {int} if float in types else types for name, types in kinds.items()}
 
 
@@ -159,6 +161,13 @@ class StepRecord(_Record):
     groups_skipped_other: int | None = better(None)
     """Groups whose equal rewards are neither all right nor all wrong, or with fewer than two judged completions."""
 
+    turns_mean: float | None = better(None)
+    """Replies per trajectory; with the next two fields null without an environment."""
+    trajectories_rewritten: int | None = better(None)
+    """Trajectories of more than one row, since the chat template or the environment rewrote their history."""
+    environment_metrics: dict[str, float] | None = None
+    """Means of what the environment measured over the judged trajectories that have it; turn_reward_N is that of reply N."""
+
     bp_action: str | None = None
     """The action of back pressure: sweep (while it warms up), hold, increase or throttle."""
     bp_regime: str | None = None
@@ -204,7 +213,7 @@ class EvaluationRecord(_Record):
 
 @dataclass(frozen=True)
 class GenerationRecord(_Record):
-    """One completion as text, one line of emergence/generations.jsonl."""
+    """One trajectory as text, one line of emergence/generations.jsonl."""
 
     step: int
     prompt_id: str
@@ -219,6 +228,11 @@ class GenerationRecord(_Record):
     """The advantage of the whole completion, before any token transform; None if it was not trained on."""
     finish_reason: str
     num_tokens: int
+    """Sampled tokens."""
+    turns: int | None = None
+    """Replies; with the next two fields null without an environment."""
+    turn_rewards: list[float] | None = None
+    metrics: dict[str, float] | None = None
 
 
 EMERGENCE_FIELDS = (

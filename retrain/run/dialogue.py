@@ -1,8 +1,5 @@
 """One conversation as it is sampled: what the model has in sight, the turns so far, and what is said next."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from retrain.data.chat import ChatRenderer
@@ -64,18 +61,18 @@ class Dialogue:
         self.in_sight = np.concatenate([self.in_sight, completion.token_ids])
         self.used += len(completion.token_ids)
 
-    def hear(self, said: Observation, renderer: ChatRenderer, tools: Sequence[Any] = ()) -> None:
+    def hear(self, said: Observation, renderer: ChatRenderer) -> None:
         """The environment has answered the newest reply, or opened the conversation with messages of its own."""
         known = self._messages
-        if not self._turns and (not said.messages or said.messages == known):
+        if not self._turns and not said.tools and (not said.messages or said.messages == known):
             return
         if said.rewrites and not (self._turns and said.messages[: len(known)] == known):
             self._messages = list(said.messages)
-            following = renderer.opening(said.messages, tools)
+            following = renderer.opening(said.messages, said.tools)
         else:
             new = said.messages[len(known) :] if said.rewrites else said.messages
             last = int(self._turns[-1].completion.token_ids[-1])
-            following = renderer.continued(self._text, known, new, last, tools)
+            following = renderer.continued(self._text, known, new, last, said.tools)
             self._messages = [*known, *new]
         self._text, self._context, self._restarts = following.text, following.token_ids, following.restarts
         self.in_sight = following.token_ids if following.restarts else np.concatenate([self.in_sight, following.token_ids])

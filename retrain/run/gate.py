@@ -17,11 +17,12 @@ from math import isclose
 import numpy as np
 
 from retrain.backends.base import Backend, TrialAdapter
+from retrain.environments.episodes import EpisodeHost, play
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row, Trajectory
+from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Outcome, Prompt, Row, Trajectory
 
 _PROMPTS = 4
 _SAMPLES = 2
@@ -92,7 +93,8 @@ class GateResult:
 @dataclass(frozen=True)
 class GateInputs:
     backend: Backend
-    scorer: Scorer
+    check_gold: Callable[[Sequence[Prompt]], str]
+    """Says how many gold answers score, or "not applicable"; raises RunFailed for one that does not."""
     decode: Callable[[Int32Array], str]
     """Token ids to text with special tokens kept."""
     eos_ids: Sequence[int]
@@ -142,7 +144,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         max_difference=float(differences.max()),
         mean_difference=float(differences.mean()),
         tolerance=_tolerance(inputs),
-        gold=_check_gold(inputs, prompts),
+        gold=inputs.check_gold(prompts),
         adapter_effect=effect,
         groups=len(trial.groups) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
@@ -396,9 +398,27 @@ def _plain(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def _check_gold(inputs: GateInputs, prompts: Sequence[Prompt]) -> str:
-    if not inputs.scorer.compares_answers:
-        return "not applicable"
+_NOT_APPLICABLE = "not applicable"
+
+
+def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
+    """Play the replies that the environment itself calls right; each episode must be scored as right."""
+    known = [(prompt, replies) for prompt in prompts if (replies := host.environment.gold(prompt.example))]
+    for prompt, replies in known:
+        score = play(host, prompt.example, replies)
+        if score.outcome is not Outcome.RIGHT:
+            raise RunFailed(
+                f"Parity gate: the environment's own solution {list(replies)} of {prompt.prompt_id} scores {score.reward}"
+                f"{f' ({score.reason})' if score.reason else ''}, which is not right at [reward] correct_threshold = "
+                f"{host.correct_threshold:g}; check the environment, or lower the threshold."
+            )
+    return f"{len(known)}/{len(known)}" if known else _NOT_APPLICABLE
+
+
+def scored_gold(scorer: Scorer, prompts: Sequence[Prompt]) -> str:
+    """Score the references of the data as answers."""
+    if not scorer.compares_answers:
+        return _NOT_APPLICABLE
     requests = [
         ScoreRequest(
             response=gold_response(prompt.example.reference),
@@ -411,12 +431,12 @@ def _check_gold(inputs: GateInputs, prompts: Sequence[Prompt]) -> str:
         )
         for slot, prompt in enumerate(prompts)
     ]
-    scores = [future.result() for future in [inputs.scorer.submit(request) for request in requests]]
+    scores = [future.result() for future in [scorer.submit(request) for request in requests]]
     for prompt, score in zip(prompts, scores, strict=True):
-        if score.reward is None or not isclose(score.reward, inputs.scorer.gold_reward):
+        if score.reward is None or not isclose(score.reward, scorer.gold_reward):
             raise RunFailed(
                 f"Parity gate: the gold answer {prompt.example.reference!r} of {prompt.prompt_id} scores {score.reward} instead of "
-                f"{inputs.scorer.gold_reward}{f' ({score.reason})' if score.reason else ''}, so a right completion would not be rewarded; "
+                f"{scorer.gold_reward}{f' ({score.reason})' if score.reason else ''}, so a right completion would not be rewarded; "
                 "check [reward] type and normalize, or the reference."
             )
     return f"{len(scores)}/{len(scores)}"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from retrain.advantages.pipeline import CreditPipeline
@@ -13,7 +14,11 @@ from retrain.backends.declared import backend_class, capability_notes, engine_cl
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
+from retrain.data.chat import ChatRenderer
 from retrain.distributed import ALONE, World
+from retrain.environments.episodes import EpisodeHost
+from retrain.environments.problems import environment_name, load_problems
+from retrain.environments.providers import load_environment
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.text import TextModel, load_text_model
@@ -22,8 +27,8 @@ from retrain.plugins import user_code
 from retrain.records.run_folder import RunFolder
 from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.run.evaluation import Evaluator
-from retrain.run.gate import GateInputs, GateResult, adapter_check, parity_gate
-from retrain.run.rollout import Sampler, SamplingPlan
+from retrain.run.gate import GateInputs, GateResult, adapter_check, environment_gold, parity_gate, scored_gold
+from retrain.run.rollout import Sampler, SamplingPlan, Stage
 from retrain.types import MachineChoices, Prompt
 
 Say = Callable[[str], None]
@@ -39,9 +44,12 @@ class Parts:
     text: TextModel
     prompts: PromptSet
     backend: Backend
-    scorer: Scorer
-    judge: Scorer
+    scorer: Scorer | None
+    """None where an environment judges."""
+    judge: Scorer | None
     """Scores held-out answers; the scorer itself unless that has a random part."""
+    stage: Stage | None
+    """The environment's; None where the problems come from [data]."""
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
@@ -49,8 +57,8 @@ class Parts:
     evaluator: Evaluator | None
 
     def close(self) -> None:
-        self.scorer.close()
-        self.judge.close()
+        for part in filter(None, (self.scorer, self.judge, self.stage and self.stage.host)):
+            part.close()
         self.backend.close()
 
 
@@ -70,15 +78,20 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config, name, world))
     for note in credit.notes:
         say(note)
-    prompts = load_prompts(config, text, say)
-    held_out = load_held_out(config, text, prompts, say) if config.evaluation.asked_for else None
     with ExitStack() as undo:
+        stage = load_stage(config, text, say)
+        if stage:
+            undo.callback(stage.host.close)
+        prompts = load_prompts(config, text, stage, say)
+        held_out = load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
         verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
-        scorer = build_scorer(config, verdicts)  # its workers start while the model loads
-        undo.callback(scorer.close)
-        judge = load_judge(config, scorer, verdicts, say) if held_out else scorer
-        undo.callback(judge.close)
-        for note in dict.fromkeys(asking.probe() for asking in dict.fromkeys((scorer, judge))):
+        scorer = None if stage else build_scorer(config, verdicts)  # its workers start while the model loads
+        if scorer:
+            undo.callback(scorer.close)
+        judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
+        if judge:
+            undo.callback(judge.close)
+        for note in dict.fromkeys(asking.probe() for asking in dict.fromkeys((scorer, judge)) if asking):
             if note:
                 say(note)
         if learns:
@@ -87,12 +100,12 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         undo.callback(backend.close)
         backend.engine.say = say
         undo.pop_all()
-    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world)
-    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world)
+    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world, stage=stage)
+    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
     limit = config.reward.max_failure_rate
     evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k, limit) if held_out else None
     guard = FailureGuard(limit)
-    return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, SEPAController(config.sepa), evaluator)
+    return Parts(text, prompts, backend, scorer, judge, stage, guard, sampler, credit, SEPAController(config.sepa), evaluator)
 
 
 def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE) -> Backend:
@@ -179,9 +192,26 @@ def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Seq
         say(str(error))
 
 
-def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
+def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
+    """The environment of `[environment]`, ready for its episodes; None without one."""
+    settings = config.environment
+    if not settings.provider:
+        return None
+    say(f"Loading environment {environment_name(config)} ...")
+    environment = load_environment(config)
+    host = EpisodeHost(
+        environment,
+        max_turns=max(settings.max_turns, 0) or environment.max_turns,
+        timeout_s=settings.timeout_s,
+        correct_threshold=config.reward.correct_threshold,
+    )
+    renderer = ChatRenderer(text.tokenizer, text.eos_ids, config.data.chat_template_args)
+    return Stage(host, renderer, text.decode, text.context)
+
+
+def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
     say("Loading dataset...")
-    loaded = load_examples(config, "train")
+    loaded = load_problems(stage.host.environment, config, "train") if stage else load_examples(config, "train")
     say(f"Loaded {len(loaded)} examples")
     prompts = encode_prompts(config.training, text, loaded)
     say(f"Pre-encoded {len(prompts)} prompts")
@@ -190,9 +220,9 @@ def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
     return prompts
 
 
-def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say: Say) -> list[Prompt]:
+def load_held_out(config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say) -> list[Prompt]:
     """`[evaluation] max_examples` of the held-out problems, the same ones in the same order for every run of a data set."""
-    loaded = load_examples(config, "heldout")
+    loaded = load_problems(stage.host.environment, config, "evaluation") if stage else load_examples(config, "heldout")
     prompts = encode_prompts(config.training, text, loaded)
     shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
     count = min(config.evaluation.max_examples or len(prompts), len(prompts))
@@ -271,8 +301,8 @@ def _gate_prompts(config: TrainConfig, parts: Parts) -> list[Prompt]:
 def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
     return GateInputs(
         backend=parts.backend,
-        scorer=parts.scorer,
-        decode=lambda ids: str(parts.text.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        check_gold=partial(environment_gold, parts.stage.host) if parts.stage else partial(scored_gold, parts.scorer),
+        decode=parts.text.decode,
         eos_ids=parts.text.eos_ids,
         temperature=config.training.temperature,
         truncation=truncation(config),

@@ -97,7 +97,7 @@ class Sampler:
     def __init__(
         self,
         engine: InferenceEngine,
-        scorer: Scorer,
+        scorer: Scorer | None,
         text: Callable[[Int32Array], str],
         *,
         clock: Callable[[], float] = monotonic,
@@ -153,6 +153,7 @@ class Sampler:
 
     def _begin(self, dialogue: Dialogue, step: int, plan: SamplingPlan) -> Exchange:
         if self.stage is None:
+            assert self.scorer is not None  # one of the two judges
             return ScoredReply(self.scorer, dialogue, step)
         return self.stage.host.begin(dialogue.prompt.example, environment_seed(plan, step, dialogue.slot))
 
@@ -209,7 +210,7 @@ class Sampler:
         if self.stage is None:
             return None
         try:
-            dialogue.hear(said, self.stage.renderer, self.stage.host.environment.tools(dialogue.prompt.example))
+            dialogue.hear(said, self.stage.renderer)
         except ConfigurationError as error:  # the chat template refuses the conversation
             return could_not_judge(str(error))
         if dialogue.used < plan.max_tokens and len(dialogue.in_sight) < (self.stage.context or math.inf):
@@ -221,8 +222,8 @@ class Sampler:
     def _scored(self, dialogue: Dialogue, score: Observation | Score) -> Scored:
         assert isinstance(score, Score)  # the end of an exchange is a verdict
         trajectory = dialogue.trajectory
-        whole = len(trajectory.turns) > 1 and self.stage is not None
-        text = self.stage.decode(dialogue.said) if whole and self.stage else self.text(trajectory.token_ids)
+        alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
+        text = self.text(trajectory.token_ids) if alone or self.stage is None else self.stage.decode(dialogue.said)
         return Scored(trajectory, text, score)
 
 

@@ -12,7 +12,7 @@ from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.rollout import Rollout
-from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, StepResult, Trajectory
+from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, Scored, StepResult, Trajectory
 
 
 class StepClock:
@@ -139,8 +139,28 @@ def judge_fields(rollout: Rollout) -> dict[str, Any]:
     return {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()} if usages else {}
 
 
-def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> list[GenerationRecord]:
-    """Every completion of the step as text, with its advantage."""
+def environment_fields(rollout: Rollout) -> dict[str, Any]:
+    """What the environment reports, over the first draw of every prompt."""
+    members = [member for group in rollout.first_draws for member in group.members]
+    measured: dict[str, list[float]] = {}
+    for member in members:
+        by_turn = {f"turn_reward_{number}": value for number, value in enumerate(member.score.turn_rewards)}
+        for name, value in (*member.score.metrics.items(), *by_turn.items()):
+            measured.setdefault(name, []).append(value)
+    return {
+        "turns_mean": mean_or_none([len(member.trajectory.turns) for member in members]),
+        "trajectories_rewritten": sum(len(member.trajectory.parts()) > 1 for member in members),
+        "environment_metrics": {name: float(np.mean(values)) for name, values in sorted(measured.items())},
+    }
+
+
+def _dialogue_fields(member: Scored) -> dict[str, Any]:
+    score = member.score
+    return {"turns": len(member.trajectory.turns), "turn_rewards": list(score.turn_rewards), "metrics": dict(score.metrics)}
+
+
+def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in_turns: bool = False) -> list[GenerationRecord]:
+    """Every trajectory of the step as text, with its advantage; `in_turns` with what its environment said of it."""
     advantages = {
         (source.slot, trajectory.sample): advantage
         for source, given in zip(credit.sources, credit.groups, strict=True)
@@ -158,6 +178,7 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> li
             advantage=advantages.get((group.slot, member.trajectory.sample)),
             finish_reason=member.trajectory.finish_reason.value,
             num_tokens=member.trajectory.num_actions,
+            **(_dialogue_fields(member) if in_turns else {}),
         )
         for group in groups
         for member in group.members

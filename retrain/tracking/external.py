@@ -79,8 +79,9 @@ class ExternalTracker(Tracker):
 
 
 def metrics(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step under train/, train/entropy/, train/surprisal/ and train/backpressure/; None is left out."""
-    return {
+    """The numbers of a step under train/, train/entropy/, train/surprisal/, train/backpressure/ and train/environment/; None is left out."""
+    measured = {f"train/environment/{name}": value for name, value in (record.environment_metrics or {}).items()}
+    return measured | {
         metric_name(name): float(value)
         for name, value in record.to_json().items()
         if isinstance(value, int | float) and name != "step" and not (name == "loss" and record.loss_is_placeholder)
