@@ -75,6 +75,6 @@ def _longest_prompt(config: "TrainConfig") -> int:
     if config.environment.provider:
         raise ConfigurationError("retrain serve cannot count the prompts of an [environment]; give the longest with --prompt-tokens N.")
     text = load_text(config, print_progress)
-    prompts = load_prompts(config, text, print_progress)
-    held_out = load_held_out(config, text, prompts, print_progress) if config.evaluation.asked_for else []
+    prompts = load_prompts(config, text, None, print_progress)
+    held_out = load_held_out(config, text, None, prompts, print_progress) if config.evaluation.asked_for else []
     return max(len(prompt.token_ids) for prompt in [*prompts.prompts, *held_out])

@@ -1,8 +1,8 @@
 """The lab's dialogue: guess a number in a few turns, told each time whether it is larger or smaller.
 
-    [environment]
-    provider = "retrain.environments.lab.NumberGuessing"
-    args = { largest = 15 }
+[environment]
+provider = "retrain.environments.lab.NumberGuessing"
+args = { largest = 15 }
 """
 
 import re

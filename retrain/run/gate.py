@@ -163,7 +163,7 @@ def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> Gate
         max_difference=None,
         mean_difference=None,
         tolerance=None,
-        gold=_check_gold(inputs, prompts),
+        gold=inputs.check_gold(prompts),
         adapter_effect=None,
         groups=0,
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),

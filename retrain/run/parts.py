@@ -57,8 +57,10 @@ class Parts:
     evaluator: Evaluator | None
 
     def close(self) -> None:
-        for part in filter(None, (self.scorer, self.judge, self.stage and self.stage.host)):
-            part.close()
+        for scorer in filter(None, (self.scorer, self.judge)):
+            scorer.close()
+        if self.stage:
+            self.stage.host.close()
         self.backend.close()
 
 
@@ -298,10 +300,17 @@ def _gate_prompts(config: TrainConfig, parts: Parts) -> list[Prompt]:
     return parts.prompts.batch(0, min(config.training.batch_size, len(parts.prompts)), config.training.seed)
 
 
+def _gold_check(parts: Parts) -> Callable[[Sequence[Prompt]], str]:
+    if parts.stage:
+        return partial(environment_gold, parts.stage.host)
+    assert parts.scorer is not None  # one of the two judges
+    return partial(scored_gold, parts.scorer)
+
+
 def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
     return GateInputs(
         backend=parts.backend,
-        check_gold=partial(environment_gold, parts.stage.host) if parts.stage else partial(scored_gold, parts.scorer),
+        check_gold=_gold_check(parts),
         decode=parts.text.decode,
         eos_ids=parts.text.eos_ids,
         temperature=config.training.temperature,
