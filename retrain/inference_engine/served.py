@@ -74,9 +74,9 @@ class Dialect(ABC):
         self.config = config
         self.eos_ids = list(eos_ids)
 
-    def is_dead(self, status: int, text: str) -> bool:
-        """True for an answer after which the server answers nothing else until it is restarted."""
-        return False
+    def lost(self, status: int, text: str) -> str:
+        """Why an answer means that the server has died, or has been restarted and forgot the adapter; "" where it does not."""
+        return ""
 
     @abstractmethod
     async def look(self, server: Server) -> None:
@@ -148,7 +148,7 @@ class ServedEngine(InferenceEngine):
     @classmethod
     def preflight(cls, config: "TrainConfig") -> None:
         dialect = cls.dialect_class(config, ())
-        pool = _pool(dialect, config, cls.patience, None, print)
+        pool = _pool(dialect, config, cls.patience, None, [].append)  # the engine itself says it
         try:
             pool.run(pool.connect(dialect.look))
         finally:
@@ -335,7 +335,7 @@ def _pool(
         timeout_s=inference.timeout_s,
         key_env=inference.api_key_env,
         health=dialect.health,
-        is_dead=dialect.is_dead,
+        lost=dialect.lost,
         prepare=prepare,
         say=say,
         patience=patience,
@@ -344,7 +344,7 @@ def _pool(
 
 def _adapter_folder(run: Path) -> Path:
     """A folder of this process in the run's folder, which servers on other machines are likely to see too. Those of dead ones go."""
-    place = run if run.is_dir() else Path(gettempdir())
+    place = run if os.access(run, os.W_OK) else Path(gettempdir())
     host = socket.gethostname().replace("-", "_")
     for old in place.glob(f"{_FOLDER}{host}-*"):
         owner = old.name.split("-")[2]
