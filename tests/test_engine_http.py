@@ -149,7 +149,7 @@ def test_when_all_are_dead_one_sentence_names_them(net: Net) -> None:
 
 def test_an_engine_that_died_behind_its_server_counts_as_gone(net: Net) -> None:
     net.answers |= {A: 500, B: {"by": "b"}}
-    pool = net.pool(A, B, is_dead=lambda status, text: status == 500)
+    pool = net.pool(A, B, lost=lambda status, text: "its engine has died" if status == 500 else "")
     assert {answer["by"] for answer in ask(pool, 4)} == {"b"}
     assert "its engine has died" in net.said[0]
 

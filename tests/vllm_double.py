@@ -234,6 +234,18 @@ def first(times: int, answer: Answer, path: str = "/v1/completions", after: int 
     return fault
 
 
+def scripted(answers: dict[int, Answer], path: str = "/v1/completions") -> Callable[[str, Any], Answer | None]:
+    """Answers some requests of a path, by their number from 1."""
+    seen = 0
+
+    def fault(asked: str, _: Any) -> Answer | None:
+        nonlocal seen
+        seen += asked == path
+        return answers.get(seen) if asked == path else None
+
+    return fault
+
+
 def slow(seconds: float, path: str = "/v1/completions") -> Callable[[str, Any], Answer | None]:
     def fault(asked: str, _: Any) -> Answer | None:
         if asked == path:

@@ -74,13 +74,14 @@ class Server:
     url: str
     """As shown: without credentials, a trailing slash or /v1."""
     client: httpx.AsyncClient
-    is_dead: Callable[[int, str], bool] | None
-    """(status, text) to whether this answer means that the engine behind the server has died."""
+    lost: Callable[[int, str], str] | None
+    """(status, text) of an answer to why the server must be prepared again before it can serve; "" if it need not."""
     alive: bool = True
     in_flight: int = 0
     turn: int = 0
     """When it was last chosen."""
     looked_at: float = 0.0
+    taking_back: asyncio.Lock = field(default_factory=asyncio.Lock)
     problem: str = ""
     """Why it is left out."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -107,8 +108,8 @@ class Server:
         if response.status_code < 400:
             return _content(response)
         said = _said(response)
-        if self.is_dead and self.is_dead(response.status_code, said):
-            raise Unavailable(f"{self.url}: its engine has died ({response.status_code}: {said})", gone=True)
+        if self.lost and (reason := self.lost(response.status_code, said)):
+            raise Unavailable(f"{self.url}: {reason} ({response.status_code}: {said})", gone=True)
         if response.status_code in _BUSY:
             raise Unavailable(f"{self.url}: {response.status_code} {said}", gone=False)
         raise Refused(response.status_code, said)
@@ -125,7 +126,7 @@ class ServerPool:
         timeout_s: float,
         key_env: str = "",
         health: str = "/health",
-        is_dead: Callable[[int, str], bool] | None = None,
+        lost: Callable[[int, str], str] | None = None,
         prepare: Callable[[Server], Awaitable[None]] | None = None,
         say: Callable[[str], None] = print,
         patience: Patience = Patience(),
@@ -138,7 +139,7 @@ class ServerPool:
         self._what, self._timeout_s, self._key_env, self._health = what, timeout_s, key_env, health
         self._prepare, self._say, self._patience = prepare, say, patience
         headers = _authorization(key_env)
-        self.servers = [_server(url, headers, timeout_s, is_dead, transport) for url in urls]
+        self.servers = [_server(url, headers, timeout_s, lost, transport) for url in urls]
         self.came_back = False
         """Set when a server was taken back; whoever checks servers clears it."""
         self._turns = 0
@@ -276,14 +277,16 @@ class ServerPool:
 
     async def _take_back(self, server: Server) -> None:
         server.looked_at = time.monotonic()
-        try:
-            await self._check_health(server)
-            if self._prepare is not None:
-                await self._prepare(server)
-        except (Unavailable, TooSlow, Refused, RetrainError) as error:
-            server.problem = str(error)
-            return
-        if not server.alive:
+        async with server.taking_back:
+            if server.alive:
+                return
+            try:
+                await self._check_health(server)
+                if self._prepare is not None:
+                    await self._prepare(server)
+            except (Unavailable, TooSlow, Refused, RetrainError) as error:
+                server.problem = str(error)
+                return
             server.alive = self.came_back = True
             self._say(f"{self._what} {server.url} answers again and is taken back.")
 
@@ -342,7 +345,7 @@ def _server(
     url: str,
     headers: dict[str, str],
     timeout_s: float,
-    is_dead: Callable[[int, str], bool] | None,
+    lost: Callable[[int, str], str] | None,
     transport: httpx.AsyncBaseTransport | None,
 ) -> Server:
     shown, full = addresses(url)
@@ -354,7 +357,7 @@ def _server(
         trust_env=urlsplit(full).hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
         transport=transport,
     )
-    return Server(shown, client, is_dead)
+    return Server(shown, client, lost)
 
 
 def addresses(url: str) -> tuple[str, str]:

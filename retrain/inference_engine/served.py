@@ -74,9 +74,9 @@ class Dialect(ABC):
         self.config = config
         self.eos_ids = list(eos_ids)
 
-    def is_dead(self, status: int, text: str) -> bool:
-        """True for an answer after which the server answers nothing else until it is restarted."""
-        return False
+    def lost(self, status: int, text: str) -> str:
+        """Why an answer means that the server has died, or has been restarted and forgot the adapter; "" where it does not."""
+        return ""
 
     @abstractmethod
     async def look(self, server: Server) -> None:
@@ -335,7 +335,7 @@ def _pool(
         timeout_s=inference.timeout_s,
         key_env=inference.api_key_env,
         health=dialect.health,
-        is_dead=dialect.is_dead,
+        lost=dialect.lost,
         prepare=prepare,
         say=say,
         patience=patience,

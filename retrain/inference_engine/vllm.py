@@ -22,8 +22,10 @@ class VLLMDialect(Dialect):
     chosen_logprob: ClassVar[int] = 0
     """`logprobs` of a request that asks for the sampled token's alone."""
 
-    def is_dead(self, status: int, text: str) -> bool:
-        return status == 500 and ("EngineCore" in text or "EngineDead" in text)
+    def lost(self, status: int, text: str) -> str:
+        if status == 500 and ("EngineCore" in text or "EngineDead" in text):
+            return "its engine has died"
+        return "it has been restarted" if status == 404 and "does not exist" in text else ""
 
     async def look(self, server: Server) -> None:
         models = (await server.get("/v1/models"))["data"]

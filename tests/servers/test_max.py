@@ -6,7 +6,6 @@ Outside `make test-servers`, since the first start compiles the model for minute
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parent))
-from served import python_of
 
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import config_from_mapping
@@ -58,7 +54,7 @@ def learner(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def test_the_base_model_in_a_child_samples_with_raw_log_probs_and_ends(learner: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{python_of('max').parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{os.environ['RETRAIN_SERVERS']}/max/bin{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = learner.config.model_copy(update={"inference": learner.config.inference.model_copy(update={"engine": "max"})})
     engine = MAXEngine(config, model=learner._base.model, eos_ids=learner._eos_ids(), device=learner._base.device)

@@ -1,62 +1,63 @@
-"""The mlx engine against a real MLX-LM server on the CPU with the lab model. `make test-servers` runs this."""
+"""The mlx engine against MLX-LM's server on the CPU: parity, learning beside the local engine, a stale adapter."""
 
 import json
-import sys
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-from served import free_port, printed_command, running
+from real_servers import RealServer, started
+from runs import small
 
 from retrain import train
-from retrain.config import TrainConfig, config_from_mapping, dump_toml
 from retrain.errors import RunFailed
 from retrain.inference_engine.http import Server
 from retrain.inference_engine.mlx import MLXDialect, MLXEngine
 from retrain.inference_engine.served import ServedAdapter
 
-pytestmark = pytest.mark.servers
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+
+LEARNING: dict[str, Any] = {
+    "model": {"lora_rank": 16},
+    "reward": {"type": "match"},
+    # At this temperature raw log-probs are not those of the policy.
+    "training": {"seed": 0, "max_steps": 10, "batch_size": 8, "group_size": 4, "max_tokens": 128, "temperature": 0.8, "lr": 1e-3},
+    "loss": {"max_grad_norm": 1.0},
+}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder, address = tmp_path_factory.mktemp("mlx"), f"http://127.0.0.1:{free_port()}"
-    config = folder / "lab.toml"
-    config.write_text(dump_toml(lab_run(folder, address)))
-    with running(printed_command("mlx", config), address, folder / "server.log"):
-        yield address
+def server() -> Iterator[RealServer]:
+    with started("mlx") as (one,):
+        yield one
 
 
-def lab_run(folder: Path, url: str, **inference: Any) -> TrainConfig:
-    """Ten steps at a temperature at which raw log-probs are not those of the policy."""
-    return config_from_mapping(
-        {
-            "model": {"model": "lab", "lora_rank": 16},
-            "data": {"source": "lab"},
-            "reward": {"type": "match"},
-            "algorithm": {"advantage_mode": "maxrl", "transform_mode": "none"},
-            "training": {"seed": 0, "max_steps": 10, "batch_size": 8, "group_size": 4, "max_tokens": 96, "temperature": 0.8, "lr": 1e-3},
-            "loss": {"max_grad_norm": 1.0},
-            "backend": {"devices": "cpu"},
-            "inference": {"engine": "mlx", "url": url} | inference,
-            "logging": {"log_dir": str(folder / "run")},
-        }
-    )
+def through(folder: Path, server: RealServer, engine: str = "mlx") -> Any:
+    return small(folder, inference={"engine": engine, "url": server.url}, **LEARNING)
 
 
-def test_ten_steps_on_policy_with_a_new_adapter_each(url: str, tmp_path: Path) -> None:
-    run = train(lab_run(tmp_path, url), quiet=True)
-    records = run.metrics()
-    assert len(records) == 10
-    for record in records:
-        assert record.ratio_max is not None and record.ratio_min is not None
-        assert max(abs(np.log(record.ratio_max)), abs(np.log(record.ratio_min))) < 1e-3
-    gate = json.loads((tmp_path / "run" / "environment.json").read_text())["parity_gate"]
+def largest_difference(record: Any) -> float:
+    """Nats, from the largest and the smallest ratio of the step, which are at temperature 1."""
+    return max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min))) if record.ratio_max else 0.0
+
+
+def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealServer) -> None:
+    """Writes the table of docs/engines.md."""
+    served = train(through(tmp_path / "mlx", server), quiet=True).metrics()
+    local = train(small(tmp_path / "local", **LEARNING), quiet=True).metrics()
+    print("\n| step | largest difference, nats | correct, mlx | correct, pytorch | seconds sampling, mlx | pytorch |")
+    print("|---|---|---|---|---|---|")
+    for mine, other in zip(served, local, strict=True):
+        print(
+            f"| {mine.step} | {largest_difference(mine):.1e} | {mine.correct_rate:.1%} | {other.correct_rate:.1%} "
+            f"| {mine.time_sample_s:.1f} | {other.time_sample_s:.1f} |"
+        )
+    assert len(served) == 10 and max(map(largest_difference, served)) < 1e-3
+    gate = json.loads((tmp_path / "mlx" / "environment.json").read_text())["parity_gate"]
     assert gate["max_difference"] < 1e-3 and gate["adapter_effect"] > 0.01 and gate["longest_prompt"] > 256
+    mine, other = (sum(record.correct_rate for record in run[5:]) / 5 for run in (served, local))
+    assert abs(mine - other) < 0.2, "160 completions each"
 
 
 class OneFolder(MLXDialect):
@@ -84,6 +85,6 @@ class StaleMLX(MLXEngine):
     dialect_class = OneFolder
 
 
-def test_new_weights_in_a_folder_that_the_server_knows_are_stopped_by_the_gate(url: str, tmp_path: Path) -> None:
+def test_new_weights_in_a_folder_that_the_server_knows_are_stopped_by_the_gate(tmp_path: Path, server: RealServer) -> None:
     with pytest.raises(RunFailed, match="Parity gate"):
-        train(lab_run(tmp_path, url, engine="test_mlx.StaleMLX"), quiet=True)
+        train(through(tmp_path / "run", server, engine=f"{__name__}.StaleMLX"), quiet=True)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs Modular's MAX into the virtual environment DIR: 1.2 GB, a minute. Nothing happens where it is there already.
-# Usage: max-setup.sh DIR
+# Usage: max-install.sh DIR
 set -euo pipefail
-dir=${1:?usage: max-setup.sh DIR}
+dir=${1:?usage: max-install.sh DIR}
 version=26.7.0
 [ "$(cat "$dir/.installed" 2>/dev/null)" = "max $version" ] && exit 0
 "${PYTHON:-python3}" -m venv --clear "$dir"
