@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-servers lint types docs-check check clean
+.PHONY: help setup run test test-servers test-max lint types docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,6 +36,10 @@ test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/re
 		mkdir -p "$(SERVERS)"; PYTHON="$(PYTHON)" "$$setup" "$(SERVERS)/$$name" || exit 3; \
 	done
 	RETRAIN_SERVERS="$(SERVERS)" $(BIN)/python -m pytest -m servers tests/servers -rP --durations=20
+
+test-max: $(STAMP) ## the same for Modular's MAX, whose first start compiles for minutes
+	@mkdir -p "$(SERVERS)"; PYTHON="$(PYTHON)" scripts/servers/max-install.sh "$(SERVERS)/max"
+	RETRAIN_SERVERS="$(SERVERS)" $(BIN)/python -m pytest -m max tests/servers -rP
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

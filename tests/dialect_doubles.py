@@ -121,6 +121,7 @@ class MAXDouble(RawDouble):
     def complete(self, body: Any, prompt: Any, settings: Any) -> Answer:
         if not 1 <= settings["logprobs"] <= 7:
             return error(400, "`logprobs` must be in [0, 7]")
+        assert not settings["ignore_eos"], "the real server would not stop at stop_token_ids either"
         self.calls = settings["seed"] - 1
         return super().complete(body, prompt, {**settings, "n": 1, "logprobs": 0})
 

@@ -125,7 +125,7 @@ def _choice(engine: str, config: "TrainConfig", name: str, known: dict[str, tupl
     if value not in known:
         allowed = " or ".join(map(toml_value, [*known, "default" if name == "attention_kernel" else "auto"]))
         raise ConfigurationError(
-            f"[inference] {name} = {toml_value(value)} is nothing that a server of {engine} can be told; use {allowed}."
+            f"[inference] {name} = {toml_value(value)}: a server of {engine} has no such setting; use {allowed}."
         )
     return known[value]
 

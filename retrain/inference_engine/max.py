@@ -42,7 +42,8 @@ class MAXDialect(VLLMDialect):
     def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
         path, body = super().call(request, adapter, server)
         del body["n"]  # without effect
-        return path, body | {"seed": sampling_seed(request, request.first_sample)}
+        # ignore_eos switches stop_token_ids off too; without it the server's own end-of-sequence tokens count as well.
+        return path, body | {"ignore_eos": False, "seed": sampling_seed(request, request.first_sample)}
 
     async def why_it_differs(self, server: Server) -> str:
         return ""
