@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from retrain.backends.base import BACKENDS
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import plan_campaign
 from retrain.campaign.runner import AutoSqueeze
@@ -42,9 +43,10 @@ def test_a_squeeze_job_is_not_refused_because_of_what_it_does_not_use(other: dic
     assert not_built(config_from_mapping({"squeeze": {"adapter_path": "a"}} | other)) == []
 
 
-def test_a_squeeze_job_that_evaluates_is_refused_because_of_a_backend_that_is_not_built() -> None:
+def test_a_squeeze_job_that_evaluates_is_refused_because_of_a_backend_that_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "prime_rl", None)
     squeeze = {"adapter_path": "a", "output_path": "b", "evaluate": True}
-    assert "tinker" in not_built(config_from_mapping({"squeeze": squeeze, "backend": {"backend": "tinker"}}))[0]
+    assert "prime_rl" in not_built(config_from_mapping({"squeeze": squeeze, "backend": {"backend": "prime_rl"}}))[0]
 
 
 def test_one_rank_and_a_rank_for_each_layer_are_refused_before_a_campaign_starts() -> None:
@@ -85,7 +87,7 @@ def test_eval_knows_format(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from retrain import squeeze
-    from retrain.squeeze.analysis import Untrained
+    from retrain.errors import Untrained
 
     config = config_from_mapping(CAMPAIGN | {"squeeze": {"rule": "min"}})
     plan = plan_campaign(config, tmp_path)

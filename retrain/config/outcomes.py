@@ -58,6 +58,8 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
         value = config.value(key.path)
         if value is None or value == key.default or (key.section == "campaign" and config.campaign is None):
             continue
+        if key.path == "model.base_url" and squeezes_remote_adapter(config):
+            continue
         reason = next((row.because for row in UNUSED if row.covers(key) and row.when(config)), None)
         if reason := reason or _without_effect(config, key.path):
             yield key.path, f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
@@ -69,6 +71,11 @@ def _without_effect(config: TrainConfig, path: str) -> str:
     """Why the backend or the engine does nothing with a key; "" where it does."""
     rows = (support_of(table, config, path) for _, table in tables_of(config))
     return next((row.because for row in rows if row and row.use in ("serve", "unused")), "")
+
+
+def squeezes_remote_adapter(config: TrainConfig) -> bool:
+    """A squeeze job whose adapter is with a Tinker service."""
+    return config.kind == "squeeze" and config.squeeze.adapter_path.startswith("tinker://")
 
 
 def _unused_options(config: TrainConfig) -> Iterator[str]:

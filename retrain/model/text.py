@@ -1,8 +1,10 @@
 """The part of a model that needs no weights: its tokenizer, its vocabulary, its context length and the tokens that end a turn."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,8 @@ def load_text_model(model: "Model") -> TextModel:
 
     Raises EnvironmentFailure where there is no such folder and the hub does not have or give it.
     """
+    if find_spec("torch") is None:  # transformers advises to install it, and its tokenizers do without
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     path = resolve_model(model.model)
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     config = load_model_config(model.model, model.revision, model.trust_remote_code)

@@ -34,10 +34,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Installed versions of the declared requirements, extras included; if retrain itself is not installed, of the main ones."""
-    try:
-        requirements = metadata.requires("retrain") or []
-    except metadata.PackageNotFoundError:
-        requirements = ["torch", "transformers", "peft"]
+    requirements = next(filter(None, map(_requirements, ("retrain", "retrain-core"))), ["torch", "transformers", "peft"])
     versions = {}
     for requirement in requirements:
         match = _DISTRIBUTION_NAME.match(requirement)
@@ -47,6 +44,14 @@ def package_versions() -> dict[str, str]:
             except metadata.PackageNotFoundError:  # an extra that is not installed
                 continue
     return dict(sorted(versions.items()))
+
+
+def _requirements(distribution: str) -> list[str]:
+    """Empty where it is not installed."""
+    try:
+        return metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:

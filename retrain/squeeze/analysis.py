@@ -9,16 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, Untrained
 from retrain.records.summary import SqueezeSummary, TableRow
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum, reaches
 
 Rule = Literal["mean", "min"]
-
-
-class Untrained(ConfigurationError):
-    """Every update of the adapter is zero."""
 
 
 @dataclass(frozen=True)

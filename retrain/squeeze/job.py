@@ -20,6 +20,7 @@ from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
+from retrain.squeeze.remote import local_adapter
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
     loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
     for line in [*unused_keys(config), *([note] if loads_model and (note := trust_note(config)) else [])]:
         say(line)
-    adapter = expanded(config.squeeze.adapter_path, "[squeeze] adapter_path")
-    squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
+    with local_adapter(config) as adapter:
+        squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         say(line)
     track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis.summary(), progress)

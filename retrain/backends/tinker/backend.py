@@ -8,6 +8,7 @@ between an update and the next. A step's own sampling begins when the sampler is
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +80,9 @@ class TinkerBackend(Backend):
         if self._trainer is None:
             rank, seed = self.config.model.lora_rank, self.config.training.seed
             self._say(f"Creating LoRA training client (model={self.config.model.model}, rank={rank})...")
-            with self._service.answering(f"a LoRA adapter of rank {rank} for {self.base_model}"):
-                # The head is not adapted: [lora] target_modules means the linear layers of the blocks, here as locally.
-                created = self._service.client.create_lora_training_client(self.base_model, rank=rank, seed=seed, train_unembed=False)
-                self._trainer = created.result(timeout=self._service.timeout)
+            # The head is not adapted: [lora] target_modules means the linear layers of the blocks, here as locally.
+            create = partial(self._service.client.create_lora_training_client, self.base_model, rank=rank, seed=seed, train_unembed=False)
+            self._trainer = self._service.result(f"a LoRA adapter of rank {rank} for {self.base_model}", create)
             self._say("Training client ready.")
         return self._trainer
 
@@ -167,8 +167,8 @@ class TinkerBackend(Backend):
 
     def _finished(self, update: _Requested, log_ratios: list[Float32Array]) -> Update:
         """Wait for an update. The service has then changed the weights, so log-probs that are not finite end the run."""
-        passed = self._service.result("a forward-backward pass", update.passed)
-        stepped = self._service.result("an optimizer step", update.stepped)
+        passed = self._service.result("a forward-backward pass", lambda: update.passed)
+        stepped = self._service.result("an optimizer step", lambda: update.stepped)
         metrics = dict(stepped.metrics or {})
         self._check_reduction(metrics)
         norm = next((float(value) for name, value in metrics.items() if name.endswith("grad_norm")), np.nan)
@@ -214,9 +214,9 @@ class TinkerBackend(Backend):
         shifted = [ShiftedRow.of(row) for row in rows if row.num_actions]
         if not shifted:
             return [np.empty(0, np.float32) for _ in rows]
-        with self._service.slot(), self._service.answering("a forward pass"):
-            outputs = self.trainer.forward([scoring_datum(row) for row in shifted], "cross_entropy")
-            found = outputs.result(timeout=self._service.timeout).loss_fn_outputs
+        datums = [scoring_datum(row) for row in shifted]
+        with self._service.slot():
+            found = self._service.result("a forward pass", lambda: self.trainer.forward(datums, "cross_entropy")).loss_fn_outputs
         values = iter([action_logprobs(row, output) for row, output in zip(shifted, found, strict=True)])
         return [np.empty(0, np.float32) if not row.num_actions else _returned(next(values)) for row in rows]
 
@@ -225,13 +225,13 @@ class TinkerBackend(Backend):
     def save(self, folder: Path) -> None:
         """The service keeps weights and optimizer; the folder names the place."""
         with self._service.slot():
-            path = self._service.result("a checkpoint", self.trainer.save_state(self._name("checkpoint"))).path
+            path = self._service.result("a checkpoint", lambda: self.trainer.save_state(self._name("checkpoint"))).path
         self._write(folder, state=path)
 
     def save_adapter(self, folder: Path) -> None:
         """The PEFT folder where the service hands adapters out, else the place at the service alone."""
         with self._service.slot():
-            path = self._service.result("an adapter", self.trainer.save_weights_for_sampler(self._name("adapter"))).path
+            path = self._service.result("an adapter", lambda: self.trainer.save_weights_for_sampler(self._name("adapter"))).path
         try:
             download_adapter(self.config.model.base_url, path, folder, self._service.timeout)
         except EnvironmentFailure as error:
@@ -250,9 +250,8 @@ class TinkerBackend(Backend):
     def load(self, folder: Path) -> None:
         path = stored_path(folder)
         self._say(f"Creating training client from {path}...")
-        with self._service.answering(f"the state {path}"):
-            created = self._service.client.create_training_client_from_state_with_optimizer(path)
-            self._trainer = created.result(timeout=self._service.timeout)
+        create = self._service.client.create_training_client_from_state_with_optimizer
+        self._trainer = self._service.result(f"the state {path}", lambda: create(path))
         self._say("Training client ready.")
 
     def close(self) -> None:

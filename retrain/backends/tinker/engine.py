@@ -39,7 +39,7 @@ class TinkerEngine(InferenceEngine):
         if self._coming is None:
             self.expect_new_weights()
         coming, self._coming = self._coming, None
-        self._sampler = self._service.result("a sampler of the new weights", coming)
+        self._sampler = self._service.result("a sampler of the new weights", lambda: coming)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         what = f"{sum(request.count for request in requests)} completions"

@@ -5,7 +5,7 @@ The SDK retries status 429, 5xx and lost connections by itself, for up to 300 s 
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ class Service:
         return self._client
 
     @contextmanager
-    def answering(self, what: str, seconds: float | None = None, *, of_sampler: bool = False) -> Iterator[None]:
+    def answering(self, what: str, *, of_sampler: bool = False) -> Iterator[None]:
         """Turn what the SDK raises inside into EnvironmentFailure, one sentence about `what` was asked for.
 
         A refusal by the sampler (`of_sampler`) leaves the learner as it is, so the run is saved: ServerFailure. After any other failure no
@@ -71,16 +71,16 @@ class Service:
         try:
             yield
         except (tinker.TinkerError, TimeoutError, ValueError, RuntimeError, OSError) as error:
-            problem = f"Tinker at {self.address} {_reason(error, seconds or self.timeout)} (asked for {what})"
+            problem = f"Tinker at {self.address} {_reason(error, self.timeout)} (asked for {what})"
             if of_sampler and isinstance(error, tinker.APIStatusError):
                 raise ServerFailure(f"{problem}.") from error
             self._broken = f"{problem}; {self._resume}."
             raise EnvironmentFailure(self._broken) from error
 
-    def result(self, what: str, answer: Any, seconds: float | None = None) -> Any:
-        """Wait for one answer of the SDK, an APIFuture. Raises EnvironmentFailure."""
-        with self.answering(what, seconds):
-            return answer.result(timeout=seconds or self.timeout)
+    def result(self, what: str, ask: Callable[[], Any]) -> Any:
+        """Ask for something, or for the answer under way, an APIFuture of the SDK, and wait for it. Raises EnvironmentFailure."""
+        with self.answering(what):
+            return ask().result(timeout=self.timeout)
 
     def close(self) -> None:
         """End the session, so that the service gives its adapter's place to another."""
