@@ -38,6 +38,10 @@ class EnvironmentFailure(RetrainError, RuntimeError):
     exit_code = 3
 
 
+class ServerFailure(EnvironmentFailure):
+    """A server that the run depends on does not answer, or refuses. Between two steps the run is saved first."""
+
+
 class RunFailed(RetrainError, RuntimeError):
     """The run started and cannot continue (exit 1): a failed parity gate, rewards that cannot be judged, non-finite updates."""
 

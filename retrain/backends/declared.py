@@ -3,13 +3,14 @@
 A plugin declares it in its class, so its module is imported. The built-in ones stand in a table, and no model library is loaded.
 """
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import ENGINES, EngineCapabilities, InferenceEngine
+from retrain.inference_engine.base import ENGINE_CLASSES, ENGINES, EngineCapabilities, InferenceEngine
 from retrain.plugins import load_plugin
 
 if TYPE_CHECKING:
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
-    """The plugin that `[inference] engine` names. Raises ConfigurationError for one that cannot be loaded or declares nothing."""
+    """What `[inference] engine` names, other than pytorch. Raises ConfigurationError for a plugin that cannot be loaded or declares
+    nothing.
+    """
+    if config.inference.engine in ENGINE_CLASSES:
+        module, _, name = ENGINE_CLASSES[config.inference.engine].rpartition(".")
+        built_in: type[InferenceEngine] = getattr(importlib.import_module(module), name)
+        return built_in
     found: type[InferenceEngine] = load_plugin("engine", config.inference.engine, config)
     _check_declaration(found, EngineCapabilities, f'[inference] engine = "{config.inference.engine}"')
     return found
@@ -65,6 +72,8 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
 
     where = f'[inference] engine = "{config.inference.engine}"'
     yield from kept_set_refusals(config, engine.kept_set)
+    if config.inference.engine in ENGINE_CLASSES and not config.inference.urls:
+        yield f"{where} needs the address of its server; set [inference] url, such as http://127.0.0.1:8000."
     if not (engine.in_process or engine.adapter_reload):
         yield f"{where} cannot load a new adapter, so it would always sample from the untrained model; choose another engine."
     if not engine.token_ids_out:

@@ -37,9 +37,9 @@ from retrain.config.values import (
     check_label,
     check_path,
     check_prices,
+    check_server_url,
     check_svd_device,
     check_table,
-    check_url,
     check_variable,
     parse_devices,
     parse_grams,
@@ -463,13 +463,26 @@ class Planning(Section):
         return parse_grams(self.strategic_grams)
 
 
+ServerURL = Annotated[str, AfterValidator(check_server_url)]
+
+
 class Inference(Section):
     """What samples the completions."""
 
     traits = Traits(sizes_memory=True)
 
     engine: Annotated[str, OpenName("engine")] = key("pytorch", "Inference engine, built in or a plugin.", sets_step_time=True)
-    url: str = key("", "Server URL of the engines other than pytorch.", may_change_at_resume=True)
+    url: ServerURL | Annotated[list[ServerURL], Field(min_length=1)] = key(
+        "",
+        "Server of the engines other than pytorch, such as http://127.0.0.1:8000; requests are balanced over a list.",
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    served_model: str = key("", "Name of the base model on the server; empty takes the only one it has.")
+    api_key_env: str = key(
+        "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
+    )
+    timeout_s: float = key(300.0, "Seconds until a request to the server is given up.", gt=0, may_change_at_resume=True, own_to_a_run=True)
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
@@ -483,6 +496,11 @@ class Inference(Section):
         example=0.02,
         may_change_at_resume=True,
     )
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers; empty for the pytorch engine."""
+        return [self.url] * bool(self.url) if isinstance(self.url, str) else list(self.url)
 
 
 class Data(Section):
@@ -530,7 +548,7 @@ class Reward(Section):
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
     judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
-    judge_base_url: Annotated[str, AfterValidator(check_url)] = key(
+    judge_base_url: Annotated[str, AfterValidator(check_server_url)] = key(
         "",
         "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means https://api.openai.com/v1.",
         parameter_of=("judge",),

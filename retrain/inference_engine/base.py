@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from retrain.types import Completion, Int32Array
 
@@ -93,15 +93,27 @@ PYTORCH = EngineCapabilities(
     in_process=True, adapter_reload=True, logprobs="sampled", noise="counter", entropy=True, kept_set=True, prefix_cache=True
 )
 
+VLLM = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True)
+"""The kept set only where the server was started with --return-sampling-mask, which is checked when a run begins."""
+
+OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
+"""What the training needs; a server that lacks any of it is refused when a run begins."""
+
 ENGINES: dict[str, EngineCapabilities | None] = {
     "pytorch": PYTORCH,
     "max": None,
-    "vllm": None,
+    "vllm": VLLM,
     "sglang": None,
     "mlx": None,
-    "openai": None,
+    "openai": OPENAI,
 }
 """The built-in engines and what they can do; None for one that is not built yet."""
+
+ENGINE_CLASSES = {
+    "vllm": "retrain.inference_engine.vllm.VLLMEngine",
+    "openai": "retrain.inference_engine.openai.OpenAIEngine",
+}
+"""Where the built-in engines outside this process are defined; imported when a run uses one."""
 
 
 class InferenceEngine(ABC):
@@ -111,6 +123,16 @@ class InferenceEngine(ABC):
     """
 
     capabilities: EngineCapabilities
+    say: Callable[[str], None] = staticmethod(print)
+    """For what happens to the engine during a run; may be called from another thread."""
+    replicas = 1
+    """Servers that share the requests. The parity gate asks each of them."""
+    unchecked = False
+    """A server woke up or came back since the parity gate last looked; the run checks it after the next `sync`, and clears this."""
+
+    @classmethod  # noqa: B027 - an engine in this process needs nothing
+    def preflight(cls, config: Any) -> None:
+        """Called before anything is loaded. Raises ConfigurationError or EnvironmentFailure where the engine could not work."""
 
     @abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
@@ -123,6 +145,13 @@ class InferenceEngine(ABC):
         `step` counts the training steps behind it. Called before sampling whenever the adapter may have changed, and by the parity
         gate, for the trial adapter and again for the restored one, with the same `step`.
         """
+
+    def sleep(self) -> None:  # noqa: B027
+        """Give the device's memory to the learner until the next `sync`. Called when the sampling of a step has ended."""
+
+    def why_it_differs(self) -> str:
+        """What the engine finds out about itself where its log-probs are not the learner's, as part of a sentence; "" if nothing."""
+        return ""
 
     def close(self) -> None:  # noqa: B027
         """Release servers, threads and memory; safe to call twice."""

@@ -140,6 +140,13 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     )
 
 
+def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
+    """The first of the checks alone, with the adapter that the engine serves. Raises RunFailed."""
+    prompts = prompts[:_PROMPTS]
+    sampled = _sampled(inputs, [prompts[0], _long_prompt(inputs, prompts)], _FEW_TOKENS)
+    _check_differences(inputs, _differences(sampled), "after a server woke up or came back, ")
+
+
 def _sync(inputs: GateInputs) -> None:
     inputs.backend.engine.sync(inputs.backend.save_adapter, inputs.step)
 
@@ -182,15 +189,17 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
         )
         for slot, prompt in enumerate(prompts)
     ]
-    requests = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
-    completions = sorted(inputs.backend.engine.sample(requests), key=lambda item: (item.request, item.sample))
+    asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
+    engine = inputs.backend.engine
+    requests = [request for request in asked for _ in range(engine.replicas)]  # shared out in turn, so each server gets each
+    completions = sorted(engine.sample(requests), key=lambda item: (item.request, item.sample))
     if inputs.truncation.active and any(item.kept is None for item in completions):
         raise RunFailed(
             "Parity gate: [training] top_k, top_p or min_p is set, but the engine's completions do not say how many tokens were kept, so "
             'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
     rows = [
-        Row.from_completion(prompts[item.request], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
+        Row.from_completion(prompts[item.request // engine.replicas], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
         for item in completions
     ]
     return _Sampled(rows, inputs.backend.logprobs(rows))
@@ -216,13 +225,16 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
         if when
         else "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it."
     )
-    if inputs.half_precision and (largest > _BF16_MAX or mean > _BF16_MEAN):
-        raise RunFailed(
-            f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half "
-            f"precision: {_BF16_MAX} and {_BF16_MEAN}); {advice}"
+    allowed = _tolerance(inputs)
+    if largest <= allowed and (mean <= _BF16_MEAN or not inputs.half_precision):
+        return
+    found = f"disagree by {largest:.3g} nats (allowed: {allowed:g})"
+    if inputs.half_precision:
+        found = (
+            f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half precision: {_BF16_MAX} and {_BF16_MEAN})"
         )
-    if largest > _tolerance(inputs):
-        raise RunFailed(f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats (allowed: {_tolerance(inputs):g}); {advice}")
+    own = inputs.backend.engine.why_it_differs()
+    raise RunFailed(f"Parity gate: {when}engine and learner {found}; {f'{own}.' if own else advice}")
 
 
 # -- the adapter's effect --------------------------------------------------------------------------------------------

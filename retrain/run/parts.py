@@ -9,12 +9,12 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.semantic import Encoder
 from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import Backend
-from retrain.backends.declared import backend_class, capability_notes, incapable
+from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.distributed import ALONE, World
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
@@ -22,7 +22,7 @@ from retrain.plugins import user_code
 from retrain.records.run_folder import RunFolder
 from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.run.evaluation import Evaluator
-from retrain.run.gate import GateInputs, GateResult, parity_gate
+from retrain.run.gate import GateInputs, GateResult, adapter_check, parity_gate
 from retrain.run.rollout import Sampler, SamplingPlan
 from retrain.types import MachineChoices, Prompt
 
@@ -63,6 +63,9 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         raise ConfigurationError(problems)
     for note in capability_notes(config):
         say(note)
+    if config.backend.backend == "local" and config.inference.engine != "pytorch":
+        with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
+            engine_class(config).preflight(config)
     text = load_text(config, say)
     credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config, name, world))
     for note in credit.notes:
@@ -82,6 +85,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
             say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
+        backend.engine.say = say
         undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world)
     examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world)
@@ -224,7 +228,21 @@ def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bo
 
     `step` counts the training steps behind the weights. `trained`: the engine already serves these weights and is checked with them first.
     """
-    inputs = GateInputs(
+    inputs = _gate_inputs(config, parts, step, trained)
+    return parity_gate(inputs, _gate_prompts(config, parts))
+
+
+def check_again(config: TrainConfig, parts: Parts, step: int) -> None:
+    """Check the engine's current adapter alone, after a server woke up or came back."""
+    adapter_check(_gate_inputs(config, parts, step, True), _gate_prompts(config, parts))
+
+
+def _gate_prompts(config: TrainConfig, parts: Parts) -> list[Prompt]:
+    return parts.prompts.batch(0, min(config.training.batch_size, len(parts.prompts)), config.training.seed)
+
+
+def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
+    return GateInputs(
         backend=parts.backend,
         scorer=parts.scorer,
         decode=lambda ids: str(parts.text.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
@@ -238,5 +256,3 @@ def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bo
         step=step,
         trained=trained,
     )
-    count = min(config.training.batch_size, len(parts.prompts))
-    return parity_gate(inputs, parts.prompts.batch(0, count, config.training.seed))

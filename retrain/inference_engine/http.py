@@ -1,0 +1,400 @@
+"""Requests to one or several servers over HTTP: connections that stay open, retries, balancing, and what a failure says.
+
+Requests run in an event loop in a thread of its own, so the caller can wait for many at once and drop those that it no longer wants.
+A server that does not answer is left out, its requests go to the others, and it is taken back once its health answers.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+import stamina
+
+from retrain.errors import ConfigurationError, RetrainError, ServerFailure
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; a failure says how many there were
+
+_BUSY = frozenset({429, 502, 503, 504})
+"""The server or a proxy before it asks for patience. Every other status from 400 on is an answer."""
+_CONNECT_S = 10.0
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a request is retried, with exponential backoff and jitter between `first_s` and `most_s`."""
+
+    total_s: float = 60.0
+    attempts: int = 10
+    first_s: float = 0.5
+    most_s: float = 15.0
+    health_s: float = 5.0
+    """Until a server counts as silent when it is asked for its health."""
+    recheck_s: float = 10.0
+    """Between two looks at a server that was left out while others answer."""
+
+
+class Unavailable(Exception):
+    """A request may succeed later or elsewhere: busy, unreachable, or its engine has died."""
+
+    def __init__(self, message: str, *, gone: bool) -> None:
+        """`gone`: the server must show its health before it gets another request."""
+        super().__init__(message)
+        self.gone = gone
+
+
+class Refused(Exception):
+    """An answer from 400 on that a repetition would not change."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class TooSlow(Exception):
+    """No answer within `[inference] timeout_s`."""
+
+
+@dataclass
+class Server:
+    """One address. The methods make one try each and raise Unavailable, Refused or TooSlow."""
+
+    url: str
+    """As shown: without credentials, a trailing slash or /v1."""
+    client: httpx.AsyncClient
+    lost: Callable[[int, str], str] | None
+    """(status, text) of an answer to why the server must be prepared again before it can serve; "" if it need not."""
+    alive: bool = True
+    in_flight: int = 0
+    turn: int = 0
+    """When it was last chosen."""
+    looked_at: float = 0.0
+    taking_back: asyncio.Lock = field(default_factory=asyncio.Lock)
+    problem: str = ""
+    """Why it is left out."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What a dialect learned about it."""
+
+    async def get(self, path: str, timeout: float | None = None) -> Any:
+        return await self._send("GET", path, None, timeout)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """The answer as JSON, or as text where it is none."""
+        return await self._send("POST", path, body, timeout)
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
+        self.in_flight += 1
+        limit = {} if timeout is None else {"timeout": timeout}
+        try:
+            response = await self.client.request(method, path, json=body, **limit)  # type: ignore[arg-type]
+        except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            raise TooSlow(f"{self.url} gave no answer in time") from error
+        except httpx.TransportError as error:
+            raise Unavailable(f"{self.url}: {_reason(error)}", gone=True) from error
+        finally:
+            self.in_flight -= 1
+        if response.status_code < 400:
+            return _content(response)
+        said = _said(response)
+        if self.lost and (reason := self.lost(response.status_code, said)):
+            raise Unavailable(f"{self.url}: {reason} ({response.status_code}: {said})", gone=True)
+        if response.status_code in _BUSY:
+            raise Unavailable(f"{self.url}: {response.status_code} {said}", gone=False)
+        raise Refused(response.status_code, said)
+
+
+class ServerPool:
+    """The servers of `[inference] url`. Close it; requests under way are dropped, which makes a server abort them."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        what: str,
+        timeout_s: float,
+        key_env: str = "",
+        health: str = "/health",
+        lost: Callable[[int, str], str] | None = None,
+        prepare: Callable[[Server], Awaitable[None]] | None = None,
+        say: Callable[[str], None] = print,
+        patience: Patience = Patience(),
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`what` names the servers in sentences. `prepare` makes a server that comes back as the others are, before it gets requests.
+
+        `say` is called from another thread. Raises ConfigurationError where `key_env` names a variable that is not set.
+        """
+        self._what, self._timeout_s, self._key_env, self._health = what, timeout_s, key_env, health
+        self._prepare, self._say, self._patience = prepare, say, patience
+        headers = _authorization(key_env)
+        self.servers = [_server(url, headers, timeout_s, lost, transport) for url in urls]
+        self.came_back = False
+        """Set when a server was taken back; whoever checks servers clears it."""
+        self._turns = 0
+        self._loop = asyncio.new_event_loop()
+        self._looks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="requests to servers", daemon=True)
+        self._thread.start()
+
+    # -- for the caller's thread -------------------------------------------------------------------------------------
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.start(work).result()
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._loop.is_closed():
+            return
+        with suppress(TimeoutError):  # a socket that does not close must not hold the process up
+            self.start(self._shut()).result(timeout=5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _shut(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for server in self.servers:
+            await server.client.aclose()
+
+    # -- in the loop ---------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> list[Server]:
+        return [server for server in self.servers if server.alive]
+
+    async def ask(self, request: Callable[[Server], Awaitable[T]]) -> T:
+        """`request` on the live server with the fewest requests, again and elsewhere while it is Unavailable.
+
+        Raises ServerFailure in one sentence once patience is at its end, and at once for an answer that no repetition changes.
+        """
+        slow = tries = 0
+        started = time.monotonic()
+        try:
+            async for attempt in self._attempts():
+                with attempt:
+                    tries += 1
+                    server = await self._choose()
+                    try:
+                        return await request(server)
+                    except TooSlow as error:
+                        slow += 1
+                        await self._look_after_silence(server, error, slow)
+                    except Unavailable as error:
+                        if error.gone:
+                            self._leave_out(server, str(error))
+                        raise
+        except Unavailable as error:
+            raise self._gave_up(f"; {tries} tries in {time.monotonic() - started:.0f} s", error) from error
+        except Refused as error:
+            raise self.refusal(error) from error
+        raise AssertionError("stamina returns or raises")
+
+    async def on_each(self, request: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
+        """`request` on every live server, by URL; one that does not answer is left out. Raises ServerFailure where none is left."""
+        results: dict[str, T] = {}
+
+        async def one(server: Server) -> None:
+            try:
+                async for attempt in self._attempts():
+                    with attempt:
+                        results[server.url] = await request(server)
+            except (Unavailable, TooSlow) as error:
+                self._leave_out(server, str(error))
+            except Refused as error:
+                raise self.refusal(error, server) from error
+
+        if not self.alive:
+            await self.ask(_nothing)  # which waits for one
+        await asyncio.gather(*(one(server) for server in self.alive))
+        if not results:
+            raise self._gave_up()
+        return results
+
+    async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
+        """The health of every server, then `look`. Those that do not answer are left out; ServerFailure at once where none does."""
+
+        async def one(server: Server) -> None:
+            try:
+                await self._check_health(server)
+                await look(server)
+            except (Unavailable, TooSlow) as error:
+                server.alive, server.problem = False, str(error)
+            except Refused as error:
+                raise self.refusal(error, server) from error
+
+        await asyncio.gather(*(one(server) for server in self.servers))
+        if not self.alive:
+            raise self._gave_up()
+        for server in self.servers:
+            if not server.alive:
+                self._say(f"{self._what} {server.problem}; left out until it answers.")
+
+    def _attempts(self) -> Any:
+        patience = self._patience
+        return stamina.retry_context(
+            on=Unavailable, attempts=patience.attempts, timeout=patience.total_s, wait_initial=patience.first_s, wait_max=patience.most_s
+        )
+
+    async def _choose(self) -> Server:
+        """Round robin among the least busy. Where none is alive, one whose health answers again; else Unavailable."""
+        now = time.monotonic()
+        dead = [server for server in self.servers if not server.alive]
+        if len(dead) == len(self.servers):
+            for server in dead:
+                await self._take_back(server)
+            if not self.alive:
+                raise Unavailable("; ".join(server.problem for server in dead), gone=False)
+        else:
+            for server in dead:
+                if now - server.looked_at > self._patience.recheck_s:
+                    server.looked_at = now
+                    look = asyncio.create_task(self._take_back(server))
+                    self._looks.add(look)
+                    look.add_done_callback(self._looks.discard)
+        chosen = min(self.alive, key=lambda server: (server.in_flight, server.turn))
+        self._turns += 1
+        chosen.turn = self._turns
+        return chosen
+
+    async def _take_back(self, server: Server) -> None:
+        server.looked_at = time.monotonic()
+        async with server.taking_back:
+            if server.alive:
+                return
+            try:
+                await self._check_health(server)
+                if self._prepare is not None:
+                    await self._prepare(server)
+            except (Unavailable, TooSlow, Refused, RetrainError) as error:
+                server.problem = str(error)
+                return
+            server.alive = self.came_back = True
+            self._say(f"{self._what} {server.url} answers again and is taken back.")
+
+    async def _check_health(self, server: Server) -> None:
+        try:
+            await server.get(self._health, timeout=self._patience.health_s)
+        except TooSlow as error:
+            raise Unavailable(f"{server.url}: no answer from {self._health} within {self._patience.health_s:g} s", gone=True) from error
+        except Refused as error:
+            if error.status in (401, 403):
+                raise
+            if error.status >= 500:
+                raise Unavailable(f"{server.url}: {self._health} answers {error.status}", gone=True) from error
+
+    def _leave_out(self, server: Server, problem: str) -> None:
+        server.problem, server.looked_at = problem, time.monotonic()
+        if server.alive:
+            server.alive = False
+            left = f"{len(self.alive)} of {len(self.servers)} servers left" if len(self.servers) > 1 else "it is tried again"
+            self._say(f"{self._what} {problem}; {left}.")
+
+    async def _look_after_silence(self, server: Server, error: TooSlow, slow: int) -> None:
+        """A silent server is left out; a healthy one gets a second try and no third. Always raises."""
+        try:
+            await self._check_health(server)
+        except Unavailable as silent:
+            self._leave_out(server, str(silent))
+            raise
+        if slow > 1:
+            raise ServerFailure(
+                f"{self._what} {server.url} is healthy and did not answer a request within [inference] timeout_s = {self._timeout_s:g}, "
+                "twice: raise timeout_s, or lower [training] max_tokens, batch_size or group_size."
+            ) from error
+        raise Unavailable(str(error), gone=False) from error
+
+    def _gave_up(self, tried: str = "", error: Unavailable | None = None) -> ServerFailure:
+        found = "; ".join(dict.fromkeys(server.problem for server in self.servers if not server.alive)) or str(error)
+        return ServerFailure(f"{self._what} does not answer ({found}{tried}): start it, or name another address in [inference] url.")
+
+    def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
+        where = f" {server.url}" if server else ""
+        if error.status in (401, 403):
+            how = f"the key in {self._key_env} is not accepted" if self._key_env else "it wants a key: name its variable"
+            return ServerFailure(f"{self._what}{where} answered {error.status} ({error}): {how} in [inference] api_key_env.")
+        return ServerFailure(f"{self._what}{where} answered {error.status}: {error}.")
+
+
+async def _nothing(_: Server) -> None:
+    """A request for `ask` that any live server fulfils."""
+
+
+# -- addresses, keys and answers -----------------------------------------------------------------------------------------
+
+
+def _server(
+    url: str,
+    headers: dict[str, str],
+    timeout_s: float,
+    lost: Callable[[int, str], str] | None,
+    transport: httpx.AsyncBaseTransport | None,
+) -> Server:
+    shown, full = addresses(url)
+    client = httpx.AsyncClient(
+        base_url=full,
+        headers=headers,
+        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=urlsplit(full).hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
+        transport=transport,
+    )
+    return Server(shown, client, lost)
+
+
+def addresses(url: str) -> tuple[str, str]:
+    """(without credentials, as connected to); neither has a trailing slash or /v1."""
+    parts = urlsplit(url)
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, path, "", "")), urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+def _authorization(key_env: str) -> dict[str, str]:
+    if not key_env:
+        return {}
+    value = os.environ.get(key_env, "").strip()
+    if not value:
+        raise ConfigurationError(f'[inference] api_key_env = "{key_env}" names a variable that is not set; export it or leave the key out.')
+    return {"Authorization": f"Bearer {value}"}
+
+
+def _reason(error: httpx.TransportError) -> str:
+    kinds = {httpx.ConnectTimeout: "no connection in time", httpx.ConnectError: "no connection", httpx.PoolTimeout: "no free connection"}
+    words = next((words for kind, words in kinds.items() if isinstance(error, kind)), "the connection broke")
+    return f"{words} ({str(error).strip() or type(error).__name__})"
+
+
+def _content(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return response.text
+
+
+def _said(response: httpx.Response) -> str:
+    """The server's own words, of the few forms that servers have for them."""
+    content: Any = _content(response)
+    for name in ("error", "message", "detail"):
+        while isinstance(content, dict) and name in content:
+            content = content[name]
+    text = " ".join(str(content).split()) or response.reason_phrase
+    return text[:300].rstrip(".")

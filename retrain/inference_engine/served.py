@@ -1,0 +1,340 @@
+"""An engine that samples on servers: requests in a server's dialect, completions as they come back, one adapter per version.
+
+Every adapter gets a new folder and a new name. A server that reloads weights under a known name and path keeps serving keys and values
+of the old ones from its prefix cache: vLLM is 0.2 nats off then (docs/servers.md). The old adapter is unloaded and its folder removed
+once every server lists the new one.
+"""
+
+import asyncio
+import os
+import shutil
+import socket
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from secrets import token_hex
+from tempfile import gettempdir, mkdtemp
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import psutil
+
+from retrain.errors import ConfigurationError, ServerFailure
+from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, SampleRequest
+from retrain.inference_engine.http import Json, Patience, Refused, Server, ServerPool, Unavailable
+from retrain.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+_FOLDER = ".served-"
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """One version of the adapter, as servers know it."""
+
+    name: str
+    folder: Path
+    """A PEFT folder; servers read it, so it must lie where they see it under the same path."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One completion, as a server tells it."""
+
+    token_ids: Sequence[int]
+    """[T], the sampled EOS included."""
+    logprobs: Sequence[float]
+    """[T]"""
+    stopped: bool
+    """At an EOS; False at the limit."""
+    kept: Sequence[int] | None = None
+    """[T] sizes of the kept sets of a truncated request."""
+
+
+class Dialect(ABC):
+    """How one kind of server is spoken to. It holds no state of a run; what it learns about a server goes to `Server.facts`."""
+
+    title: ClassVar[str]
+    """Names the server in sentences: "The vllm server"."""
+    health: ClassVar[str] = "/health"
+    concurrency: ClassVar[int] = 256
+    """Requests under way per server; it queues those that it cannot run."""
+
+    def __init__(self, config: "TrainConfig", eos_ids: Sequence[int]) -> None:
+        """`eos_ids`: the tokens that end a completion."""
+        self.config = config
+        self.eos_ids = list(eos_ids)
+
+    def lost(self, status: int, text: str) -> str:
+        """Why an answer means that the server has died, or has been restarted and forgot the adapter; "" where it does not."""
+        return ""
+
+    @abstractmethod
+    async def look(self, server: Server) -> None:
+        """Learn at the start what the server is: `facts["context"]`, the most tokens of a prompt and completion together, if it says so.
+
+        Raises ServerFailure or ConfigurationError in a sentence where it cannot do what the configuration asks for.
+        """
+
+    @abstractmethod
+    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+        """The path and the body that ask for `request.count` completions; `adapter` None is the base model."""
+
+    @abstractmethod
+    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+        """The completions of an answer, in any order. A KeyError, TypeError or ValueError means that it has another form."""
+
+    @abstractmethod
+    async def load(self, server: Server, adapter: ServedAdapter) -> None:
+        """Make the server serve the adapter; return once it does."""
+
+    async def unload(self, server: Server, adapter: ServedAdapter) -> None:
+        """Forget an adapter that nothing asks for any more."""
+
+    async def adapters(self, server: Server) -> Mapping[str, str] | None:
+        """Names of the adapters that the server lists, with their folders; None where it has no such list."""
+        return None
+
+    async def sleep(self, server: Server) -> bool:
+        """Give the GPU's memory back if the server offers it; True if it sleeps now."""
+        return False
+
+    async def wake(self, server: Server) -> None:
+        """Undo `sleep`."""
+
+    async def why_it_differs(self, server: Server) -> str:
+        """See `InferenceEngine.why_it_differs`."""
+        return ""
+
+
+class ServedEngine(InferenceEngine):
+    """Samples on the servers of `[inference] url`."""
+
+    dialect_class: ClassVar[type[Dialect]]
+    patience: ClassVar[Patience] = Patience()
+
+    def __init__(self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
+        """Connects. `model` is asked for the size of its vocabulary and its context alone, `device` for whether a server shares it."""
+        text = model.config.get_text_config()
+        self._vocabulary = int(text.vocab_size)
+        self._context = int(getattr(text, "max_position_embeddings", None) or 2**31)
+        self._dialect = self.dialect_class(config, eos_ids)
+        self._lines: deque[str] = deque()
+        self._pool = _pool(self._dialect, config, self.patience, self._prepare, self._lines.append)
+        self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
+        self._run = f"retrain-{token_hex(4)}"
+        self._folder = _adapter_folder(Path(config.logging.log_dir))
+        self._version = 0
+        self._adapter: ServedAdapter | None = None
+        self._asleep = False
+        self._may_sleep = getattr(device, "type", device) == "cuda"
+        self.replicas = len(self._pool.servers)
+        try:
+            self._pool.run(self._pool.connect(self._dialect.look))
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def preflight(cls, config: "TrainConfig") -> None:
+        dialect = cls.dialect_class(config, ())
+        pool = _pool(dialect, config, cls.patience, None, print)
+        try:
+            pool.run(pool.connect(dialect.look))
+        finally:
+            pool.close()
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        calls = [(index, part) for index, request in enumerate(requests) for part in self._parts(request)]
+        futures = [self._pool.start(self._complete(index, request)) for index, request in calls]
+        try:
+            for future in as_completed(futures):
+                self._speak()
+                yield from future.result()
+        finally:
+            self._speak()
+            for future in futures:
+                future.cancel()  # the connection closes, and the server aborts
+
+    def _parts(self, request: SampleRequest) -> list[SampleRequest]:
+        """The request within the model's context, and one for each completion where a call samples one."""
+        if request.adapter_slot not in (0, BASE_MODEL):
+            raise ConfigurationError(f"{self._dialect.title} serves one adapter of a run, slot 0, and got {request.adapter_slot}.")
+        limited = replace(request, max_tokens=min(request.max_tokens, self._context - len(request.prompt_ids)))
+        if self.capabilities.n:
+            return [limited]
+        return [replace(limited, count=1, first_sample=request.first_sample + number) for number in range(request.count)]
+
+    async def _complete(self, index: int, request: SampleRequest) -> list[Completion]:
+        adapter = None if request.adapter_slot == BASE_MODEL else self._adapter
+        assert request.adapter_slot == BASE_MODEL or adapter is not None, "sync comes before sample"
+
+        async def one_try(server: Server) -> list[Completion]:
+            self._check_fits(request, server)
+            path, body = self._dialect.call(request, adapter, server)
+            return self._completions(index, request, server, await server.post(path, body))
+
+        async with self._room:
+            return await self._pool.ask(one_try)
+
+    def _check_fits(self, request: SampleRequest, server: Server) -> None:
+        context, prompt = server.facts.get("context"), len(request.prompt_ids)
+        if context is not None and prompt + request.max_tokens > context:
+            raise ServerFailure(
+                f"{self._dialect.title} {server.url} takes {context} tokens, and [training] max_tokens = {request.max_tokens} after a "
+                f"prompt of {prompt} needs {prompt + request.max_tokens}; it would cut completions short: start it with more, or lower "
+                "max_tokens."
+            )
+
+    def _completions(self, index: int, request: SampleRequest, server: Server, answer: Any) -> list[Completion]:
+        where = f"{self._dialect.title} {server.url}"
+        try:
+            sampled = self._dialect.read(answer, request)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerFailure(f"{where} answered in a form that retrain does not know ({type(error).__name__}: {error}).") from error
+        if len(sampled) != request.count:
+            raise ServerFailure(f"{where} returned {len(sampled)} completions and was asked for {request.count}.")
+        for one in sampled:
+            if problem := self._problem(one, request):
+                raise ServerFailure(f"{where} {problem}")
+        return [
+            Completion(
+                request=index,
+                sample=request.first_sample + number,
+                token_ids=np.array(one.token_ids, np.int32),
+                logprobs=np.array(one.logprobs, np.float32),
+                entropies=None,
+                finish_reason=FinishReason.STOP if one.stopped else FinishReason.LENGTH,
+                kept=None if one.kept is None else np.array(one.kept, np.int32),
+            )
+            for number, one in enumerate(sampled)
+        ]
+
+    def _problem(self, one: Sampled, request: SampleRequest) -> str:
+        """Why a completion is not one of the policy; "" if it is."""
+        ids, eos = one.token_ids, set(self._dialect.eos_ids)
+        truncated = request.truncation.active and request.temperature > 0
+        if not len(ids) == len(one.logprobs) > 0:
+            return f"returned {len(ids)} tokens with {len(one.logprobs)} log-probs."
+        if not all(0 <= token < self._vocabulary for token in ids):
+            return f"sampled token {max(ids)}, and the model has {self._vocabulary} tokens: it serves another model."
+        if eos.intersection(ids[:-1]) or (ids[-1] in eos) is not one.stopped:
+            return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer."
+        if not one.stopped and len(ids) != request.max_tokens:
+            return f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its longest sequence, or lower max_tokens."
+        if truncated and (one.kept is None or len(one.kept) != len(ids)):
+            return "does not say how many tokens top_k, top_p and min_p kept; leave the three off."
+        return ""
+
+    def _speak(self) -> None:
+        """What the other thread had to say."""
+        while self._lines:
+            self.say(self._lines.popleft())
+
+    # -- the adapter ---------------------------------------------------------------------------------------------------
+
+    def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
+        self._version += 1
+        fresh = ServedAdapter(f"{self._run}-{self._version}", self._folder / f"version-{self._version}")
+        save_adapter(fresh.folder)
+        old, self._adapter = self._adapter, fresh
+        self._pool.run(self._pool.on_each(self._prepare))
+        self.unchecked |= self._asleep or self._pool.came_back
+        self._asleep = self._pool.came_back = False
+        if old is not None:
+            self._pool.run(self._forget(old))
+        self._speak()
+
+    async def _prepare(self, server: Server) -> None:
+        """Awake, with the current adapter, which its own list confirms."""
+        if server.facts.pop("asleep", False):
+            await self._dialect.wake(server)
+        if "looked" not in server.facts:
+            await self._dialect.look(server)
+        adapter = self._adapter
+        if adapter is None:
+            return
+        await self._dialect.load(server, adapter)
+        listed = await self._dialect.adapters(server)
+        if listed is not None and listed.get(adapter.name) != str(adapter.folder):
+            raise ServerFailure(
+                f"{self._dialect.title} {server.url} does not list the adapter {adapter.name} that it was given "
+                f"({', '.join(listed) or 'it lists none'}); it would sample from another policy."
+            )
+
+    async def _forget(self, adapter: ServedAdapter) -> None:
+        async def one(server: Server) -> None:
+            with suppress(Refused):  # it does not know the adapter, having been restarted
+                await self._dialect.unload(server, adapter)
+
+        await self._pool.on_each(one)
+        shutil.rmtree(adapter.folder, ignore_errors=True)
+
+    # -- around the learning pass ----------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        async def one(server: Server) -> None:
+            server.facts["asleep"] = await self._dialect.sleep(server)
+
+        if self._may_sleep and not self._asleep:
+            self._pool.run(self._pool.on_each(one))
+            self._asleep = any(server.facts.get("asleep") for server in self._pool.servers)
+
+    def why_it_differs(self) -> str:
+        return next(filter(None, self._pool.run(self._pool.on_each(self._dialect.why_it_differs)).values()), "")
+
+    def close(self) -> None:
+        with suppress(ServerFailure):
+            self._leave()
+        self._pool.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _leave(self) -> None:
+        """Leave the servers awake and without our adapter. No retries: the run may be ending because they are gone."""
+        adapter, self._adapter = self._adapter, None
+
+        async def one(server: Server) -> None:
+            with suppress(Unavailable, Refused):
+                if server.facts.pop("asleep", False):
+                    await self._dialect.wake(server)
+                if adapter is not None:
+                    await self._dialect.unload(server, adapter)
+
+        if adapter is not None and self._pool.alive:
+            self._pool.run(self._pool.on_each(one))
+
+
+def _pool(
+    dialect: Dialect, config: "TrainConfig", patience: Patience, prepare: Callable[[Server], Any] | None, say: Callable[[str], None]
+) -> ServerPool:
+    inference = config.inference
+    return ServerPool(
+        inference.urls,
+        what=dialect.title,
+        timeout_s=inference.timeout_s,
+        key_env=inference.api_key_env,
+        health=dialect.health,
+        lost=dialect.lost,
+        prepare=prepare,
+        say=say,
+        patience=patience,
+    )
+
+
+def _adapter_folder(run: Path) -> Path:
+    """A folder of this process in the run's folder, which servers on other machines are likely to see too. Those of dead ones go."""
+    place = run if run.is_dir() else Path(gettempdir())
+    host = socket.gethostname().replace("-", "_")
+    for old in place.glob(f"{_FOLDER}{host}-*"):
+        owner = old.name.split("-")[2]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(mkdtemp(prefix=f"{_FOLDER}{host}-{os.getpid()}-", dir=place)).resolve()
