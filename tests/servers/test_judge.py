@@ -53,7 +53,7 @@ def test_a_model_that_writes_no_verdict_could_not_judge(servers: list[RealServer
 
 
 def test_a_model_that_the_server_does_not_have_is_refused_before_the_first_step(tmp_path: Path, servers: list[RealServer]) -> None:
-    with pytest.raises(EnvironmentFailure, match="404 Not Found.*judge_model"):
+    with pytest.raises(EnvironmentFailure, match=r"404 Not Found.*judge_model"):
         train(small(tmp_path, reward=judge(servers[0], judge_model="absent")), quiet=True)
 
 
