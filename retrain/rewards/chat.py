@@ -26,7 +26,7 @@ _TRANSIENT = frozenset({408, 409, 425, 429})
 _SHOWN = 160
 """Characters of the server's own message in a sentence."""
 
-logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; they are counted in JudgeUsage.requests
+logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; JudgeUsage.requests counts them
 
 
 class ChatFailed(Exception):
