@@ -112,6 +112,12 @@ class PagedEngine:
         self.step = FixedStep(decoder.fused, self.pool, self.buffers, decoder.kernel, eos_ids, context)
         self.prompts: OrderedDict[PromptKey, _Prompt] = OrderedDict()
 
+    def serves(self, limits: DecodeLimits, context: int) -> bool:
+        """Whether it has the rows and tokens of `limits`, for rows of up to `context` tokens."""
+        return (
+            self.rows >= min(limits.rows, BUCKETS[-1]) and self.pool.pages * self.pool.tokens >= limits.tokens and self.context >= context
+        )
+
     def evict_prompt(self) -> bool:
         """Forget the oldest prompt. False: there was none."""
         if not self.prompts:
@@ -123,6 +129,12 @@ class PagedEngine:
     def forget_prompts(self) -> None:
         while self.evict_prompt():
             pass
+
+
+def wanted_tokens(jobs: Sequence[Job], page_tokens: int) -> int:
+    """Tokens of pages that let all jobs decode at their longest, beside their prompts."""
+    prompts = {prompt_key(job.request): len(job.request.prompt_ids) for job in jobs}
+    return sum(prompts.values()) + sum(job.tokens for job in jobs) + page_tokens * (len(prompts) + 2 * len(jobs))
 
 
 class PagedRun:

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from retrain.inference_engine.sampling import upload
 from retrain.model.attention import Kernel
-
-PAGE_TOKENS = 256
-"""The smallest that torch's flash kernel reads."""
+from retrain.model.budget import PAGE_TOKENS
 
 
 class PagePool:
@@ -33,6 +31,10 @@ class PagePool:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self._free = list(range(pages, 0, -1))
         self._holders = np.zeros(pages + 1, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self.keys + self.values)
 
     @property
     def free(self) -> int:

@@ -16,7 +16,7 @@ from retrain.inference_engine.base import WHOLE_VOCABULARY, SampleRequest, Trunc
 from retrain.inference_engine.decoder import Decoder, is_mixed
 from retrain.inference_engine.kv_cache import KVArena, PrefixStore, PromptKey, PromptState, prompt_key
 from retrain.inference_engine.sampling import Draws, draw
-from retrain.model.budget import DecodeLimits
+from retrain.model.budget import PREFILL_TOKENS, DecodeLimits
 from retrain.model.truncation import Cuts
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
@@ -25,8 +25,6 @@ Prompted = TypeVar("Prompted")
 
 _FIRST_TOKENS = 64
 """Completion tokens for which a row has room at first; the arena doubles as completions grow."""
-_PREFILL_TOKENS = 8192
-"""Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
 _NOISE_BLOCK = 64
 """Positions whose noise is computed at once, for all rows."""
 
@@ -193,7 +191,7 @@ def prefill_batches(sequences: Sequence[Prompted], lengths: Sequence[int]) -> It
     batch: list[Prompted] = []
     tokens = 0
     for sequence, size in zip(sequences, lengths, strict=True):
-        if batch and tokens + size > _PREFILL_TOKENS:
+        if batch and tokens + size > PREFILL_TOKENS:
             yield batch
             batch, tokens = [], 0
         batch.append(sequence)

@@ -18,7 +18,7 @@ from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
-from retrain.inference_engine.paged_run import PagedEngine, PagedRun
+from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
 from retrain.inference_engine.scheduler import DecodeRun, Job, pieces
 from retrain.model.budget import STORE_SHARE, DecodeLimits
 from retrain.model.devices import EngineOptions
@@ -113,11 +113,11 @@ class TorchEngine(InferenceEngine):
         """Pages and captured steps are held from one call to the next, as long as rows fit their tables."""
         if not self._is_paged:
             return DecodeRun(self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
-        longest = max(job.tokens for job in jobs) + 1
-        if self._paged is None or self._paged.context < longest:
-            self._paged = None
-            keeps = self._options.prefix_caching
-            self._paged = PagedEngine(self._decoder, self._limits, self._eos_ids, longest, self._options.page_tokens, keeps_prompts=keeps)
+        longest, page, keeps = max(job.tokens for job in jobs) + 1, self._options.page_tokens, self._options.prefix_caching
+        wanted = DecodeLimits(min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page)))
+        if self._paged is None or not self._paged.serves(wanted, longest):
+            self._paged = None  # first, so that both are never held
+            self._paged = PagedEngine(self._decoder, wanted, self._eos_ids, longest, page, keeps_prompts=keeps)
         return PagedRun(self._decoder, jobs, self._paged)
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
@@ -143,8 +143,18 @@ class TorchEngine(InferenceEngine):
         if self._paged is not None:
             self._paged.forget_prompts()
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the pages that are held between calls."""
+        return 0 if self._paged is None else self._paged.pool.nbytes
+
+    def free_pages(self) -> None:
+        """Give the memory of the pages back; the next call makes them, and captures its steps, anew."""
+        self._paged = None
+
     def close(self) -> None:
         self.release()
+        self.free_pages()
 
     def _jobs(self, index: int, request: SampleRequest) -> list[Job]:
         prompt_tokens = len(request.prompt_ids)

@@ -8,6 +8,7 @@ import torch
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
+from retrain.model.budget import PAGE_TOKENS
 from retrain.model.packed import computes_bf16
 from retrain.model.varlen import has_flash
 
@@ -31,7 +32,7 @@ class EngineOptions:
     prefix_caching: bool = True
     paged: bool = False
     """Keys and values in pages and steps in fixed buffers, for models that have a fused forward; else rows of one capacity."""
-    page_tokens: int = 256
+    page_tokens: int = PAGE_TOKENS
 
 
 def engine_options(inference: "Inference", device_type: str, model_dtype: torch.dtype) -> EngineOptions:

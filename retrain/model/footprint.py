@@ -57,7 +57,8 @@ class Footprint:
     checkpointed_per_token: int
     """The same with gradient checkpointing: the input of every layer, and one layer's activations while it runs again."""
     gradients_per_token: int
-    """Bytes that live beside these in the backward pass: about what one layer keeps (measured on the lab model: 1.05 to 1.13 of it)."""
+    """Bytes that live beside these in the backward pass, and in a forward pass that keeps nothing: about what one layer keeps (measured on
+    the lab model: 1.05 to 1.13 of it)."""
 
 
 def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = None) -> Footprint:
