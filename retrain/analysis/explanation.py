@@ -50,7 +50,7 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
     if found.unsure == "unjudged":
         return (
             f"The judged answers alone differ significantly (adjusted p {p_words(found.p_adjusted)}), but those that could not be judged "
-            f"leave any difference between {interval_words(found.bounds, metric)} possible."
+            f"leave {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not significant."
         )
     wide = interval_words(contrast.wide.interval if contrast.wide else None, metric)
     adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
@@ -65,7 +65,9 @@ def _detectable(found: Conclusion, comparison: Comparison) -> str:
     if found.detectable is None:
         return ""
     low, high = (size_words(end, comparison.metric) for end in found.detectable)
-    return f"Such a campaign finds a true difference in {100 * comparison.test.power:g}% of cases if it is {low} to {high} or more."
+    return (
+        f"Such a campaign finds a true difference of {low} to {high} (over the sd's interval) in {100 * comparison.test.power:g}% of cases."
+    )
 
 
 def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:

@@ -17,6 +17,13 @@ _VERBS = {
 _SHORT = {Verdict.IMPROVEMENT: "better", Verdict.WORSE: "worse", Verdict.DIFFERENT: "different", Verdict.EQUIVALENT: "equivalent"}
 
 
+_WHY_UNSURE = {
+    "": "",
+    "unjudged": "; answers that could not be judged leave it open",
+    "problems": "; a few of the problems may carry the difference",
+}
+
+
 def answer(comparison: Comparison) -> str:
     """Such as: 1 of 4 conditions beats grpo+none on these 200 problems: maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided."""
     found = [contrast for contrast in comparison.contrasts if contrast.conclusion.verdict is not Verdict.INCONCLUSIVE]
@@ -43,7 +50,15 @@ def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
             parts.append(f"{one.condition} {verb} {one.baseline}{within} {scope(comparison)}: {difference_and_interval(one, comparison)}")
         else:
             parts.append(f"{len(items)} of {total} conditions {verb} {against}{within} {scope(comparison)}: {shown}")
-    return "; ".join([*parts, *_rest(comparison)]) + "."
+    return "; ".join([*parts, *_rest(comparison), *_at_worst(found, comparison)]) + "."
+
+
+def _at_worst(found: Sequence[Contrast], comparison: Comparison) -> Iterator[str]:
+    """Verdicts that fall where failed runs count as the worst result."""
+    fallen = [item for item in found if item.at_worst and item.at_worst.verdict is not item.conclusion.verdict]
+    if fallen:
+        which = "" if len(comparison.contrasts) == 1 else f" {', '.join(name_of(item, comparison) for item in fallen)}"
+        yield f"undecided{which} if failed runs count as the worst result"
 
 
 def _rest(comparison: Comparison) -> Iterator[str]:
@@ -62,7 +77,9 @@ def _undecided(comparison: Comparison) -> str:
             f"{counted(len(contrasts), 'comparison')} at {test.alpha:g} need at least {comparison.seeds_to_conclude}."
         )
     if len(contrasts) == 1:
-        return f"Undecided {scope(comparison)}: {contrasts[0].condition} against {_with_baseline(contrasts[0], comparison)}."
+        one = contrasts[0]
+        why = _WHY_UNSURE[one.conclusion.unsure]
+        return f"Undecided {scope(comparison)}: {one.condition} against {one.baseline} {difference_and_interval(one, comparison)}{why}."
     largest = max(contrasts, key=lambda contrast: abs(contrast.conclusion.mean))
     return (
         f"Undecided {scope(comparison)}: none of {len(contrasts)} conditions is shown to differ from {_baselines(comparison)}; the largest "
@@ -72,10 +89,6 @@ def _undecided(comparison: Comparison) -> str:
 
 def _baselines(comparison: Comparison) -> str:
     return comparison.baseline if comparison.one_baseline else "its baseline"
-
-
-def _with_baseline(contrast: Contrast, comparison: Comparison) -> str:
-    return f"{contrast.baseline} {difference_and_interval(contrast, comparison)}"
 
 
 def scope(comparison: Comparison) -> str:

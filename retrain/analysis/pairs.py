@@ -164,7 +164,7 @@ def _between(candidate: Arm, baseline: Arm, seed: int, k: int, worst: float | No
 
 
 def outlying_seeds(differences: Mapping[int, float]) -> Sequence[int]:
-    """Seeds whose difference lies far from the others: a robust z score above 5, from five pairs on.
+    """Seeds whose difference lies far from the others: a robust z score above 8, from five pairs on.
 
     Source of the score and of the fallback where half of the differences are equal: Iglewicz and Hoaglin 1993.
     """
@@ -173,4 +173,4 @@ def outlying_seeds(differences: Mapping[int, float]) -> Sequence[int]:
         return []
     distances = np.abs(values - np.median(values))
     scale = 1.4826 * float(np.median(distances)) or 1.2533 * float(distances.mean())
-    return [seed for seed, distance in zip(differences, distances, strict=True) if scale and distance > 5 * scale]
+    return [seed for seed, distance in zip(differences, distances, strict=True) if scale and distance > 8 * scale]

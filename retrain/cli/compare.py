@@ -47,7 +47,12 @@ SETTINGS = {"cls": BaselineTakesSeveral}
 
 
 def command(
-    targets: Annotated[list[Path], typer.Argument(metavar="CAMPAIGN_DIR | RUN...", help="A campaign's folder, or folders of runs.")],
+    targets: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="CAMPAIGN_DIR | RUN... | EVALUATION", help="A campaign's folder, folders of runs, or what `retrain eval` left."
+        ),
+    ],
     baseline: Annotated[
         list[str] | None,
         typer.Option(metavar="LABEL | RUN...", help="A campaign's condition (the first unless given), or the baseline's runs."),
@@ -79,7 +84,11 @@ def command(
     from retrain.analysis.verdict import TestSettings
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
+    from retrain.run.evaluation_folder import is_evaluation
 
+    if any(map(is_evaluation, targets)):
+        _print_evaluations(targets, baseline or [], metric, alpha, as_json=as_json or form is Format.JSON)
+        return
     test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
     comparison = _compare(targets, baseline or [], control, metric, test, [_pair(text) for text in contrast or []])
     if as_json or form is Format.JSON:
@@ -88,6 +97,21 @@ def command(
         print(clean(to_markdown(comparison)), end="")
     else:
         print(clean(to_text(comparison, shutil.get_terminal_size().columns)), end="")
+
+
+def _print_evaluations(targets: list[Path], baseline: list[str], metric: str | None, alpha: float, *, as_json: bool) -> None:
+    """Two folders of `retrain eval`, paired by problem."""
+    from retrain.analysis.evaluations import compare_evaluations, evaluation_json, evaluation_lines, open_evaluation
+    from retrain.analysis.measures import choose_metric
+    from retrain.records.jsonl import finite
+    from retrain.records.terminal import clean
+    from retrain.run.evaluation_folder import is_evaluation
+
+    if len(targets) != 1 or len(baseline) != 1 or not is_evaluation(Path(baseline[0])):
+        raise ConfigurationError(f"{targets[0]} is an evaluation, and is compared with one other: --baseline EVALUATION.")
+    one, other = open_evaluation(targets[0]), open_evaluation(Path(baseline[0]))
+    found = compare_evaluations(one, other, choose_metric(metric or "pass@1", []), alpha)
+    print(json.dumps(finite(evaluation_json(found)), indent=2) if as_json else clean("\n".join(evaluation_lines(found))))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -212,6 +212,26 @@ class EvaluationRecord(_Record):
 
 
 @dataclass(frozen=True)
+class SampleRecord(_Record):
+    """One answer to a held-out problem, one line of samples.jsonl in an evaluation's folder."""
+
+    example_id: str
+    task: str
+    sample: int
+    prompt: str
+    completion: str
+    reference: str
+    reward: float | None
+    """None when it could not be judged."""
+    outcome: str
+    """right, wrong, could_not_judge."""
+    reason: str
+    """Why it could not be judged; else empty."""
+    finish_reason: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class GenerationRecord(_Record):
     """One trajectory as text, one line of emergence/generations.jsonl."""
 

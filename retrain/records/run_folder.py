@@ -91,6 +91,11 @@ class RunFolder:
         return self.path / "verdicts.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """What `retrain eval` left, a folder each."""
+        return self.path / "evaluations"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -110,7 +115,7 @@ class RunFolder:
 
     def written(self) -> tuple[Path, ...]:
         """Every file and folder that a run or its report writes here, except the marker and the lock."""
-        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.tensorboard, self.wandb)
+        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.evaluations, self.tensorboard, self.wandb)
         files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
         return (*folders, *files, self.checkpoint_pointer, self.verdicts, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
 

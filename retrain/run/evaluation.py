@@ -28,16 +28,21 @@ class Evaluator:
 
     def run(self, step: int, watcher: Watcher) -> Evaluation:
         """Raises RunFailed if too many answers could not be judged."""
+        return self.run_with_answers(step, watcher)[0]
+
+    def run_with_answers(self, step: int, watcher: Watcher) -> tuple[Evaluation, list[Group]]:
+        """The evaluation and the answers that it rests on, one group per problem. Raises as `run`."""
         # Step 0 of the noise's coordinates at every training step: common random numbers over the run.
         rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
         check_held_out((member.score for group in rollout.groups for member in group.members), self.max_failure_rate)
-        return Evaluation(
+        evaluation = Evaluation(
             step=step,
             problems=[_problem(group, step) for group in rollout.groups],
             ks=self.ks,
             seconds=rollout.sample_seconds + rollout.reward_seconds,
             tokens=rollout.tokens,
         )
+        return evaluation, rollout.groups
 
 
 def _problem(group: Group, step: int) -> EvaluationRecord:
