@@ -276,7 +276,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     ),
     NotBuilt("evaluation.reward", lambda c: c.evaluation.reward == "judge", "use match, math, custom or a plugin"),
     NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
-    NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
 )
 
 

@@ -154,6 +154,8 @@ class StepRecord(_Record):
     bp_r2: float | None = None
     bp_utilization: float | None = None
     """Smoothed throughput over the best that the law predicts."""
+    bp_step_time_s: float | None = None
+    """The step time that the decision is based on: this step's, or the one that it took before the run was resumed."""
 
     time_sample_s: float | None = None
     time_reward_s: float | None = None

@@ -84,7 +84,7 @@ class PrimeRLBackend(Backend):
     def num_trainable(self) -> int:
         return 0
 
-    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+    def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         raise NotImplementedError("PRIME-RL's trainer answers no questions; `capabilities.scores_rows` says so.")
 
     # -- learning ----------------------------------------------------------------------------------------------------
