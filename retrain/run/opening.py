@@ -129,7 +129,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
     checkpoint = _newest(store, folder, notes.append)
     if store.folder != folder.checkpoints:
         _sign(store.folder, folder)
-    replayed = decided_by(folder, checkpoint.step if checkpoint else 0)
+    replayed = decided_by(folder, checkpoint.step if checkpoint else 0) if config.backpressure.enabled else {}
     if checkpoint:
         state = checkpoint.state()
         notes.append(f"Resuming {folder.path} after {state.step} steps.")

@@ -73,8 +73,12 @@ class Pressure:
 
 
 def decided_by(folder: RunFolder, first_step: int) -> dict[int, float]:
-    """Step -> seconds of the steps from `first_step` on that a resumed run makes again; empty for a run without back pressure."""
+    """Step -> seconds of the steps from `first_step` on that a resumed run makes again; what is no such pair is left out."""
     if not folder.metrics.is_file():
         return {}
-    lines = [line for line in read_jsonl(folder.metrics) if line.get("step", -1) >= first_step]
-    return {line["step"]: line["bp_step_time_s"] for line in lines if line.get("bp_step_time_s")}
+    pairs = [(line.get("step"), line.get("bp_step_time_s")) for line in read_jsonl(folder.metrics)]
+    return {
+        step: float(seconds)
+        for step, seconds in pairs
+        if isinstance(step, int) and isinstance(seconds, int | float) and step >= first_step and seconds > 0
+    }
