@@ -3,12 +3,13 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SERVERS := $(abspath $(or $(RETRAIN_CACHE),$(HOME)/.cache/retrain)/servers)
 # 3.11 first: constraints.txt pins the versions that the tests run on for it.
 PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14 python; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types docs-check check clean
+.PHONY: help setup run test test-servers lint types docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,6 +28,14 @@ run: $(STAMP) ## train the lab model on arithmetic and show what it learned (min
 
 test: $(STAMP) ## all tests with coverage and the ten slowest, one process per core
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope --cov --cov-report=term:skip-covered --durations=10
+	@echo "Left out: tests/servers, which need real inference servers (make test-servers)."
+
+test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
+	@for setup in scripts/servers/*-setup.sh; do \
+		name=$$(basename "$$setup" -setup.sh); echo "$$name: $(SERVERS)/$$name"; \
+		mkdir -p "$(SERVERS)"; PYTHON="$(PYTHON)" "$$setup" "$(SERVERS)/$$name" || exit 3; \
+	done
+	RETRAIN_SERVERS="$(SERVERS)" $(BIN)/python -m pytest -m servers tests/servers -rP --durations=20
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

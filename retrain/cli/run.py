@@ -1,4 +1,4 @@
-"""`retrain [FILE.toml] [--overwrite] [--quiet] [flags]`: do what a configuration says, a training, a campaign or a squeeze job."""
+"""`retrain [FILE.toml] [--overwrite] [--quiet] [--skip-parity] [flags]`: a training, a campaign or a squeeze job."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from retrain.config.overrides import Overrides
     from retrain.squeeze.job import Squeezed
 
-_SWITCHES = {"--overwrite": False, "--quiet": False}
-"""Our own flags beside those of the schema; neither takes a value."""
+_SWITCHES = {"--overwrite": False, "--quiet": False, "--skip-parity": False}
+"""Our own flags beside those of the schema; none takes a value."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class RunArguments:
     """None means ./retrain.toml."""
     overwrite: bool
     quiet: bool
+    skip_parity: bool
     overrides: "Overrides"
 
 
@@ -41,7 +42,7 @@ def run_file(arguments: Sequence[str]) -> int:
         return _run_campaign(config, parsed)
     from retrain.run.loop import train
 
-    train(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
+    train(config, overwrite=parsed.overwrite, quiet=parsed.quiet, skip_parity=parsed.skip_parity)
     return 0
 
 
@@ -86,6 +87,8 @@ def _run_campaign(config: "TrainConfig", parsed: RunArguments) -> int:
         raise ConfigurationError(
             "--overwrite is for a single run: a campaign is too much to lose by a flag; name another --log-dir, or delete the old one."
         )
+    if parsed.skip_parity:
+        raise ConfigurationError("--skip-parity is for a single run: a comparison needs runs that trained what they sampled; leave it out.")
     from retrain.campaign import run_campaign
 
     run_campaign(config, quiet=parsed.quiet)
@@ -105,5 +108,9 @@ def parse_arguments(arguments: Sequence[str]) -> RunArguments:
     if len(files) > 1:
         raise ConfigurationError(f"retrain runs one file at a time, and got {' and '.join(files)}; a value needs its flag before it.")
     return RunArguments(
-        path=Path(files[0]) if files else None, overwrite="--overwrite" in switches, quiet="--quiet" in switches, overrides=overrides
+        path=Path(files[0]) if files else None,
+        overwrite="--overwrite" in switches,
+        quiet="--quiet" in switches,
+        skip_parity="--skip-parity" in switches,
+        overrides=overrides,
     )

@@ -30,6 +30,13 @@ FLAGS = {
 """The ten most used flags; `retrain help config` lists all."""
 
 
+_SWITCHES = {
+    "--overwrite": "empty the run's folder first, if retrain made it",
+    "--quiet": "print nothing on standard output",
+    "--skip-parity": "do not check that the engine samples from the trained policy",
+}
+
+
 def usage() -> str:
     return f"""\
 retrain: reinforcement learning with verifiable rewards, a LoRA adapter out.
@@ -43,7 +50,7 @@ Commands:
 
 Flags (every key of the configuration has one):
 {_table(FLAGS)}
-{_table({"--overwrite": "empty the run's folder first, if retrain made it", "--quiet": "print nothing on standard output"})}
+{_table(_SWITCHES)}
 
 Exit codes: 0 done, 1 the run failed, 2 wrong usage or configuration, 3 the machine lacks something, 130 and 143 interrupted.
 """

@@ -5,6 +5,7 @@ A server that does not answer is left out, its requests go to the others, and it
 """
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -23,10 +24,12 @@ from retrain.errors import ConfigurationError, RetrainError, ServerFailure
 T = TypeVar("T")
 Json = dict[str, Any]
 
+logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; a failure says how many there were
+
 _BUSY = frozenset({429, 502, 503, 504})
 """The server or a proxy before it asks for patience. Every other status from 400 on is an answer."""
 _CONNECT_S = 10.0
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,14 @@ class Server:
     url: str
     """As shown: without credentials, a trailing slash or /v1."""
     client: httpx.AsyncClient
-    is_dead: Callable[[int, str], bool] | None
-    """(status, text) to whether this answer means that the engine behind the server has died."""
+    lost: Callable[[int, str], str] | None
+    """(status, text) of an answer to why the server must be prepared again before it can serve; "" if it need not."""
     alive: bool = True
     in_flight: int = 0
-    served: int = 0
+    turn: int = 0
+    """When it was last chosen."""
     looked_at: float = 0.0
+    taking_back: asyncio.Lock = field(default_factory=asyncio.Lock)
     problem: str = ""
     """Why it is left out."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -91,21 +96,20 @@ class Server:
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
         self.in_flight += 1
-        self.served += 1
         limit = {} if timeout is None else {"timeout": timeout}
         try:
             response = await self.client.request(method, path, json=body, **limit)  # type: ignore[arg-type]
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise TooSlow(f"{self.url} gave no answer in time") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Unavailable(f"{self.url}: {_reason(error)}", gone=True) from error
         finally:
             self.in_flight -= 1
         if response.status_code < 400:
             return _content(response)
         said = _said(response)
-        if self.is_dead and self.is_dead(response.status_code, said):
-            raise Unavailable(f"{self.url}: its engine has died ({response.status_code}: {said})", gone=True)
+        if self.lost and (reason := self.lost(response.status_code, said)):
+            raise Unavailable(f"{self.url}: {reason} ({response.status_code}: {said})", gone=True)
         if response.status_code in _BUSY:
             raise Unavailable(f"{self.url}: {response.status_code} {said}", gone=False)
         raise Refused(response.status_code, said)
@@ -122,7 +126,7 @@ class ServerPool:
         timeout_s: float,
         key_env: str = "",
         health: str = "/health",
-        is_dead: Callable[[int, str], bool] | None = None,
+        lost: Callable[[int, str], str] | None = None,
         prepare: Callable[[Server], Awaitable[None]] | None = None,
         say: Callable[[str], None] = print,
         patience: Patience = Patience(),
@@ -135,9 +139,10 @@ class ServerPool:
         self._what, self._timeout_s, self._key_env, self._health = what, timeout_s, key_env, health
         self._prepare, self._say, self._patience = prepare, say, patience
         headers = _authorization(key_env)
-        self.servers = [_server(url, headers, timeout_s, is_dead, transport) for url in urls]
+        self.servers = [_server(url, headers, timeout_s, lost, transport) for url in urls]
         self.came_back = False
         """Set when a server was taken back; whoever checks servers clears it."""
+        self._turns = 0
         self._loop = asyncio.new_event_loop()
         self._looks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests to servers", daemon=True)
@@ -181,10 +186,12 @@ class ServerPool:
 
         Raises ServerFailure in one sentence once patience is at its end, and at once for an answer that no repetition changes.
         """
-        slow = 0
+        slow = tries = 0
+        started = time.monotonic()
         try:
             async for attempt in self._attempts():
                 with attempt:
+                    tries += 1
                     server = await self._choose()
                     try:
                         return await request(server)
@@ -196,7 +203,7 @@ class ServerPool:
                             self._leave_out(server, str(error))
                         raise
         except Unavailable as error:
-            raise self._gave_up(error) from error
+            raise self._gave_up(f"; {tries} tries in {time.monotonic() - started:.0f} s", error) from error
         except Refused as error:
             raise self.refusal(error) from error
         raise AssertionError("stamina returns or raises")
@@ -219,24 +226,27 @@ class ServerPool:
             await self.ask(_nothing)  # which waits for one
         await asyncio.gather(*(one(server) for server in self.alive))
         if not results:
-            raise self._gave_up(None)
+            raise self._gave_up()
         return results
 
     async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
-        """The health of every server, then `look`. Those that do not answer are left out; ServerFailure where none does."""
+        """The health of every server, then `look`. Those that do not answer are left out; ServerFailure at once where none does."""
 
         async def one(server: Server) -> None:
             try:
                 await self._check_health(server)
                 await look(server)
             except (Unavailable, TooSlow) as error:
-                self._leave_out(server, str(error))
+                server.alive, server.problem = False, str(error)
             except Refused as error:
                 raise self.refusal(error, server) from error
 
         await asyncio.gather(*(one(server) for server in self.servers))
         if not self.alive:
-            raise self._gave_up(None)
+            raise self._gave_up()
+        for server in self.servers:
+            if not server.alive:
+                self._say(f"{self._what} {server.problem}; left out until it answers.")
 
     def _attempts(self) -> Any:
         patience = self._patience
@@ -260,18 +270,23 @@ class ServerPool:
                     look = asyncio.create_task(self._take_back(server))
                     self._looks.add(look)
                     look.add_done_callback(self._looks.discard)
-        return min(self.alive, key=lambda server: (server.in_flight, server.served))
+        chosen = min(self.alive, key=lambda server: (server.in_flight, server.turn))
+        self._turns += 1
+        chosen.turn = self._turns
+        return chosen
 
     async def _take_back(self, server: Server) -> None:
         server.looked_at = time.monotonic()
-        try:
-            await self._check_health(server)
-            if self._prepare is not None:
-                await self._prepare(server)
-        except (Unavailable, TooSlow, Refused, RetrainError) as error:
-            server.problem = str(error)
-            return
-        if not server.alive:
+        async with server.taking_back:
+            if server.alive:
+                return
+            try:
+                await self._check_health(server)
+                if self._prepare is not None:
+                    await self._prepare(server)
+            except (Unavailable, TooSlow, Refused, RetrainError) as error:
+                server.problem = str(error)
+                return
             server.alive = self.came_back = True
             self._say(f"{self._what} {server.url} answers again and is taken back.")
 
@@ -307,9 +322,8 @@ class ServerPool:
             ) from error
         raise Unavailable(str(error), gone=False) from error
 
-    def _gave_up(self, error: Unavailable | None) -> ServerFailure:
-        found = "; ".join(dict.fromkeys(server.problem for server in self.servers if server.problem)) or str(error)
-        tried = f"; tried {self._patience.attempts} times within {self._patience.total_s:g} s" if error else ""
+    def _gave_up(self, tried: str = "", error: Unavailable | None = None) -> ServerFailure:
+        found = "; ".join(dict.fromkeys(server.problem for server in self.servers if not server.alive)) or str(error)
         return ServerFailure(f"{self._what} does not answer ({found}{tried}): start it, or name another address in [inference] url.")
 
     def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
@@ -331,7 +345,7 @@ def _server(
     url: str,
     headers: dict[str, str],
     timeout_s: float,
-    is_dead: Callable[[int, str], bool] | None,
+    lost: Callable[[int, str], str] | None,
     transport: httpx.AsyncBaseTransport | None,
 ) -> Server:
     shown, full = addresses(url)
@@ -340,10 +354,10 @@ def _server(
         headers=headers,
         timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=urlsplit(full).hostname not in _LOOPBACK,  # a proxy cannot reach this machine's own servers
+        trust_env=urlsplit(full).hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
         transport=transport,
     )
-    return Server(shown, client, is_dead)
+    return Server(shown, client, lost)
 
 
 def addresses(url: str) -> tuple[str, str]:
@@ -363,7 +377,7 @@ def _authorization(key_env: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {value}"}
 
 
-def _reason(error: httpx.TransportError) -> str:
+def _reason(error: httpx.RequestError) -> str:
     kinds = {httpx.ConnectTimeout: "no connection in time", httpx.ConnectError: "no connection", httpx.PoolTimeout: "no free connection"}
     words = next((words for kind, words in kinds.items() if isinstance(error, kind)), "the connection broke")
     return f"{words} ({str(error).strip() or type(error).__name__})"

@@ -71,9 +71,9 @@ class Dialect(ABC):
         self.config = config
         self.eos_ids = list(eos_ids)
 
-    def is_dead(self, status: int, text: str) -> bool:
-        """True for an answer after which the server answers nothing else until it is restarted."""
-        return False
+    def lost(self, status: int, text: str) -> str:
+        """Why an answer means that the server has died, or has been restarted and forgot the adapter; "" where it does not."""
+        return ""
 
     @abstractmethod
     async def look(self, server: Server) -> None:
@@ -120,7 +120,7 @@ class ServedEngine(InferenceEngine):
     patience: ClassVar[Patience] = Patience()
 
     def __init__(self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
-        """Connects. `model` is asked for the size of its vocabulary and its context alone; `device` is unused."""
+        """Connects. `model` is asked for the size of its vocabulary and its context alone, `device` for whether a server shares it."""
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._context = int(getattr(text, "max_position_embeddings", None) or 2**31)
@@ -133,6 +133,7 @@ class ServedEngine(InferenceEngine):
         self._version = 0
         self._adapter: ServedAdapter | None = None
         self._asleep = False
+        self._may_sleep = getattr(device, "type", device) == "cuda"
         self.replicas = len(self._pool.servers)
         try:
             self._pool.run(self._pool.connect(self._dialect.look))
@@ -143,7 +144,7 @@ class ServedEngine(InferenceEngine):
     @classmethod
     def preflight(cls, config: "TrainConfig") -> None:
         dialect = cls.dialect_class(config, ())
-        pool = _pool(dialect, config, cls.patience, None, print)
+        pool = _pool(dialect, config, cls.patience, None, [].append)  # the engine itself says it
         try:
             pool.run(pool.connect(dialect.look))
         finally:
@@ -283,7 +284,7 @@ class ServedEngine(InferenceEngine):
         async def one(server: Server) -> None:
             server.facts["asleep"] = await self._dialect.sleep(server)
 
-        if not self._asleep:
+        if self._may_sleep and not self._asleep:
             self._pool.run(self._pool.on_each(one))
             self._asleep = any(server.facts.get("asleep") for server in self._pool.servers)
 
@@ -321,7 +322,7 @@ def _pool(
         timeout_s=inference.timeout_s,
         key_env=inference.api_key_env,
         health=dialect.health,
-        is_dead=dialect.is_dead,
+        lost=dialect.lost,
         prepare=prepare,
         say=say,
         patience=patience,
@@ -330,7 +331,7 @@ def _pool(
 
 def _adapter_folder(run: Path) -> Path:
     """A folder of this process in the run's folder, which servers on other machines are likely to see too. Those of dead ones go."""
-    place = run if run.is_dir() else Path(gettempdir())
+    place = run if os.access(run, os.W_OK) else Path(gettempdir())
     host = socket.gethostname().replace("-", "_")
     for old in place.glob(f"{_FOLDER}{host}-*"):
         owner = old.name.split("-")[2]

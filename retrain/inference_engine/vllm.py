@@ -1,55 +1,70 @@
 """vLLM: /v1/completions with token ids, and /inference/v1/generate where the kept set of a truncated distribution is asked for."""
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import VLLM, SampleRequest
-from retrain.inference_engine.http import Json, Refused, Server
+from retrain.inference_engine.http import LOOPBACK, Json, Refused, Server
 from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
 
-_SAMPLE, _GENERATE = "/v1/completions", "/inference/v1/generate"
+_COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
+_PROBE = [1, 2, 3, 4]
+"""Any prompt: the probes look at the form of an answer, or compare two answers."""
+_SAME = 1e-3
+"""Nats. Log-probs of one prompt before the temperature differ by rounding between two requests; those after it by far more."""
 
 
 class VLLMDialect(Dialect):
     title = "The vllm server"
+    chosen_logprob: ClassVar[int] = 0
+    """`logprobs` of a request that asks for the sampled token's alone."""
 
-    def is_dead(self, status: int, text: str) -> bool:
-        return status == 500 and ("EngineDead" in text or "EngineCore" in text)
+    def lost(self, status: int, text: str) -> str:
+        if status == 500 and ("EngineCore" in text or "EngineDead" in text):
+            return "its engine has died"
+        return "it has been restarted" if status == 404 and "does not exist" in text else ""
 
     async def look(self, server: Server) -> None:
         models = (await server.get("/v1/models"))["data"]
         bases = {model["id"]: model for model in models if not model.get("parent")}
-        name = self.config.inference.served_model or next(iter(bases), "")
-        if name not in bases or (not self.config.inference.served_model and len(bases) > 1):
+        wanted = self.config.inference.served_model
+        name = wanted or next(iter(bases), "")
+        if name not in bases or (not wanted and len(bases) > 1):
             raise ConfigurationError(
-                f'[inference] served_model = "{self.config.inference.served_model}": {self.title} {server.url} has '
-                f"{', '.join(bases) or 'no model'}; name one of them."
+                f'[inference] served_model = "{wanted}": {self.title} {server.url} has {", ".join(bases) or "no model"}; name one of them.'
             )
         server.facts |= {"base": name, "context": bases[name].get("max_model_len"), "looked": True}
+        if self.config.training.truncated:
+            await self._check_kept_sets(server)
+        server.facts["sleeps"] = await self._can_sleep(server)
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
         model = adapter.name if adapter else server.facts["base"]
-        cut = request.truncation
+        cut, truncates = request.truncation, request.truncation.active and request.temperature > 0
         settings: Json = {
             "n": request.count,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
-            "top_p": cut.top_p,
-            "top_k": cut.top_k or -1,
-            "min_p": cut.min_p,
-            "logprobs": 0,
-            # Our list of end-of-sequence tokens and no other; the sampled one stays in token_ids. No seed: it kills vLLM on a CPU
-            # with many sequences ("CPU Generator does not use offset").
+            "top_p": cut.top_p if truncates else 1.0,
+            "top_k": cut.top_k if truncates else -1,
+            "min_p": cut.min_p if truncates else 0.0,
+            "logprobs": self.chosen_logprob,
+            # Our end-of-sequence tokens and no others; the sampled one stays in token_ids. No seed: with one, vLLM on a CPU dies when
+            # it batches many sequences ("CPU Generator does not use offset").
             "ignore_eos": True,
             "stop_token_ids": self.eos_ids,
         }
+        if cut.active and not truncates:  # a server that reports kept sets refuses temperature 0 and no top_k
+            settings |= {"temperature": 1.0, "top_k": 1}
         prompt = request.prompt_ids.tolist()
-        if cut.active and request.temperature > 0:
+        if truncates:
             return _GENERATE, {"model": model, "token_ids": prompt, "sampling_params": settings}
-        return _SAMPLE, {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
+        return _COMPLETIONS, {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
         return [self._read_one(choice, request) for choice in answer["choices"]]
@@ -62,6 +77,41 @@ class VLLMDialect(Dialect):
         kept = None if mask is None else [len(tokens) for tokens in mask]
         return Sampled(choice["token_ids"], values, choice["finish_reason"] == "stop", kept)
 
+    async def _check_kept_sets(self, server: Server) -> None:
+        cut, advice = self.config.training, "or leave top_k, top_p and min_p off"
+        if not cut.top_k:
+            raise ConfigurationError(
+                f"[training] top_p or min_p without top_k: {self.title} says which tokens were kept only with a top_k; set one, {advice}."
+            )
+        settings = {"max_tokens": 1, "temperature": 1.0, "top_k": cut.top_k, "logprobs": 0}
+        body = {"model": server.facts["base"], "token_ids": _PROBE, "sampling_params": settings}
+        problem = "answers without a sampling_mask"
+        try:
+            if (await server.post(_GENERATE, body))["choices"][0].get("sampling_mask"):
+                return
+        except Refused as error:
+            problem = f"answers {error.status} ({error})"
+        raise ConfigurationError(
+            f"[training] top_k = {cut.top_k} is trained over the tokens that were kept, and {self.title} {server.url} {problem} at "
+            f"{_GENERATE}: start it with --return-sampling-mask and --enable-scale-out (vLLM 0.28 or later, on a GPU), {advice}."
+        )
+
+    async def why_it_differs(self, server: Server) -> str:
+        """Log-probs before the temperature: the most probable tokens then have the same ones at any temperature."""
+        temperature = self.config.training.temperature
+        if temperature == 1 or _distance(await self._top(server, temperature), await self._top(server, 1.0)) > _SAME:
+            return ""
+        return (
+            f"{self.title} {server.url} returns log-probs before the temperature, and [training] temperature is {temperature:g}: start it "
+            "with --logprobs-mode processed_logprobs"
+        )
+
+    async def _top(self, server: Server, temperature: float) -> dict[str, float]:
+        body = {"model": server.facts["base"], "prompt": _PROBE, "max_tokens": 1, "temperature": temperature, "logprobs": 5}
+        answer = await server.post(_COMPLETIONS, body)
+        found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        return found
+
     # -- the adapter ---------------------------------------------------------------------------------------------------
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
@@ -69,10 +119,10 @@ class VLLMDialect(Dialect):
             await server.post("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
         except Refused as error:
             if "already" in str(error):
-                return  # a retry of a load whose answer was lost
-            if error.status == 404 and "not found" in str(error).lower() and str(adapter.folder) not in str(error):
+                return  # a second try of a load whose answer was lost
+            if error.status == 404 and str(error) == "Not Found":
                 raise ConfigurationError(
-                    f"{self.title} {server.url} loads no adapters: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora."
+                    f"{self.title} {server.url} loads no adapters: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
                 ) from error
             raise
 
@@ -82,6 +132,31 @@ class VLLMDialect(Dialect):
     async def adapters(self, server: Server) -> Mapping[str, str]:
         models = (await server.get("/v1/models"))["data"]
         return {model["id"]: model["root"] for model in models if model.get("parent")}
+
+    # -- sleep ---------------------------------------------------------------------------------------------------------
+
+    async def _can_sleep(self, server: Server) -> bool:
+        """Started with --enable-sleep-mode on this machine. /is_sleeping alone does not say so: it is there without the mode."""
+        if urlsplit(server.url).hostname not in LOOPBACK:
+            return False
+        with suppress(Refused, TypeError, KeyError):
+            await server.get("/is_sleeping")
+            settings = await server.get("/server_info?config_format=json")
+            return bool(settings["vllm_config"]["model_config"]["enable_sleep_mode"])
+        return False
+
+    async def sleep(self, server: Server) -> bool:
+        """Level 1: the weights go to main memory. Level 2 loses them, and with them the adapter."""
+        if server.facts["sleeps"]:
+            await server.post("/sleep?level=1")
+        return bool(server.facts["sleeps"])
+
+    async def wake(self, server: Server) -> None:
+        await server.post("/wake_up")
+
+
+def _distance(some: Mapping[str, float], others: Mapping[str, float]) -> float:
+    return max((abs(value - others.get(token, float("inf"))) for token, value in some.items()), default=float("inf"))
 
 
 class VLLMEngine(ServedEngine):

@@ -131,7 +131,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
             sampled = _sampled(inputs, asked, _TOKENS)
             differences = _differences(sampled)
             effect = _check_adapter(inputs, trial, strength, sampled)
-            _check_differences(inputs, differences)
+            _check_differences(inputs, differences, "with a trial adapter, ")
         _sync(inputs)
         if not inputs.backend.engine.capabilities.in_process:
             _check_differences(inputs, _differences(_sampled(inputs, few, _FEW_TOKENS)), "after the trial adapter was taken back, ")
@@ -258,21 +258,25 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
     if not np.isfinite(differences).all():
         raise RunFailed("Parity gate: a log-prob is not finite before any training; check the model's weights and [model] dtype.")
     largest, mean = float(differences.max()), float(differences.mean())
-    advice = (
-        "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes."
-        if when
-        else "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it."
-    )
-    allowed = _tolerance(inputs)
-    if largest > allowed and (found := inputs.backend.engine.why_it_differs()):
-        advice = f"{found}."
-    if inputs.half_precision and (largest > _BF16_MAX or mean > _BF16_MEAN):
-        raise RunFailed(
-            f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half "
-            f"precision: {_BF16_MAX} and {_BF16_MEAN}); {advice}"
+    if when:
+        advice = (
+            "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes"
         )
-    if largest > allowed:
-        raise RunFailed(f"Parity gate: {when}engine and learner disagree by {largest:.3g} nats (allowed: {allowed:g}); {advice}")
+    elif inputs.backend.engine.capabilities.in_process:
+        advice = (
+            "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it"
+        )
+    else:
+        advice = "so nothing was trained; check that the server has the same model and tokenizer, and its dtype: [inference] dtype says it"
+    allowed = _tolerance(inputs)
+    if largest <= allowed and (mean <= _BF16_MEAN or not inputs.half_precision):
+        return
+    found = f"disagree by {largest:.3g} nats (allowed: {allowed:g})"
+    if inputs.half_precision:
+        found = (
+            f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half precision: {_BF16_MAX} and {_BF16_MEAN})"
+        )
+    raise RunFailed(f"Parity gate: {when}engine and learner {found}; {inputs.backend.engine.why_it_differs() or advice}.")
 
 
 # -- the adapter's effect --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.jsonl import read_jsonl
+from retrain.records.printing import counted
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.run.session import Session
@@ -35,15 +36,16 @@ class Run:
         return [StepRecord.from_json(line) for line in read_jsonl(RunFolder(self.folder).metrics)]
 
 
-def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) -> Run:
+def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, skip_parity: bool = False) -> Run:
     """Run `config` to its last step, or resume the run that `[resume] from` names.
 
-    `overwrite` empties a run folder that carries our marker; `quiet` silences standard output.
+    `overwrite` empties a run folder that carries our marker; `quiet` silences standard output; `skip_parity` trusts the engine unseen.
     Raises ConfigurationError, EnvironmentFailure, RunFailed or Interrupted, with the steps completed so far saved. A second signal raises
     StoppedAtOnce, which saves nothing.
     """
     folder = Path(config.resume.from_ or config.logging.log_dir)
-    with writing_to(folder, f"continue with --resume {folder}"), Session.open(config, overwrite=overwrite, quiet=quiet) as session:
+    opening = Session.open(config, overwrite=overwrite, quiet=quiet, skip_parity=skip_parity)
+    with writing_to(folder, f"continue with --resume {folder}"), opening as session:
         try:
             while True:
                 session.evaluate_if_due()
@@ -57,7 +59,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False) 
         except ServerFailure as error:
             session.save_now()
             again = f"continue with --resume {folder}, at another address with --inference-url"
-            raise ServerFailure(f"{error} The {session.state.step} steps so far are saved: {again}.") from error
+            raise ServerFailure(f"{error} The run is saved after {counted(session.state.step, 'step')}: {again}.") from error
 
 
 def take_step(session: Session) -> None:

@@ -42,6 +42,15 @@ def notes(config: TrainConfig) -> list[str]:
     return [note for note in found if note]
 
 
+def skipped_gate_line(config: TrainConfig) -> str:
+    """What `--skip-parity` leaves unchecked."""
+    return (
+        f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {config.inference.engine} engine samples from the trained policy. "
+        f"Its log-probs at temperature {config.training.temperature:g}, the adapter's effect, cached prefixes, the end-of-sequence "
+        "token, the chat template and the gold answers are taken on trust, now, at the first new adapter and after a server comes back."
+    )
+
+
 def _override_lines(config: TrainConfig) -> list[str]:
     """Values that a variable or a flag overrides, since the file alone would mislead."""
     return [

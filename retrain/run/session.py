@@ -18,7 +18,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.interrupts import Interrupts
-from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_built
+from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_built, skipped_gate_line
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
@@ -34,7 +34,16 @@ from retrain.types import Prompt
 class Session:
     """Between steps, `state` and the backend are all that changes."""
 
-    def __init__(self, opened: OpenedRun, tracker: Tracker, interrupts: Interrupts, parts: Parts, world: World = ALONE) -> None:
+    def __init__(
+        self,
+        opened: OpenedRun,
+        tracker: Tracker,
+        interrupts: Interrupts,
+        parts: Parts,
+        world: World = ALONE,
+        *,
+        skip_parity: bool = False,
+    ) -> None:
         self.config = opened.config
         self.folder = opened.folder
         self.state = opened.state
@@ -52,13 +61,14 @@ class Session:
         self._adapter = opened.store.folder / "final"
         self._synced = -1
         """The step whose weights the engine samples from."""
-        self._gate_repeated = False
+        self._skip_parity = skip_parity
+        self._gate_repeated = skip_parity
 
     # -- the start -----------------------------------------------------------------------------------------------------
 
     @classmethod
     @contextmanager
-    def open(cls, config: TrainConfig, *, overwrite: bool, quiet: bool) -> Iterator["Session"]:
+    def open(cls, config: TrainConfig, *, overwrite: bool, quiet: bool, skip_parity: bool = False) -> Iterator["Session"]:
         """Everything loaded, restored and checked, so that the next thing to do is a step. Closes what it opened."""
         refuse_not_built(config)
         with joined() as world, _opened(config, overwrite, world) as opened, Interrupts() as interrupts:
@@ -69,7 +79,7 @@ class Session:
                 if world.size > 1:
                     tracker.message(f"{world.size} processes share this run, each with its part of the prompts and of the rows.")
                 with closing(load_parts(opened.config, opened.state.choices, tracker.message, world)) as parts:
-                    session = cls(opened, tracker, interrupts, parts, world)
+                    session = cls(opened, tracker, interrupts, parts, world, skip_parity=skip_parity)
                     try:
                         session._restore(opened)
                         session._pass_gate()
@@ -103,14 +113,14 @@ class Session:
         self.tracker.emit(Started(backend.device_name))
 
     def _pass_gate(self) -> None:
-        result = run_parity_gate(self.config, self.parts, self.state.step)
-        if self.state.gate_mismatch is None:
+        result = None if self._skip_parity else run_parity_gate(self.config, self.parts, self.state.step)
+        if result and self.state.gate_mismatch is None:
             self.state.gate_mismatch = result.mean_difference
         if not self.world.is_rank_zero:
             return
-        self.tracker.message(result.line())
+        self.tracker.message(result.line() if result else skipped_gate_line(self.config))
         environment = read_object(self.folder.environment)
-        environment |= {"parity_gate": result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
+        environment |= {"parity_gate": result and result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
         environment |= {"engine": asdict(self.parts.backend.engine.capabilities), "backend": asdict(self.parts.backend.capabilities)}
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()
@@ -163,7 +173,7 @@ class Session:
         if self._synced >= 0 and not self._gate_repeated and compares:
             self.tracker.message(run_parity_gate(self.config, self.parts, step, trained=True).line())
             self._gate_repeated = True
-        elif engine.unchecked and compares:
+        elif engine.unchecked and compares and not self._skip_parity:
             check_again(self.config, self.parts, step)
         engine.unchecked = False
         self._synced = step

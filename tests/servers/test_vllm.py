@@ -1,0 +1,217 @@
+"""The vllm engine against vLLM's CPU build: parity, learning beside the local engine, stale caches, wrong servers, servers that die."""
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from real_servers import LAB, RealServer, started
+from runs import lines, small
+from safetensors.numpy import load_file, save_file
+
+from retrain import train
+from retrain.errors import RunFailed, ServerFailure
+from retrain.inference_engine.base import SampleRequest
+from retrain.inference_engine.http import Json, Patience, Server
+from retrain.inference_engine.served import ServedAdapter
+from retrain.inference_engine.vllm import VLLMDialect, VLLMEngine
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+
+LEARNING: dict[str, Any] = {
+    "model": {"lora_rank": 16},
+    "reward": {"type": "match"},
+    "training": {"seed": 0, "max_steps": 10, "batch_size": 16, "group_size": 4, "max_tokens": 96, "lr": 1e-3, "save_every": 50},
+}
+
+
+def permuted(folder: Path) -> Path:
+    """The lab model as with another tokenizer: its byte tokens have other ids."""
+    folder.mkdir()
+    for file in LAB.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(LAB / "model.safetensors")
+    order = np.concatenate([np.random.default_rng(0).permutation(256), np.arange(256, 259)])
+    for name, value in weights.items():
+        if "embed_tokens" in name or "lm_head" in name:
+            weights[name] = np.ascontiguousarray(value[order])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with started("vllm") as (one,):
+        yield one
+
+
+def served(folder: Path, *urls: str, engine: str = "vllm", **sections: Any) -> Any:
+    return small(folder, inference={"engine": engine, "url": list(urls)}, **sections)
+
+
+def largest_difference(record: Any) -> float:
+    """Nats, from the largest and the smallest ratio of the step."""
+    return max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min))) if record.ratio_max else 0.0
+
+
+def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealServer) -> None:
+    """Writes the table of docs/servers.md."""
+    through = train(served(tmp_path / "vllm", server.url, **LEARNING), quiet=True).metrics()
+    local = train(small(tmp_path / "local", **LEARNING), quiet=True).metrics()
+    print("\n| step | largest difference, nats | correct, vllm | correct, pytorch | seconds sampling, vllm | pytorch |")
+    print("|---|---|---|---|---|---|")
+    for mine, other in zip(through, local, strict=True):
+        print(
+            f"| {mine.step} | {largest_difference(mine):.1e} | {mine.correct_rate:.1%} | {other.correct_rate:.1%} "
+            f"| {mine.time_sample_s:.1f} | {other.time_sample_s:.1f} |"
+        )
+    assert max(map(largest_difference, through)) < 1e-3
+    rates = [np.mean([record.correct_rate for record in run[5:]]) for run in (through, local)]
+    assert rates[0] > np.mean([record.correct_rate for record in through[:2]]) and abs(rates[0] - rates[1]) < 0.12
+    models = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
+    assert [model["id"] for model in models] == ["base"], "no adapter is left behind"
+
+
+# -- engines that are broken on purpose ----------------------------------------------------------------------------------
+
+
+class SameNameAndPath(VLLMDialect):
+    """Reloads every version under one name and path, as vLLM's documentation allows; its prefix cache does not notice."""
+
+    def known(self, adapter: ServedAdapter) -> ServedAdapter:
+        folder = adapter.folder.parent / "current"
+        folder.mkdir(exist_ok=True)
+        if adapter.folder.exists():
+            for file in adapter.folder.iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())
+        return ServedAdapter("current", folder)
+
+    async def load(self, server: Server, adapter: ServedAdapter) -> None:
+        known = self.known(adapter)
+        await server.post("/v1/load_lora_adapter", {"lora_name": known.name, "lora_path": str(known.folder), "load_inplace": True})
+
+    async def unload(self, server: Server, adapter: ServedAdapter) -> None:
+        return None
+
+    async def adapters(self, server: Server) -> None:  # type: ignore[override]
+        return None
+
+    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+        return super().call(request, adapter and ServedAdapter("current", adapter.folder), server)
+
+
+class NewPathInPlace(SameNameAndPath):
+    """One name, a path for every version."""
+
+    def known(self, adapter: ServedAdapter) -> ServedAdapter:
+        return ServedAdapter("current", adapter.folder)
+
+
+class BaseModelAlways(VLLMDialect):
+    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+        return super().call(request, None, server)
+
+
+class StaleVLLM(VLLMEngine):
+    dialect_class = SameNameAndPath
+
+
+class InPlaceVLLM(VLLMEngine):
+    dialect_class = NewPathInPlace
+
+
+class BaseVLLM(VLLMEngine):
+    dialect_class = BaseModelAlways
+
+
+class ImpatientVLLM(VLLMEngine):
+    patience = Patience(total_s=8, attempts=4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ("servers.test_vllm.StaleVLLM", "Parity gate: .* (keys and values computed with it|cached prefixes)"),
+        ("servers.test_vllm.BaseVLLM", "ignores the adapter and samples from the base model"),
+    ],
+    ids=["stale cache", "base model"],
+)
+def test_the_gate_stops_a_broken_reload_rule(tmp_path: Path, server: RealServer, engine: str, told: str) -> None:
+    with pytest.raises(RunFailed, match=told) as caught:
+        train(served(tmp_path / "run", server.url, engine=engine), quiet=True)
+    print(f"\n{caught.value}")
+    httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
+
+
+def test_the_gate_passes_the_reload_rules_that_hold(tmp_path: Path, server: RealServer) -> None:
+    for engine in ("vllm", "servers.test_vllm.InPlaceVLLM"):
+        run = train(served(tmp_path / engine, server.url, engine=engine, training={"max_steps": 2, "temperature": 0.7}), quiet=True)
+        gate = json.loads((run.folder / "environment.json").read_text())["parity_gate"]
+        assert gate["max_difference"] < 1e-3 and gate["longest_prompt"] > 2 * 128
+    httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
+
+
+def test_the_gate_stops_raw_log_probs_and_a_run_outlives_one_of_two_servers(
+    tmp_path: Path, server: RealServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One with vLLM's default log-probs, which are the right ones at temperature 1; so it may be the second server of a run there."""
+    with started("vllm", (LAB, ("--logprobs-mode", "raw_logprobs"))) as (raw,):
+        with pytest.raises(RunFailed, match=r"before the temperature, .* start it with --logprobs-mode processed_logprobs") as caught:
+            train(served(tmp_path / "raw", raw.url, training={"temperature": 0.7}), quiet=True)
+        print(f"\n{caught.value}")
+        threading.Thread(target=kill_after, args=(tmp_path / "run", 1, raw), daemon=True).start()
+        config = served(tmp_path / "run", server.url, raw.url, engine="servers.test_vllm.ImpatientVLLM", training={"max_steps": 6})
+        run = train(config)
+    said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
+    print(said)
+    assert run.summary.steps == 6 and len(said) == 1 and raw.url in said[0]
+
+
+def test_the_gate_stops_a_server_with_another_tokenizer(tmp_path: Path) -> None:
+    with started("vllm", (permuted(tmp_path / "permuted"), ())) as (other,):
+        with pytest.raises(RunFailed, match="Parity gate: engine and learner disagree") as caught:
+            train(served(tmp_path / "other", other.url), quiet=True)
+        print(f"\n{caught.value}")
+
+
+def await_steps(folder: Path, steps: int) -> None:
+    for _ in range(12_000):
+        with suppress(FileNotFoundError):
+            if len(lines(folder / "metrics.jsonl")) >= steps:
+                return
+        threading.Event().wait(0.02)
+
+
+def kill_after(folder: Path, steps: int, server: RealServer) -> None:
+    await_steps(folder, steps)
+    server.kill()
+
+
+def test_a_killed_server_costs_nothing_and_the_run_resumes_at_another_port(tmp_path: Path, server: RealServer) -> None:
+    """The last test of the sound server, which does not survive it: its engine dies first, as vLLM's did of prompt_logprobs beside LoRA."""
+    folder = tmp_path / "run"
+    config = {"engine": "servers.test_vllm.ImpatientVLLM", "training": {"max_steps": 6, "save_every": 50}}
+
+    def kill_the_engine() -> None:
+        await_steps(folder, 3)
+        with suppress(httpx.HTTPError):
+            body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 1, "prompt_logprobs": 0}
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=30, trust_env=False)
+        server.kill()
+
+    threading.Thread(target=kill_the_engine, daemon=True).start()
+    with pytest.raises(
+        ServerFailure, match=rf"does not answer .* The run is saved after . steps: continue with --resume {folder}"
+    ) as caught:
+        train(served(folder, server.url, **config), quiet=True)
+    print(f"\n{caught.value}")
+    done = len(lines(folder / "metrics.jsonl"))
+    with started("vllm") as (another,):
+        run = train(served(folder, another.url, resume={"from": str(folder)}, **config), quiet=True)
+    assert 3 <= done < 6 and [record.step for record in run.metrics()] == list(range(6))

@@ -1,0 +1,367 @@
+"""Engines on servers, against one in this process that answers as vLLM does: adapters, faults, the gate, runs that survive a server."""
+
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import lines, small
+from vllm_double import HastyVLLM, SleepyVLLM, VLLMDouble, doubles, first, lab, scripted, slow
+
+from retrain import train
+from retrain.cli.main import main
+from retrain.config import dump_toml
+from retrain.errors import ConfigurationError, RunFailed, ServerFailure
+from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
+from retrain.inference_engine.openai import OpenAIEngine
+from retrain.run.parts import Parts, load_parts, run_parity_gate
+from retrain.types import Completion, FinishReason
+
+COMPLETIONS, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture
+def server() -> Iterator[VLLMDouble]:
+    with doubles() as (one,):
+        yield one
+
+
+def served(folder: Path, *urls: str, engine: str = "vllm_double.HastyVLLM", **sections: Any) -> Any:
+    """Fewer and shorter completions than in other tests: the server computes in this process too."""
+    inference = {"engine": engine, "url": list(urls)} | sections.pop("inference", {})
+    training = {"max_steps": 3, "max_tokens": 6, "group_size": 2} | sections.pop("training", {})
+    return small(folder, inference=inference, training=training, **sections)
+
+
+def engine_of(config: Any, make: type = HastyVLLM, device: str = "cpu") -> Any:
+    return make(config, model=lab()._base.model, eos_ids=lab()._eos_ids(), device=device)
+
+
+def choice(**changes: Any) -> Callable[[str, Any], Any]:
+    """An answer of one completion of 6 tokens, with something wrong in it."""
+    usual = {"finish_reason": "length", "logprobs": {"token_logprobs": [0.0] * 6}}
+    return first(9, (200, {"choices": [usual | changes]}))
+
+
+def request(count: int = 2, **changes: Any) -> SampleRequest:
+    settings = {"max_tokens": 6, "temperature": 1.0} | changes
+    return SampleRequest(np.arange(40, 60, dtype=np.int32), count, noise=NoiseKey(0, 0, 0, 0), **settings)
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Parts]:
+    with closing(load_parts(small(Path("nowhere"), training={"temperature": 0.7}), None, lambda line: None)) as loaded:
+        yield loaded
+
+
+def pass_gate(parts: Parts, config: Any) -> Any:
+    """The gate of a run on an engine of `config`, without the run."""
+    backend: Any = parts.backend
+    own, backend.engine = backend.engine, HastyVLLM(config, model=backend._base.model, eos_ids=parts.text.eos_ids, device="cpu")
+    try:
+        return run_parity_gate(config, parts, 0)
+    finally:
+        backend.engine.close()
+        backend.engine = own
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_gives_every_version_a_name_and_a_folder_of_its_own_and_leaves_nothing_behind(tmp_path: Path, server: VLLMDouble) -> None:
+    folders: list[bool] = []
+    server.faults.append(lambda path, body: folders.append(Path(body["lora_path"]).is_dir()) if path == LOAD else None)
+    run = train(served(tmp_path / "run", server.url, training={"temperature": 0.8}), quiet=True)
+    assert run.summary.steps == 3 and max(record.log_ratio_mean or 0 for record in run.metrics()) < 1e-4
+    loads = [body for path, body in server.asked if path == LOAD]
+    assert len({body["lora_name"] for body in loads}) == len({body["lora_path"] for body in loads}) == len(loads) == 3 + 3 + 2
+    assert all(folders) and all(set(body) == {"lora_name", "lora_path"} for body in loads)
+    unloads = [body["lora_name"] for path, body in server.asked if path == UNLOAD]
+    assert unloads == [body["lora_name"] for body in loads] and not server.adapters, "each once, in order; the last one at the end"
+    assert not list((tmp_path / "run").glob(".served-*"))
+    models = [body["model"] for path, body in server.asked if path == COMPLETIONS]
+    assert "base" not in models and len(set(models)) > 4
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["parity_gate"]["adapter_effect"] > 0
+
+
+def test_requests_hold_what_the_policy_is_and_no_seed(tmp_path: Path, server: VLLMDouble) -> None:
+    with closing(engine_of(served(tmp_path, server.url))) as engine:
+        engine.sync(lab().save_adapter, 0)
+        list(engine.sample([request(2, temperature=0.8)]))
+    body = next(body for path, body in server.asked if path == COMPLETIONS)
+    wanted = {
+        "n": 2,
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    assert wanted.items() <= body.items() and body["stop_token_ids"] == list(lab()._eos_ids()) and "seed" not in body
+
+
+def test_each_of_several_servers_must_pass_the_gate(tmp_path: Path, parts: Parts) -> None:
+    with doubles(2) as servers:
+        config = served(tmp_path, *(one.url for one in servers), training={"temperature": 0.7})
+        pass_gate(parts, config)
+        counts = [Counter(len(body["prompt"]) for path, body in one.asked if path == COMPLETIONS) for one in servers]
+        assert all(count[257] == 3 for count in counts), "the long prompt, three times, on both"
+        assert [one.paths().count(LOAD) for one in servers] == [3, 3]
+        servers[1].base_only = True
+        with pytest.raises(RunFailed, match="Parity gate"):
+            pass_gate(parts, config)
+
+
+# -- what the gate and the start refuse -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({"base_only": True}, "Parity gate: the engine ignores the adapter and samples from the base model"),
+        ({"raw": True}, r"Parity gate: .* before the temperature, .* is 0\.7: start it with --logprobs-mode processed_logprobs"),
+        ({"permuted": np.array([(token * 7 + 3) % 256 for token in range(256)] + [256, 257, 258])}, "disagree by .* nats|end-of-sequence"),
+    ],
+    ids=["the base model", "raw log-probs", "another tokenizer"],
+)
+def test_the_gate_stops_a_server_that_samples_from_another_policy(
+    tmp_path: Path, parts: Parts, server: VLLMDouble, fault: dict[str, Any], told: str
+) -> None:
+    for name, value in fault.items():
+        setattr(server, name, value)
+    with pytest.raises((RunFailed, ServerFailure), match=told):
+        pass_gate(parts, served(tmp_path, server.url, training={"temperature": 0.7}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "told"),
+    [
+        (first(9, (404, {"detail": "Not Found"}), LOAD), ConfigurationError, "loads no adapters: start it with --enable-lora"),
+        (first(9, (200, "Success"), LOAD), ServerFailure, r"does not list the adapter .* that it was given"),
+        (first(9, (400, {"error": {"message": "max_lora_rank is 2"}}), LOAD), ServerFailure, "answered 400: max_lora_rank is 2"),
+        (first(9, (200, {"choices": []})), ServerFailure, "returned 0 completions and was asked for 1"),
+        (first(9, (200, "<html>")), ServerFailure, "answered in a form that retrain does not know"),
+        (first(9, (401, {"error": "Unauthorized"})), ServerFailure, r"it wants a key: name its variable in \[inference\] api_key_env"),
+        (choice(token_ids=[300] * 6), ServerFailure, "sampled token 300, and the model has 259 tokens"),
+        (choice(token_ids=[258] * 6), ServerFailure, "does not end completions at the model's end-of-sequence tokens"),
+        (choice(token_ids=[9] * 6, finish_reason="stop"), ServerFailure, "does not end completions at the model's end-of-sequence"),
+        (choice(token_ids=[9] * 4, logprobs={"token_logprobs": [0.0] * 4}), ServerFailure, "cut a completion after 4 of 6 tokens"),
+        (choice(token_ids=[9] * 5), ServerFailure, "returned 5 tokens with 6 log-probs"),
+        (choice(token_ids=[9] * 6, prompt_token_ids=[1]), ServerFailure, "the prompt reached the model with other token ids"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_server_does_wrong_is_said_in_one_sentence(tmp_path: Path, server: VLLMDouble, fault: Any, error: Any, told: str) -> None:
+    server.faults.append(fault)
+    with closing(engine_of(served(tmp_path, server.url))) as engine, pytest.raises(error, match=told) as caught:
+        engine.sync(lab().save_adapter, 0)
+        list(engine.sample([request(1)]))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_with_too_short_a_context_is_refused_before_it_cuts_anything(tmp_path: Path, server: VLLMDouble) -> None:
+    server.context = 24
+    with closing(engine_of(served(tmp_path, server.url))) as engine:
+        engine.sync(lab().save_adapter, 0)
+        assert len(list(engine.sample([request(1, max_tokens=4)]))) == 1
+        told = r"takes 24 tokens, and \[training\] max_tokens = 6 after a prompt of 20 needs 26"
+        with pytest.raises(ServerFailure, match=told):
+            list(engine.sample([request(1)]))
+
+
+def test_a_server_that_does_not_answer_stops_before_a_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text(dump_toml(served(tmp_path / "run", "http://127.0.0.1:9", engine="vllm")))
+    assert main([str(toml)]) == 3
+    output = capsys.readouterr()
+    assert "The vllm server does not answer (http://127.0.0.1:9: no connection" in output.err and "Loading train model" not in output.out
+    assert output.err.count("\n") == 1
+
+
+# -- kept sets, sleep, other servers ------------------------------------------------------------------------------------
+
+
+def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(tmp_path: Path, parts: Parts, server: VLLMDouble) -> None:
+    config = served(tmp_path, server.url, training={"top_k": 5, "temperature": 0.7})
+    with pytest.raises(ConfigurationError, match=r"answers without a sampling_mask at .*: start it with --return-sampling-mask"):
+        HastyVLLM.preflight(config)
+    with pytest.raises(ConfigurationError, match="says which tokens were kept only with a top_k"):
+        HastyVLLM.preflight(served(tmp_path, server.url, training={"top_p": 0.9}))
+    server.kept_sets = True
+    assert pass_gate(parts, config).max_difference < 1e-4
+    with closing(engine_of(config)) as engine:
+        engine.sync(lab().save_adapter, 0)
+        (one,) = engine.sample([request(1, truncation=Truncation(top_k=5))])
+        assert one.kept.tolist() == [5] * len(one.token_ids)
+        list(engine.sample([request(1, temperature=0.0, truncation=Truncation(top_k=5))]))
+        assert server.asked[-1][1]["top_k"] == 1 and server.asked[-1][1]["temperature"] == 1.0, "temperature 0 is refused beside kept sets"
+
+
+def test_the_server_sleeps_while_the_learner_learns_and_is_checked_when_it_wakes(tmp_path: Path, server: VLLMDouble) -> None:
+    server.sleeps = True
+    folder = tmp_path / "run"
+
+    def forgets_later(path: str, body: Any) -> None:
+        server.forgets_adapters_asleep = server.paths().count("/sleep") >= 3
+
+    server.faults.append(forgets_later)
+    config = served(
+        folder, server.url, engine="vllm_double.SleepyVLLM", training={"max_steps": 6, "group_size": 4, "max_tokens": 24, "lr": 3e-2}
+    )
+    with pytest.raises(RunFailed, match="after a server woke up or came back, engine and learner disagree"):
+        train(config, quiet=True)
+    assert len(lines(folder / "metrics.jsonl")) == 3, "a wake after the first step, which the whole gate checks, and one that passed"
+    order = [path for path in server.paths() if path in ("/sleep", "/wake_up", LOAD)]
+    assert order[4:7] == ["/sleep", "/wake_up", LOAD], "awake before it is given the next adapter"
+    assert order.count("/sleep") == order.count("/wake_up") == 3 and not server.asleep
+
+
+def test_a_server_never_sleeps_without_the_mode_or_without_a_gpu(tmp_path: Path, server: VLLMDouble) -> None:
+    for make, sleeps in ((SleepyVLLM, False), (HastyVLLM, True)):
+        server.sleeps = sleeps
+        engine = engine_of(served(tmp_path, server.url), make)
+        engine.sleep()
+        engine.close()
+    assert "/sleep" not in server.paths()
+
+
+def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(tmp_path: Path, server: VLLMDouble) -> None:
+    config = served(tmp_path, server.url, engine="openai")
+    server.token_strings = True
+    with closing(engine_of(config, OpenAIEngine)) as engine:
+        engine.sync(lab().save_adapter, 0)
+        assert len(list(engine.sample([request(3)]))) == 3
+    server.text_only = True
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be trained with: it answers a prompt of token ids with 400 .* engine made for it"
+    ):
+        OpenAIEngine.preflight(config)
+    server.text_only = False
+    server.faults.append(first(9, (200, {"choices": [{"text": "6", "logprobs": None}]})))
+    with pytest.raises(ConfigurationError, match="it returns no token ids with log-probs"):
+        OpenAIEngine.preflight(config)
+
+
+def test_the_name_of_the_base_model_must_be_one_that_the_server_has(tmp_path: Path, server: VLLMDouble) -> None:
+    with pytest.raises(ConfigurationError, match=r'served_model = "other": The vllm server .* has base; name one of them'):
+        HastyVLLM.preflight(served(tmp_path, server.url, inference={"served_model": "other"}))
+
+
+# -- faults in the middle of a run ---------------------------------------------------------------------------------------
+
+
+def later(folder: Path, fault: Callable[[str, Any], Any], steps: int = 1) -> Callable[[str, Any], Any]:
+    """From the end of that many steps on."""
+    metrics = folder / "metrics.jsonl"
+    return lambda path, body: fault(path, body) if metrics.exists() and len(lines(metrics)) >= steps else None
+
+
+def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(tmp_path: Path, server: VLLMDouble) -> None:
+    server.faults.append(scripted({2: (429, ""), 3: (429, ""), 5: (503, ""), 7: (0, "")}))
+    run = train(served(tmp_path / "run", server.url), quiet=True, skip_parity=True)
+    assert run.summary.steps == 3 and server.paths().count(COMPLETIONS) == server.calls + 4 == 10
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (first(99, (500, {"error": {"message": "EngineCore encountered an issue."}})), "its engine has died"),
+        (first(99, (401, {"error": "Unauthorized"})), "it wants a key"),
+        (slow(2.0), r"healthy and did not answer a request within \[inference\] timeout_s = 0.5, twice"),
+    ],
+    ids=["EngineDead", "401", "too slow"],
+)
+def test_a_run_whose_server_fails_is_saved_and_resumes(tmp_path: Path, server: VLLMDouble, fault: Any, told: str) -> None:
+    folder, rarely_saved = tmp_path / "run", {"training": {"save_every": 50}}
+    server.faults.append(later(folder, fault))
+    config = served(folder, server.url, inference={"timeout_s": 0.5 if "healthy" in told else 30.0}, **rarely_saved)
+    with pytest.raises(
+        ServerFailure, match=rf"{told}.* The run is saved after 1 step: continue with --resume {folder}, at another address with"
+    ):
+        train(config, quiet=True, skip_parity=True)
+    assert len(lines(folder / "metrics.jsonl")) == 1 and json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    server.faults.clear()
+    run = train(served(folder, server.url, resume={"from": str(folder)}, **rarely_saved), quiet=True, skip_parity=True)
+    assert [record.step for record in run.metrics()] == [0, 1, 2]
+
+
+def kills(server: VLLMDouble) -> Callable[[str, Any], Any]:
+    def fault(path: str, body: Any) -> tuple[int, str]:
+        threading.Thread(target=server.kill, daemon=True).start()
+        return 0, ""
+
+    return fault
+
+
+def test_a_killed_server_is_replaced_by_another_at_another_address(tmp_path: Path, server: VLLMDouble) -> None:
+    folder, rarely_saved = tmp_path / "run", {"training": {"save_every": 50}}
+    server.faults.append(later(folder, kills(server), steps=2))
+    with pytest.raises(ServerFailure, match=rf"does not answer \({server.url}: .* The run is saved after 2 steps"):
+        train(served(folder, server.url, **rarely_saved), quiet=True, skip_parity=True)
+    with doubles() as (other,):
+        config = served(folder, other.url, resume={"from": str(folder)}, inference={"timeout_s": 60.0}, **rarely_saved)
+        run = train(config, quiet=True)
+    assert [record.step for record in run.metrics()] == [0, 1, 2]
+
+
+def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(tmp_path: Path, server: VLLMDouble) -> None:
+    """A server that comes back has forgotten its adapters, and answers 404 to their names."""
+
+    def restarts(path: str, body: Any) -> None:
+        if path == COMPLETIONS and server.paths().count(COMPLETIONS) == 3:
+            server.adapters.clear()
+
+    server.faults.append(restarts)
+    run = train(served(tmp_path / "run", server.url), quiet=True, skip_parity=True)
+    assert run.summary.steps == 3 and server.paths().count(LOAD) > 3
+
+
+def test_one_of_two_servers_may_die(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with doubles(2) as (one, other):
+        one.faults.append(later(tmp_path / "run", kills(one)))
+        run = train(served(tmp_path / "run", one.url, other.url), skip_parity=True)
+        assert run.summary.steps == 3
+    said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
+    assert len(said) == 1 and one.url in said[0] and "1 of 2 servers left" in said[0]
+
+
+def test_folders_of_adapters_that_a_killed_process_left_are_removed(tmp_path: Path, server: VLLMDouble) -> None:
+    host = socket.gethostname().replace("-", "_")
+    dead, alive = tmp_path / f".served-{host}-999999999-a", tmp_path / f".served-{host}-1-b"
+    dead.mkdir()
+    alive.mkdir()
+    engine_of(served(tmp_path, server.url)).close()
+    assert not dead.exists() and alive.exists()
+
+
+# -- the switch ----------------------------------------------------------------------------------------------------------
+
+
+def test_skipping_the_gate_is_said_loudly_and_recorded(tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]) -> None:
+    server.base_only = True
+    toml = tmp_path / "run.toml"
+    toml.write_text(dump_toml(served(tmp_path / "run", server.url, engine="vllm", training={"max_steps": 2, "lr": 1e-6})))
+    assert main([str(toml), "--skip-parity"]) == 0
+    assert (
+        "PARITY GATE SKIPPED (--skip-parity): nothing checks that the vllm engine samples from the trained policy"
+        in capsys.readouterr().out
+    )
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["parity_gate"] is None
+    assert main([str(toml), "--overwrite"]) == 1, "the gate stops the same run"
+
+
+def test_completions_are_the_requests_own(tmp_path: Path, server: VLLMDouble) -> None:
+    with closing(engine_of(served(tmp_path, server.url))) as engine:
+        engine.sync(lab().save_adapter, 0)
+        found: list[Completion] = list(engine.sample([request(3, first_sample=4), request(2)]))
+    assert sorted((one.request, one.sample) for one in found) == [(0, 4), (0, 5), (0, 6), (1, 0), (1, 1)]
+    assert all(one.finish_reason in FinishReason and one.entropies is None for one in found)
