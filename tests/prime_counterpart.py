@@ -65,6 +65,7 @@ def decode(payload: bytes, fields: list[tuple[Any, ...]] = FIELDS) -> list[Any]:
 def rows_of(batch: Any) -> Iterator[Row]:
     """The sequences of a packed micro-batch as rows of the local learner; those without an action are left out."""
     start = 0
+    counts = np.frombuffer(batch.sampling_mask[1], "<i4") if batch.sampling_mask else None
     for length in batch.sequence_lengths:
         part = slice(start, start + length)
         mask = np.array(batch.loss_mask[part])
@@ -77,6 +78,7 @@ def rows_of(batch: Any) -> Iterator[Row]:
                 logprobs=np.array(batch.inference_logprobs[part], np.float32)[mask],
                 advantages=np.array(batch.advantages[part], np.float32)[mask],
                 group=start,
+                kept=None if counts is None else counts[part][mask],
             )
 
 
@@ -168,8 +170,8 @@ class Trainer(threading.Thread):
         """Batch number -> its micro-batches."""
         self.stopped = False
         self.error: BaseException | None = None
-        self.delay = 0.0
-        """Seconds before each optimizer step."""
+        self.differences: list[float] = []
+        """The largest |sampler - learner| log-prob of each batch, in nats, before its optimizer step."""
 
     def run(self) -> None:
         try:
@@ -179,9 +181,10 @@ class Trainer(threading.Thread):
                 if payload is None:
                     return
                 self.batches[step] = decode(payload)
-                time.sleep(self.delay)
                 rows = [row for batch in self.batches[step] for row in rows_of(batch)]
                 if rows:
+                    own = self.learner.logprobs(rows)
+                    self.differences.append(max(float(np.abs(a - row.logprobs).max()) for a, row in zip(own, rows, strict=True)))
                     self.learner.train(rows, step - 1)
                 self.sender.broadcast(step, self.learner.save_adapter)
         except BaseException as error:  # noqa: BLE001 - shown by the test

@@ -70,6 +70,15 @@ BACKENDS: dict[str, BackendCapabilities | None] = {
 """The built-in backends and what they can do; None for one that is not built yet. `config/support.py` says what they do with each key."""
 
 
+@dataclass(frozen=True)
+class FrozenWeights:
+    """The base model as a step's arithmetic and memory traffic see it."""
+
+    parameters: int
+    size: int
+    """Bytes that a pass over all layers reads."""
+
+
 class TrialAdapter(ABC):
     """Seeded changes of the adapter that the parity gate tries, in groups; entering saves its bytes, leaving restores them exactly."""
 
@@ -118,6 +127,16 @@ class Backend(ABC):
     @abstractmethod
     def num_trainable(self) -> int:
         """Parameters of the adapter."""
+
+    @property
+    def frozen_weights(self) -> FrozenWeights | None:
+        """Size of the base model, for the roofline hint; None where it lies elsewhere."""
+        return None
+
+    @property
+    def recomputes(self) -> bool:
+        """Gradient checkpointing: each backward pass computes the forward pass again."""
+        return False
 
     @abstractmethod
     def train(self, rows: Sequence[Row], step: int) -> StepResult:

@@ -5,7 +5,7 @@ law decides: above the target concurrency the batch shrinks to it, far below it 
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from retrain.backpressure.roofline import Roofline
-from retrain.backpressure.scaling_law import WINDOW, ScalingLaw, fit_scaling_law
+from retrain.backpressure.scaling_law import MIN_CONCURRENCIES, WINDOW, ScalingLaw, fit_scaling_law
 
 if TYPE_CHECKING:
     from retrain.config.schema import Backpressure
@@ -143,11 +143,16 @@ class BackpressureController:
             self.batch_size, self.since_change = size, 0
 
     def _refit(self) -> bool:
-        """Fit the window; an impossible fit keeps the previous law. False where there is no law to act on."""
-        concurrencies, throughputs = zip(*self.observations, strict=True)
-        fit = fit_scaling_law(concurrencies, throughputs, self.settings.weights, self.settings.min_r2)
-        if fit.law:
-            self.law, self.r2 = fit.law, fit.r2
+        """Fit the window; an impossible fit keeps the previous law. False where there is no law to act on.
+
+        The previous law also stays once the window has lost the sweep: the shape would hang on single measurements.
+        """
+        visits = Counter(p for p, _ in self.observations)
+        if sum(count >= _VISITS for count in visits.values()) >= MIN_CONCURRENCIES:
+            concurrencies, throughputs = zip(*self.observations, strict=True)
+            fit = fit_scaling_law(concurrencies, throughputs, self.settings.weights, self.settings.min_r2)
+            if fit.law:
+                self.law, self.r2 = fit.law, fit.r2
         return self.r2 is not None and self.r2 >= self.settings.min_r2
 
     def _judge(self, trusted: bool) -> tuple[Regime, int]:

@@ -22,9 +22,9 @@ class Roofline:
     """`attained_gflops` as a fraction of what the hardware can reach at this intensity."""
 
 
-def step_flops(num_parameters: int, tokens_decoded: int, tokens_trained: int) -> float:
-    """2 N FLOP per token of a forward pass, 6 N per trained token."""
-    return 2.0 * num_parameters * tokens_decoded + 6.0 * num_parameters * tokens_trained
+def step_flops(num_parameters: int, tokens_decoded: int, tokens_trained: int, per_trained_token: float = 6.0) -> float:
+    """2 N FLOP per token of a forward pass and `per_trained_token` N per trained one: 6 where all weights have gradients."""
+    return num_parameters * (2.0 * tokens_decoded + per_trained_token * tokens_trained)
 
 
 def roofline(flops: float, num_bytes: float, seconds: float, peak_gflops: float, peak_bw_gb_s: float) -> Roofline | None:

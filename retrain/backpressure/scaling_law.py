@@ -21,7 +21,7 @@ FitStatus = Literal["ok", "insufficient", "rejected", "unknown"]
 
 WINDOW = 100
 """Observations in a fit: the latest ones."""
-_MIN_CONCURRENCIES = 3
+MIN_CONCURRENCIES = 3
 """A parabola has three coefficients, so it needs as many different p."""
 _NO_COHERENCY = 1e-10
 """A quadratic term below this fraction of p / X at the largest p is rounding."""
@@ -82,7 +82,7 @@ def fit_scaling_law(p: Sequence[float], throughput: Sequence[float], weights: We
     Raises ValueError for lists of different length, for a p below 1 and for a throughput that is not above 0.
     """
     x, y_throughput = _observations(p, throughput)
-    if len(np.unique(x)) < _MIN_CONCURRENCIES:
+    if len(np.unique(x)) < MIN_CONCURRENCIES:
         return Fit("insufficient")
     y = x / y_throughput
     weight = 1 / y if weights == "relative" else np.ones_like(y)

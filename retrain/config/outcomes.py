@@ -285,7 +285,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         lambda c: c.backend.backend == "local" and _is_planned("engine", c.inference.engine),
         'use engine = "pytorch"',
     ),
-    NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
 )
 
 

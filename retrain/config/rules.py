@@ -253,6 +253,16 @@ def _bounds_are_in_order(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
+def _back_pressure_knows_each_step(config: "TrainConfig") -> Iterator[Violation]:
+    if config.backpressure.enabled and len(config.backend.device_list) > 1:
+        yield Violation(
+            ("backpressure.enabled", "backend.devices"),
+            "[backpressure] enabled = true with two [backend] devices, where a step is sampled before the one before it has been measured; "
+            "name one device, or leave it false",
+        )
+
+
+@_rule
 def _k1_is_no_loss_term(config: "TrainConfig") -> Iterator[Violation]:
     if config.loss.kl_coef > 0 and config.loss.kl_estimator == "k1":
         yield Violation(

@@ -55,6 +55,8 @@ class TrainerState:
     """Mean |engine - learner| of the parity gate at the run's first start, from which that limit follows."""
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
+    backpressure: dict[str, Any] = field(default_factory=dict)
+    """Empty where `[backpressure] enabled` is false."""
     tracking: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path in the run folder -> size and sha256, for each JSON lines file of the run; empty in checkpoints of 0.1.0."""

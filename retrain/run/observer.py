@@ -1,6 +1,7 @@
 """Writes each step down, moves the run's state past it, and stops a run that learns nothing."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from retrain.distributed import World
 from retrain.records.entries import StepRecord
@@ -8,6 +9,7 @@ from retrain.records.printing import counted
 from retrain.run.health import check_mismatch, check_updates, mismatch_limit
 from retrain.run.opening import OpenedRun
 from retrain.run.parts import Parts, is_rounded
+from retrain.run.pressure import Pressure
 from retrain.run.step_record import (
     RewardStatistics,
     Step,
@@ -29,7 +31,7 @@ from retrain.types import Float32Array, Row, RowKey
 class StepObserver:
     """Sees every step once, after its learning. Of several processes each moves its state; rank 0 alone has sinks to write to."""
 
-    def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker, world: World) -> None:
+    def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker, world: World, pressure: Pressure | None) -> None:
         self.config = opened.config
         self.folder = opened.folder
         self.state = opened.state
@@ -37,6 +39,7 @@ class StepObserver:
         self.tracker = tracker
         self.world = world
         self._said_rewritten = False
+        self.pressure = pressure
         self.last: StepRecord | None = None
         """The record of the newest step, an earlier session's too."""
 
@@ -58,10 +61,13 @@ class StepObserver:
         state.correct += rewards.correct
         state.judged += rewards.judged
         state.tokens += step.rollout.tokens
-        state.seconds += self.world.broadcast(step.clock.total)
+        seconds = self.world.broadcast(step.clock.total)
+        state.seconds += seconds
+        decision = self.pressure.observe(step, seconds) if self.pressure else {}
+        state.batch_size = self.pressure.batch_size if self.pressure else state.batch_size
         self.parts.sepa.observe(rewards.correct_rate, step.number)
         self.parts.sepa.update_auto(step.credit.exec_uncertainty)
-        self.last = self._record(step, rewards)
+        self.last = self._record(step, rewards, decision)
         in_turns = self.parts.stage is not None
         self.tracker.emit(Generations(step.number, generation_records(step.number, step.rollout.groups, step.credit, in_turns=in_turns)))
         self._say_rewritten(step)
@@ -73,7 +79,7 @@ class StepObserver:
         state.learning = False
         self._check_health(step)
 
-    def _record(self, step: Step, rewards: RewardStatistics) -> StepRecord:
+    def _record(self, step: Step, rewards: RewardStatistics, decision: dict[str, Any]) -> StepRecord:
         state, pipeline, sepa, groups = self.state, self.parts.credit, self.parts.sepa, step.rollout.groups
         uses_sepa, planning = pipeline.uses_sepa_controller, step.credit.tokens.planning
         return StepRecord(
@@ -84,6 +90,7 @@ class StepObserver:
             **reward_fields(rewards),
             **judge_fields(step.rollout),
             **(environment_fields(step.rollout) if self.parts.stage else {}),
+            **decision,
             running_correct_rate=state.correct / state.judged if state.judged else None,
             sepa_lambda=step.sepa_lambda if uses_sepa else None,
             sepa_gate_open=sepa.gate_open if uses_sepa else None,

@@ -5,9 +5,9 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,6 +20,7 @@ from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState
 from retrain.records.disk import expanded
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
+from retrain.run.pressure import decided_by
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
@@ -36,6 +37,8 @@ class OpenedRun:
     checkpoint: Checkpoint | None
     """The checkpoint to load; None starts at step 0."""
     notes: tuple[str, ...]
+    decided_by: Mapping[int, float] = field(default_factory=dict)
+    """Step -> seconds by which back pressure decided after it, for the steps that are made again."""
 
 
 @contextmanager
@@ -126,6 +129,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
     checkpoint = _newest(store, folder, notes.append)
     if store.folder != folder.checkpoints:
         _sign(store.folder, folder)
+    replayed = decided_by(folder, checkpoint.step if checkpoint else 0) if config.backpressure.enabled else {}
     if checkpoint:
         state = checkpoint.state()
         notes.append(f"Resuming {folder.path} after {state.step} steps.")
@@ -135,7 +139,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
         notes.append(f"{folder.path} has no checkpoint yet: starting at step 0.")
         folder.forget_steps()
     store.make_room_after(state.step, notes.append)
-    return OpenedRun(config, folder, store, state, checkpoint, tuple(notes))
+    return OpenedRun(config, folder, store, state, checkpoint, tuple(notes), replayed)
 
 
 def _newest(store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]) -> Checkpoint | None:

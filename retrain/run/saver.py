@@ -5,6 +5,7 @@ from retrain.records.atomic import replace_file
 from retrain.records.printing import counted
 from retrain.run.opening import OpenedRun
 from retrain.run.parts import Parts
+from retrain.run.pressure import Pressure
 from retrain.tracking import Tracker
 
 _ATTEMPTS = 3
@@ -14,11 +15,12 @@ _BYTES_PER_PARAMETER = 12  # fp32 weight and two AdamW moments
 class Saver:
     """Seals the state of rank 0 between two steps."""
 
-    def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker) -> None:
+    def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker, pressure: Pressure | None) -> None:
         self.folder = opened.folder
         self.store = opened.store
         self.state = opened.state
         self.parts = parts
+        self.pressure = pressure
         self.tracker = tracker
         self._saved_at = opened.checkpoint.step if opened.checkpoint else -1
         self._failures = 0
@@ -42,6 +44,7 @@ class Saver:
         """A failure leaves the checkpoint before in place. Raises EnvironmentFailure at the third in a row, or if it may not be retried."""
         self.state.sepa = self.parts.sepa.state_dict()
         self.state.rewards = self.parts.guard.state_dict()
+        self.state.backpressure = self.pressure.state_dict() if self.pressure else {}
         self.state.tracking = self.tracker.state()
         try:
             self.state.files = self.tracker.sync()  # a checkpoint is never ahead of the rows of its steps

@@ -22,6 +22,7 @@ from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
+from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout, Watcher
 from retrain.run.saver import Saver
 from retrain.run.schedule import Schedule
@@ -52,8 +53,9 @@ class Session:
         self.world = world
         self.plan = training_plan(self.config)
         self.schedule = Schedule(self.config.training, self.config.evaluation)
-        self.saver = Saver(opened, parts, tracker)
-        self.observer = StepObserver(opened, parts, tracker, world)
+        self.pressure = Pressure(self.config, parts.backend, opened.decided_by) if self.config.backpressure.enabled else None
+        self.saver = Saver(opened, parts, tracker, self.pressure)
+        self.observer = StepObserver(opened, parts, tracker, world, self.pressure)
         self.evaluations: list[Evaluation] = []
         self.prefetched = PrefetchedRollout(interrupts.check) if parts.backend.capabilities.samples_ahead else None
         self._adapter = opened.store.folder / "final"
@@ -97,10 +99,14 @@ class Session:
             for note in self.parts.sepa.load_state_dict(self.state.sepa):
                 self.tracker.message(note)
             self.parts.guard.load_state_dict(self.state.rewards)
+            if self.pressure:
+                self.pressure.load_state_dict(self.state.backpressure)
             if self.world.is_rank_zero:
                 lines = list(read_jsonl(self.folder.metrics)) if self.folder.metrics.exists() else []
                 self.observer.last = StepRecord.from_json(lines[-1]) if lines else None
                 self.evaluations = _stored_evaluations(self.folder.evaluation, self.config.evaluation.k)
+        if self.pressure:
+            self.state.batch_size = self.pressure.batch_size
         if self.state.choices not in (None, backend.choices):
             self.tracker.message("The machine's choices differ from the stored ones: from here on this run is not byte-exact.")
         self.state.choices = backend.choices

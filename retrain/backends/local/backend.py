@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from retrain.backends.base import LOCAL, Backend, TrialAdapter
+from retrain.backends.base import LOCAL, Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
 from retrain.backends.local.learner import Learner, old_logprobs_note
 from retrain.backends.local.trial import LocalTrialAdapter, positions_and_window
@@ -122,6 +122,17 @@ class LocalBackend(Backend):
     @property
     def num_trainable(self) -> int:
         return sum(parameter.numel() for parameter in self._adapter.parameters.values())
+
+    @property
+    def frozen_weights(self) -> FrozenWeights:
+        weights = list(self._base.model.parameters())
+        own = {id(parameter) for parameter in self._adapter.parameters.values()}
+        base = [weight for weight in weights if id(weight) not in own]
+        return FrozenWeights(sum(weight.numel() for weight in base), sum(weight.nbytes for weight in base))
+
+    @property
+    def recomputes(self) -> bool:
+        return self._choices.gradient_checkpointing
 
     def trainable_parameters_line(self) -> str:
         """peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 || trainable%: 1.0616"."""

@@ -116,6 +116,7 @@ class PrimeEngine(ServedEngine):
         self._broadcasts, self._ready = broadcasts, ready
         self._temperature = config.training.temperature
         self._checked = False
+        self._dialect: PrimeDialect
         super().__init__(config, model=SimpleNamespace(config=model_config), eos_ids=eos_ids, device=None)
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: ARG002 - the trainer has the weights

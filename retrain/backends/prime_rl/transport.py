@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.errors import ConfigurationError, EnvironmentFailure, ServerFailure
-from retrain.records.printing import counted
-from retrain.records.run_folder import mark, read_marker
 
 if TYPE_CHECKING:
     from retrain.config.schema import PrimeRLOptions
 
 BATCHES, LATER_NAME = "rollouts", "batches"
 """Where v0.9.0 looks for batches, and where versions since #3444 do."""
-_KIND = "batches for PRIME-RL"
+_MARKER = ".made-by-retrain"
 _NEWS_S = 0.02
 """ZMQ needs a moment to report that a subscriber has gone."""
 
@@ -51,7 +49,8 @@ class FileSystemSender(Sender):
 
         Raises ConfigurationError for batches that another program wrote.
         """
-        foreign = self.folder.exists() and any(self.folder.iterdir()) and read_marker(self.folder).get("kind") != _KIND
+        marker = self.folder / _MARKER
+        foreign = self.folder.exists() and any(self.folder.iterdir()) and not marker.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._later.exists():
             self._later.symlink_to(BATCHES, target_is_directory=True)
@@ -60,7 +59,7 @@ class FileSystemSender(Sender):
                 f"{self.folder if foreign else self._later} holds batches that this retrain did not write, and a trainer would learn from "
                 "them; give the trainer and [backend.options] output_dir an empty folder."
             )
-        mark(self.folder, _KIND)
+        marker.touch()
         for file in self.folder.glob("step_*/rank_*.bin*"):
             if _number(file.parent) > shipped:
                 file.unlink()
@@ -114,7 +113,7 @@ class ZmqSender(Sender):
             self._hear(min(left, options.sync_poll_s))
         if self._missing:
             raise ServerFailure(
-                f"PRIME-RL's trainer is not connected: {counted(len(self._missing), 'data rank')} of {options.trainer_ranks} did not "
+                f"PRIME-RL's trainer is not connected: {len(self._missing)} of {options.trainer_ranks} data ranks did not "
                 f"subscribe to tcp://{options.zmq_host}:{options.zmq_port} within sync_wait_s = {options.sync_wait_s:g} s; start the "
                 "trainer with the same rollout_transport, or check [backend.options] trainer_ranks."
             )

@@ -126,8 +126,8 @@ def _sampling_mask(pack: Sequence[Sample]) -> list[bytes] | None:
     """[ids, counts] as int32 bytes: how many ids each position kept, 0 for the whole vocabulary, and the ids one after another."""
     if all(sample.kept is None for sample in pack):
         return None
-    counts: list[npt.NDArray[np.int32]] = []
-    ids: list[npt.NDArray[np.int32]] = []
+    counts: list[Int32Array] = []
+    ids: list[Int32Array] = []
     for sample in pack:
         count = np.zeros(len(sample), np.int32)
         if sample.kept is not None:

@@ -1,0 +1,79 @@
+"""Tokens per second of the lab with back pressure against every fixed batch size.
+
+    python benchmarks/backpressure_lab.py --output benchmarks/results/backpressure-lab.md
+
+Fixed sizes take turns, one step at a time in runs that are resumed, so that other load on the machine falls on all of them alike. The run
+with back pressure is counted after its sweep, and once with it.
+"""
+
+import argparse
+import datetime
+import platform
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from retrain import train
+from retrain.config import TrainConfig, config_from_mapping
+from retrain.records.entries import StepRecord
+
+SIZES, GROUP, TOKENS = (1, 2, 4, 8, 16), 8, 64
+ROUNDS, STEPS = 6, 40
+
+
+def configuration(folder: Path, steps: int, batch_size: int, pressed: bool, resume: bool = False) -> TrainConfig:
+    training = {"seed": 1, "max_steps": steps, "batch_size": batch_size, "group_size": GROUP, "max_tokens": TOKENS, "save_every": 1000}
+    return config_from_mapping(
+        {
+            "model": {"model": "lab"},
+            "data": {"source": "lab"},
+            "training": training | {"lr": 1e-4, "temperature": 1.0},
+            "backpressure": {"enabled": pressed, "max_batch_size": SIZES[-1]} if pressed else {},
+            "backend": {"devices": "cpu"},
+            "logging": {"log_dir": str(folder), "generations_every": 0},
+            "resume": {"from": str(folder)} if resume else {},
+        }
+    )
+
+
+def rate(records: list[StepRecord]) -> float:
+    """Tokens over seconds of all the steps together."""
+    seconds = sum(record.step_time_s or 0.0 for record in records)
+    return sum((record.tokens_per_s or 0.0) * (record.step_time_s or 0.0) for record in records) / seconds
+
+
+def fixed_rates(folder: Path) -> dict[int, list[float]]:
+    """Batch size -> tokens per second of each round; the first step of a size is left out."""
+    rates: dict[int, list[float]] = {size: [] for size in SIZES}
+    for turn in range(ROUNDS + 1):
+        for size in SIZES:
+            run = train(configuration(folder / f"fixed-{size}", turn + 1, size, False, resume=turn > 0), quiet=True)
+            if turn:
+                rates[size].append(rate(run.metrics()[-1:]))
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="Markdown file; without it the table is printed alone")
+    output = parser.parse_args().output
+    with tempfile.TemporaryDirectory() as place:
+        fixed = fixed_rates(Path(place))
+        records = train(configuration(Path(place) / "pressed", STEPS, 4, True), quiet=True).metrics()
+    swept = [record for record in records if record.bp_regime != "warmup"]
+    best = max(median(rates) for rates in fixed.values())
+    rows = [(f"fixed, {size} prompts", median(rates), f"{min(rates):.0f} to {max(rates):.0f}") for size, rates in fixed.items()]
+    rows.append(("back pressure, after its sweep", rate(swept), f"{swept[-1].next_batch_size} prompts at the end"))
+    rows.append(("back pressure, with its sweep", rate(records), f"{len(records) - len(swept)} of {len(records)} steps"))
+    lines = [f"| {name} | {value:.0f} | {value / best:.0%} | {note} |" for name, value, note in rows]
+    head = (
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, groups of {GROUP}, {TOKENS} tokens"
+    )
+    table = "\n".join([head, "", "| batch size | tokens/s | of the best fixed | |", "|---|---|---|---|", *lines]) + "\n"
+    print(table)
+    if output:
+        output.write_text(f"# Back pressure on the lab\n\n`python benchmarks/backpressure_lab.py`\n\n{table}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

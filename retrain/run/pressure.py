@@ -1,0 +1,84 @@
+"""Back pressure within a run: what the controller is told of each step, what it says of the next, and what a resumed run is told again."""
+
+from collections.abc import Mapping
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from retrain.backpressure import BackpressureController, Roofline, roofline
+from retrain.backpressure.roofline import step_flops
+from retrain.records.jsonl import read_jsonl
+from retrain.records.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from retrain.backends.base import Backend
+    from retrain.config import TrainConfig
+    from retrain.run.step_record import Step
+
+_PASSES_OF_LORA = 4.0
+"""FLOP per parameter and trained token: forward 2, gradients of the inputs 2; the frozen weights get no gradient of their own."""
+_RECOMPUTED = 2.0
+"""The forward pass once more under gradient checkpointing."""
+
+
+class Pressure:
+    """Chooses the batch size of the next step; made only where `[backpressure] enabled` is true."""
+
+    def __init__(self, config: "TrainConfig", backend: "Backend", replayed: Mapping[int, float]) -> None:
+        """`replayed`: step -> the seconds that it was decided by before the run was resumed."""
+        training = config.training
+        self.settings = config.backpressure
+        self._backend, self._replayed = backend, replayed
+        self._controller = BackpressureController(self.settings, training.batch_size, training.group_size)
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts in the next step."""
+        return self._controller.batch_size
+
+    def observe(self, step: "Step", seconds: float) -> dict[str, Any]:
+        """Decide the next batch size; returns the bp_ fields of the step's record.
+
+        `seconds` is the step's time on rank 0. A step that was made before decides by the time it took then, so a resumed run visits the
+        same batch sizes.
+        """
+        seconds = self._replayed.get(step.number, seconds)
+        decision = self._controller.observe(step.rollout.tokens, seconds)
+        return decision.record_fields(self._hint(step, seconds)) | {"bp_step_time_s": seconds}
+
+    def _hint(self, step: "Step", seconds: float) -> Roofline | None:
+        weights, settings = self._backend.frozen_weights, self.settings
+        if weights is None or not (settings.peak_gflops and settings.peak_bw_gb_s):
+            return None
+        decoded, trained = step.rollout.tokens, sum(len(row.token_ids) for row in step.rows if row.trained)
+        per_token = _PASSES_OF_LORA + _RECOMPUTED * self._backend.recomputes
+        flops = step_flops(weights.parameters, decoded, trained, per_token)
+        return roofline(flops, weights.size * self._passes(step, trained), seconds, settings.peak_gflops, settings.peak_bw_gb_s)
+
+    def _passes(self, step: "Step", trained: int) -> int:
+        """Readings of all weights: one per decoding step of the rows that run together, and a pass forward and back per micro-batch.
+
+        KV traffic is left out, so memory-bound steps are rather more so.
+        """
+        lengths = [len(completion.token_ids) for group in step.rollout.drawn for completion in group.completions]
+        choices = self._backend.choices
+        rows, micro_batch = (choices.decode_rows, choices.micro_batch_tokens) if choices else (len(lengths), trained)
+        decoding = max(*lengths, ceil(sum(lengths) / max(rows, 1)))
+        return decoding + (2 + self._backend.recomputes) * ceil(trained / max(micro_batch, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._controller.load_state_dict(state)
+
+
+def decided_by(folder: RunFolder, first_step: int) -> dict[int, float]:
+    """Step -> seconds of the steps from `first_step` on that a resumed run makes again; what is no such pair is left out."""
+    if not folder.metrics.is_file():
+        return {}
+    pairs = [(line.get("step"), line.get("bp_step_time_s")) for line in read_jsonl(folder.metrics)]
+    return {
+        step: float(seconds)
+        for step, seconds in pairs
+        if isinstance(step, int) and isinstance(seconds, int | float) and step >= first_step and seconds > 0
+    }

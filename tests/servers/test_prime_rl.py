@@ -1,0 +1,77 @@
+"""The prime_rl backend with vLLM's CPU build as its inference server, behind the admin routes that PRIME-RL's own server adds."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+from prime_counterpart import FileReceiver, Trainer
+from real_servers import RealServer, started
+from runs import small
+
+from retrain import train
+from retrain.backends.local.backend import LocalBackend
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with started("vllm") as (one,):
+        yield one
+
+
+@contextmanager
+def admin_shim(target: str) -> Iterator[str]:
+    """Passes everything on, and `/load_lora_adapter` as vLLM's own route with load_inplace, as PRIME-RL's server does."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.answer(httpx.get(target + self.path, trust_env=False))
+
+        def do_POST(self) -> None:
+            body: Any = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null")
+            path = self.path
+            if path == "/load_lora_adapter":
+                path, body = "/v1/load_lora_adapter", body | {"load_inplace": True}
+            self.answer(httpx.post(target + path, json=body, timeout=300, trust_env=False))
+
+        def answer(self, response: httpx.Response) -> None:
+            self.send_response(response.status_code)
+            self.send_header("Content-Length", str(len(response.content)))
+            self.end_headers()
+            self.wfile.write(response.content)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    shim = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=shim.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{shim.server_port}"
+    shim.shutdown()
+    shim.server_close()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_steps_through_a_real_server_are_on_policy(tmp_path: Path, server: RealServer, temperature: float) -> None:
+    """What the trainer computes for each batch before its update is what the server sampled with: the adapter is the new one each time."""
+    training = {"max_steps": 6, "batch_size": 4, "group_size": 4, "max_tokens": 48, "lr": 3e-3, "temperature": temperature}
+    learner = LocalBackend(small(tmp_path / "learner", training=training))
+    with admin_shim(server.url) as url:
+        options = {"output_dir": str(tmp_path / "shared"), "sync_wait_s": 60, "sync_poll_s": 0.02}
+        backend = {"backend": "prime_rl", "options": options}
+        config = small(tmp_path / "run", training=training, backend=backend, inference={"url": url})
+        trainer = Trainer(learner, tmp_path / "shared", FileReceiver(tmp_path / "shared"), steps=6)
+        trainer.start()
+        records = train(config, quiet=True).metrics()
+        trainer.join(timeout=60)
+    assert trainer.error is None and len(records) == len(trainer.batches) == 6
+    print("largest |sampler - trainer| per batch, nats:", ", ".join(f"{value:.1e}" for value in trainer.differences))
+    assert max(trainer.differences) < 1e-3
