@@ -8,7 +8,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint types docs-check check clean
+.PHONY: help setup run test test-environments lint types docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,6 +27,9 @@ run: $(STAMP) ## train the lab model on arithmetic and show what it learned (min
 
 test: $(STAMP) ## all tests with coverage and the ten slowest, one process per core
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope --cov --cov-report=term:skip-covered --durations=10
+
+test-environments: $(STAMP) ## environments of verifiers, reasoning_gym and textarena, each library in an environment of its own
+	$(BIN)/python scripts/test_environments.py
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

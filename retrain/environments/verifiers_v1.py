@@ -124,7 +124,7 @@ def _result(played: Any) -> Result:
     if errors or len(played.traces) != 1:
         raise RuntimeError(str(errors[0])[:300] if errors else f"the episode has {len(played.traces)} traces in place of one")
     trace = played.traces[0]
-    parts = {name: float(reward) for name, reward in trace.rewards.items() if isinstance(reward, int | float)}
+    parts = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     return Result(float(trace.reward), {**parts, **metrics, "turns": float(trace.num_turns)})
 
@@ -134,7 +134,9 @@ def _example(data: Any, split: Split, index: int) -> Example:
     messages = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else [_plain(message) for message in prompt]
     if data.system_prompt:
         messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
-    return Example(messages, str(getattr(data, "answer", "")), info={"split": split, "row": index}, example_id=f"{split}-{data.id or index}")
+    return Example(
+        messages, str(getattr(data, "answer", "")), info={"split": split, "row": index}, example_id=f"{split}-{data.id or index}"
+    )
 
 
 def _plain(message: Any) -> ChatMessage:
