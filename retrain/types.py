@@ -137,7 +137,7 @@ class Trajectory:
 
     @cached_property
     def logprobs(self) -> Float32Array:
-        """[T]"""
+        """[T]."""
         return _joined([completion.logprobs for completion in self.completions])
 
     @cached_property

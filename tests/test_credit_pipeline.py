@@ -59,7 +59,9 @@ def replies(of: Group) -> list[Completion]:
 
 
 def without_entropies(of: Group) -> Group:
-    return replace(of, members=[replace(m, trajectory=Trajectory.of(replace(m.trajectory.completions[0], entropies=None))) for m in of.members])
+    return replace(
+        of, members=[replace(m, trajectory=Trajectory.of(replace(m.trajectory.completions[0], entropies=None))) for m in of.members]
+    )
 
 
 def mixed() -> Group:

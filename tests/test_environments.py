@@ -1,5 +1,6 @@
 """Environments: trajectories of several turns, exact in tokens, and episodes that fail alone."""
 
+import json
 import re
 import signal
 import time
@@ -116,6 +117,19 @@ def test_records_know_turns(straight: Path) -> None:
     assert [line["step"] for line in evaluations] == [0, 0, 2, 2, 4, 4] and {line["task"] for line in evaluations} == {"guess"}
 
 
+def test_inspect_shows_what_the_environment_said_between_the_replies(straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from retrain.cli.main import main
+
+    assert main(["inspect", str(straight), "--step", "0", "--json"]) == 0
+    completions = json.loads(capsys.readouterr().out)["completions"]
+    several = next(one for one in completions if len(one["turns"]) > 1)
+    assert several["turns"][0] == {"start": 0, "context": "", "restarts": False}
+    assert "<|im_start|>user" in several["turns"][1]["context"] and 0 < several["turns"][1]["start"] < len(several["token_ids"])
+    assert main(["inspect", str(straight), "--step", "0", "--against", "gtpo"]) == 0
+    shown = capsys.readouterr().out
+    assert " turns" in shown and "<|im_start|>assistant" in shown
+
+
 def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     real = Session.turn_to_learning
@@ -130,7 +144,12 @@ def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(straight: Path
         train(guessing(folder), quiet=True)
     train(guessing(folder, resume={"from": str(folder)}), quiet=True)
     assert timeless(straight / "metrics.jsonl") == timeless(folder / "metrics.jsonl")
-    for name in ("emergence/generations.jsonl", "evaluation.jsonl", "checkpoints/final/adapter_model.safetensors", "tokens/step_3.safetensors"):
+    for name in (
+        "emergence/generations.jsonl",
+        "evaluation.jsonl",
+        "checkpoints/final/adapter_model.safetensors",
+        "tokens/step_3.safetensors",
+    ):
         assert (straight / name).read_bytes() == (folder / name).read_bytes(), name
 
 
@@ -174,7 +193,9 @@ def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(te
     renderer, talk = ChatRenderer(text.tokenizer, text.eos_ids, {}), dialogue(text)
     talk.add(completion([50, 257, 258]), "2")  # a special token in mid-reply, which the text does not show
     talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
-    assert text.decode(talk.in_sight).endswith("<|im_start|>assistant\n" + text.decode(np.array([50, 257, 258])) + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n")
+    assert text.decode(talk.in_sight).endswith(
+        "<|im_start|>assistant\n" + text.decode(np.array([50, 257, 258])) + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n"
+    )
     talk.add(completion([51], FinishReason.LENGTH), "3")
     (row,) = Row.of(talk.prompt, talk.trajectory, np.array([1, 1, 1, 2], np.float32), group=0)
     assert [row.token_ids[start:stop].tolist() for start, stop in row.spans] == [[50, 257, 258], [51]]
@@ -268,7 +289,13 @@ def test_a_hanging_episode_costs_only_itself() -> None:
 
 def test_failed_trajectories_stay_in_their_group_and_out_of_training(tmp_path: Path) -> None:
     provider = {"provider": "tests.test_environments.Sometimes", "args": {}}
-    config = small(tmp_path / "run", environment=provider, reward={"max_failure_rate": 1.0}, training={"max_steps": 1, "max_tokens": 48}, logging={"generations_per_step": 99})
+    config = small(
+        tmp_path / "run",
+        environment=provider,
+        reward={"max_failure_rate": 1.0},
+        training={"max_steps": 1, "max_tokens": 48},
+        logging={"generations_per_step": 99},
+    )
     train(config, quiet=True)
     generations, record = lines(tmp_path / "run/emergence/generations.jsonl"), lines(tmp_path / "run/metrics.jsonl")[0]
     failed = [one for one in generations if one["outcome"] == "could_not_judge"]
@@ -325,7 +352,7 @@ def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> N
 
 def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumberGuessing, "gold", lambda self, example: ["0"])
-    with pytest.raises(RunFailed, match="own solution .* is not right"):
+    with pytest.raises(RunFailed, match=r"own solution .* is not right"):
         train(guessing(tmp_path / "run"), quiet=True)
 
 

@@ -97,6 +97,7 @@ def to_json(credit: "StepCredit", numbers: list[int]) -> dict[str, Any]:
                 "truncated": completion.truncated,
                 "token_ids": completion.token_ids.tolist(),
                 "text": completion.pieces,
+                "turns": [{"start": turn.start, "context": turn.context, "restarts": turn.restarts} for turn in completion.turns],
                 "surprisal": completion.surprisals.tolist(),
                 **{name: None if values is None else values.tolist() for name, values in optional.items()},
                 "detectors": {name: mask.tolist() for name, mask in completion.detectors.items()},

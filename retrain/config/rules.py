@@ -368,7 +368,8 @@ def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
     if environment.provider in builtin_names("environment") and not environment.id:
         yield Violation(
             ("environment.id", "environment.provider"),
-            f'[environment] provider = "{environment.provider}" needs id, the environment to load, such as "{_AN_ID[environment.provider]}"',
+            f'[environment] provider = "{environment.provider}" needs id, the environment to load, such as '
+            f'"{_AN_ID[environment.provider]}"',
         )
     if environment.id and not environment.provider:
         yield Violation(

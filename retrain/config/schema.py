@@ -609,9 +609,7 @@ class Environment(Section):
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(-1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
-    timeout_s: float = key(
-        600.0, "Seconds that the environment itself may take for a trajectory; one over it could not be judged.", gt=0
-    )
+    timeout_s: float = key(600.0, "Seconds that the environment itself may take for a trajectory; one over it could not be judged.", gt=0)
 
 
 RewardType = Annotated[str, OpenName("reward")]

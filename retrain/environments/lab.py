@@ -18,7 +18,8 @@ class NumberGuessing(Environment):
     """A number from 1 to `largest`, to be found in `turns` guesses.
 
     The reward is 1 for the right guess, and 0.1 more for each turn that is left. Without it, it is the less below 0.4 the farther the
-    last guess is off, so that a guess that heeds the hint pays before the first game is won. The last number of a reply is the guess. The episodes of a group look for the same number.
+    last guess is off, so that a guess that heeds the hint pays before the first game is won. The last number of a reply is the guess. The
+    episodes of a group look for the same number.
     """
 
     def __init__(self, largest: int = 15, turns: int = 4, examples: int = 64) -> None:

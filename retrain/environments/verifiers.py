@@ -44,7 +44,9 @@ def _installed_version() -> Version:
             "pip install 'retrain[verifiers]', or 'retrain[verifiers-v0]' for environments of the older interface."
         ) from None
     if found < _FIRST:
-        raise EnvironmentFailure(f"verifiers {found} is installed and {_FIRST} or later is needed; install pip install 'verifiers>={_FIRST}'.")
+        raise EnvironmentFailure(
+            f"verifiers {found} is installed and {_FIRST} or later is needed; install pip install 'verifiers>={_FIRST}'."
+        )
     return found
 
 
@@ -61,7 +63,12 @@ def _install(settings: "Settings") -> None:
         raise EnvironmentFailure(f"{missing}, and auto_install needs the command prime; install it with pip install prime.")
     try:
         done = subprocess.run(
-            [prime, "env", "install", settings.id], capture_output=True, text=True, timeout=_INSTALL_SECONDS, stdin=subprocess.DEVNULL
+            [prime, "env", "install", settings.id],
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_SECONDS,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise EnvironmentFailure(f"{missing}, and `{command}` did not end within {_INSTALL_SECONDS} s; run it by hand.") from None

@@ -27,7 +27,7 @@ from retrain.model.text import load_tokenizer
 from retrain.model.vocabulary import TokenIds, VocabularyTable
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable, read_tokens
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Prompt, Score, Scored, Trajectory
+from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Prompt, Score, Scored, Trajectory, Turn
 
 if TYPE_CHECKING:
     from retrain.config.schema import Model, Planning
@@ -53,8 +53,20 @@ class Pieces:
 
 
 @dataclass(frozen=True)
+class TurnText:
+    """Where a reply begins, and what the environment said before it."""
+
+    start: int
+    """The place of the reply's first token among the T tokens."""
+    context: str
+    """With the names of special tokens; "" in a first turn, whose context is the prompt."""
+    restarts: bool
+    """`context` is all that the model had in sight."""
+
+
+@dataclass(frozen=True)
 class CompletionCredit:
-    """One completion of T tokens with everything that is known about each."""
+    """One completion, or the replies of one trajectory, of T tokens with everything that is known about each."""
 
     slot: int
     """The prompt's index in the step."""
@@ -79,6 +91,8 @@ class CompletionCredit:
     """[T] size of the truncated distribution each token was drawn from; None without truncation."""
     stages: Mapping[str, Mapping[str, Float32Array]]
     """Condition -> stage -> [T] advantages, stages in the order of their application."""
+    turns: Sequence[TurnText]
+    """Empty where the trajectory is one reply to its prompt."""
 
     def advantages(self, label: str) -> Float32Array:
         """[T] as the loss uses them."""
@@ -150,6 +164,7 @@ class StepCredit:
             log_ratios=ratios if ratios is not None and not np.isnan(ratios).any() else None,
             kept=table.kept[part] if table.kept is not None else None,
             stages={label: {stage: values[part] for stage, values in stages.items()} for label, stages in self.stages.items()},
+            turns=[TurnText(start, "".join(self.pieces.of(context)), restarts) for start, _, context, restarts in turns_of(table, number)],
         )
 
 
@@ -286,17 +301,42 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
     threshold = run.config.reward.correct_threshold
     groups: dict[int, Group] = {}
     for number, (slot, sample) in enumerate(zip(table.slot.tolist(), table.sample.tolist(), strict=True)):
-        part = slice(int(table.offsets[number]), int(table.offsets[number + 1]))
         reward = float(table.rewards[number])
         group = groups.setdefault(slot, Group(_NO_PROMPT, slot, []))
-        completion = Completion(
-            request=slot,
+        group.members.append(Scored(_trajectory(table, number, sample), "", Score.of(reward, threshold)))
+    return list(groups.values())
+
+
+def turns_of(table: TokenTable, number: int) -> list[tuple[int, int, Int32Array, bool]]:
+    """(start, stop, context, restarts) of each turn of a trajectory, counted from its first token; empty for one reply to its prompt."""
+    turns = table.turns
+    if turns is None:
+        return []
+    found, start = [], 0
+    for turn in range(int(turns.offsets[number]), int(turns.offsets[number + 1])):
+        stop = start + int(turns.actions[turn])
+        context = turns.context_token_ids[turns.context_offsets[turn] : turns.context_offsets[turn + 1]]
+        found.append((start, stop, context, bool(turns.restarts[turn])))
+        start = stop
+    return found
+
+
+def _trajectory(table: TokenTable, number: int, sample: int) -> Trajectory:
+    first, last = int(table.offsets[number]), int(table.offsets[number + 1])
+    assert table.truncated is not None
+    reason = FinishReason.LENGTH if table.truncated[number] else FinishReason.STOP
+
+    def completion(start: int, stop: int) -> Completion:
+        part = slice(first + start, first + stop)
+        return Completion(
+            request=0,
             sample=sample,
             token_ids=table.token_ids[part],
             logprobs=table.logprobs[part],
             entropies=table.entropies[part] if table.entropies is not None else None,
-            finish_reason=FinishReason.LENGTH if table.truncated[number] else FinishReason.STOP,
+            finish_reason=reason,
             kept=table.kept[part] if table.kept is not None else None,
         )
-        group.members.append(Scored(Trajectory.of(completion), "", Score.of(reward, threshold)))
-    return list(groups.values())
+
+    turns = turns_of(table, number) or [(0, last - first, np.zeros(0, np.int32), False)]
+    return Trajectory(tuple(Turn(completion(start, stop), context, restarts) for start, stop, context, restarts in turns))

@@ -61,7 +61,8 @@ def heading(completion: CompletionCredit) -> str:
     """Such as: Sample 3, reward 1, 212 tokens, cut off by max_tokens."""
     reward = "" if completion.reward is None else f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
-    return f"Sample {completion.sample}{reward}, {counted(len(completion.pieces), 'token')}{end}"
+    turns = f" in {counted(len(completion.turns), 'turn')}" if completion.turns else ""
+    return f"Sample {completion.sample}{reward}, {counted(len(completion.pieces), 'token')}{turns}{end}"
 
 
 def most_marked(completion: CompletionCredit) -> list[int]:
@@ -91,7 +92,10 @@ def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label:
 
     text = Text()
     shades = levels(values_of(completion, by, label), scale_of(credit, by), len(completion.pieces))
+    said = {turn.start: turn.context for turn in completion.turns if turn.context}
     for position, (piece, shade) in enumerate(zip(without_escapes(completion.pieces), shades, strict=True)):
+        if position in said:
+            text.append(f" [{one_line(said[position].strip(), 400)}] ", "dim italic")
         planning = completion.planning is not None and bool(completion.planning[position])
         marks = [
             f"{mark} " for name, mark in _DETECTOR_MARKS.items() if name in completion.detectors and completion.detectors[name][position]

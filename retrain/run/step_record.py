@@ -218,9 +218,7 @@ def _joined_ids(pieces: Sequence[Int32Array]) -> Int32Array:
     return np.concatenate([np.zeros(0, np.int32), *pieces])
 
 
-def _flat_log_ratios(
-    groups: Sequence[int], trajectories: Sequence[Trajectory], log_ratios: Mapping[RowKey, Float32Array]
-) -> Float32Array:
+def _flat_log_ratios(groups: Sequence[int], trajectories: Sequence[Trajectory], log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
     """[n] The log-ratios of the rows of each trajectory, one after the other."""
     flat: list[Float32Array] = [np.zeros(0, np.float32)]
     for group, trajectory in zip(groups, trajectories, strict=True):

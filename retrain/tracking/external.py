@@ -79,7 +79,7 @@ class ExternalTracker(Tracker):
 
 
 def metrics(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step under train/, train/entropy/, train/surprisal/, train/backpressure/ and train/environment/; None is left out."""
+    """The numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/, environment/; None is left out."""
     measured = {f"train/environment/{name}": value for name, value in (record.environment_metrics or {}).items()}
     return measured | {
         metric_name(name): float(value)

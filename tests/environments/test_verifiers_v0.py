@@ -81,7 +81,7 @@ def test_the_lab_trains(name: str, turns: int, tmp_path: Path) -> None:
 def test_what_cannot_train_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has no training set, so it can evaluate and not train"):
         train(small(tmp_path / "a", environment={"provider": "verifiers", "id": "only_evaluation"}), quiet=True)
-    with pytest.raises(ConfigurationError, match="could not be loaded with args .*'wrong': 1.*TypeError"):
+    with pytest.raises(ConfigurationError, match=r"could not be loaded with args .*'wrong': 1.*TypeError"):
         train(small(tmp_path / "b", environment={"provider": "verifiers", "id": "lab_sums", "args": {"wrong": 1}}), quiet=True)
     with pytest.raises(EnvironmentFailure, match="prime env install owner/absent"):
         train(small(tmp_path / "c", environment={"provider": "verifiers", "id": "owner/absent"}), quiet=True)

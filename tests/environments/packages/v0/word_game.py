@@ -26,7 +26,7 @@ class WordGame(vf.MultiTurnEnv):
         return state
 
     async def env_response(self, messages, state, **_):
-        guess = (self.parser.parse_answer(messages) or "").strip().lower()
+        guess = (self.parser.parse_answer(messages[-1:]) or "").strip().lower()
         state["guesses"].append(guess)
         if guess == state["answer"]:
             state["final_env_response"] = [{"role": "user", "content": "GGGGG"}]
