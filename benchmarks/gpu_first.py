@@ -26,21 +26,21 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402 - torch reads its environment when it is imported
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import numpy as np
+import torch
+from torch import Tensor
 
-from retrain.inference_engine.base import NoiseKey, SampleRequest  # noqa: E402
-from retrain.inference_engine.decoder import Decoder  # noqa: E402
-from retrain.inference_engine.fixed_step import Variant  # noqa: E402
-from retrain.inference_engine.paged_run import PagedEngine, PagedRun  # noqa: E402
-from retrain.inference_engine.scheduler import DecodeRun, Job  # noqa: E402
-from retrain.model.attention import FusedAttention, Kernel, VarlenAttention  # noqa: E402
-from retrain.model.budget import DecodeLimits  # noqa: E402
-from retrain.model.fused import FusedDecoder  # noqa: E402
-from retrain.model.head import Head, score_tokens  # noqa: E402
-from retrain.model.packing import PackedAttention, Segment  # noqa: E402
-from retrain.model.varlen import Spans, flash_paged, has_flash, plain, plain_paged  # noqa: E402
+from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.inference_engine.decoder import Decoder
+from retrain.inference_engine.fixed_step import Variant
+from retrain.inference_engine.paged_run import PagedEngine, PagedRun
+from retrain.inference_engine.scheduler import DecodeRun, Job
+from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
+from retrain.model.budget import DecodeLimits
+from retrain.model.fused import FusedDecoder
+from retrain.model.head import Head, score_tokens
+from retrain.model.packing import PackedAttention, Segment
+from retrain.model.varlen import Spans, flash_paged, has_flash, plain, plain_paged
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -232,7 +232,7 @@ def learn(machine: Machine) -> Found:
     trained = [parameter for parameter in machine.model.parameters() if parameter.requires_grad]
     head = Head(machine.model.get_base_model().get_output_embeddings().weight)
     long = [Segment(0, 256), Segment(256, 16_128, 0, 256)] if machine.big else [Segment(0, 16), Segment(16, 100, 0, 16)]
-    own = VarlenAttention() if machine.cuda else VarlenAttention(plain, lambda query: True)
+    own = VarlenAttention() if machine.cuda else VarlenAttention(plain, lambda _: True)
     found, gradients = {}, {}
     for name, segments, checkpointed in (("16k row", long, True), ("16k row, kept", long, False), ("ragged groups", ragged(machine), False)):
         for kind, kernel in (("flash", own), ("masked", FusedAttention())):

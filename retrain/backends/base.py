@@ -62,12 +62,12 @@ PRIME_RL = BackendCapabilities(
     sampler=PRIME_RL_SAMPLER,
 )
 
-BACKENDS: dict[str, BackendCapabilities | None] = {
+BACKENDS: dict[str, BackendCapabilities] = {
     "local": LOCAL,
     "tinker": TINKER,
     "prime_rl": PRIME_RL,
 }
-"""The built-in backends and what they can do; None for one that is not built yet. `config/support.py` says what they do with each key."""
+"""The built-in backends and what they can do. `config/support.py` says what they do with each key."""
 
 
 @dataclass(frozen=True)

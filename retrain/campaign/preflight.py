@@ -8,7 +8,7 @@ from retrain.config import TrainConfig, replaced
 from retrain.data.load import NoHeldOutSplit, load_examples
 from retrain.environments.problems import environment_name, load_problems
 from retrain.environments.providers import load_environment
-from retrain.run.notes import notes, preflight_lines, refuse_not_built
+from retrain.run.notes import notes, preflight_lines
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Checked:
 
 def check(plan: CampaignPlan) -> Checked:
     """Raises ConfigurationError if a run could not start; NoHeldOutSplit if an evaluation was asked for that has no held-out split."""
-    refuse_not_built(plan.config)
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     lacking = _without_held_out(plan)

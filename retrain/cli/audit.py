@@ -42,9 +42,7 @@ def command(
     from retrain.records.jsonl import finite
     from retrain.records.redact import Redactor
     from retrain.records.terminal import clean
-    from retrain.run.notes import refuse_not_built
 
-    refuse_not_built(config)
     audit = audit_reward(config, examples, print_progress)
     if output is not None:
         from retrain.report.audit import write_audit_page

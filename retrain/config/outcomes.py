@@ -1,6 +1,6 @@
-"""What becomes of a key that is allowed and still does nothing: it is unused in this run, or asks for what is not built or not possible.
+"""Keys that are allowed and still do nothing: they are unused in this run, or ask for something that its backend or engine cannot do.
 
-The first two are data: a row names its keys and says when it holds. A feature that gets built loses its row.
+The unused ones are data: a row names its keys and says when it holds.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from typing import Any
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
 from retrain.config.load import arms
-from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, table, transforms_with
+from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, transforms_with
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.support import support_of, tables_of
@@ -248,44 +248,6 @@ UNUSED: tuple[Unused, ...] = (
     Unused(("campaign.ray_address",), _campaign_where(lambda c: c.launcher != "ray"), 'launcher is not "ray"'),
 )
 """In the order in which reasons are preferred."""
-
-
-# -- features that are not built yet -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NotBuilt:
-    """A feature that the schema knows and this version refuses when a run starts."""
-
-    key: str
-    when: Test
-    instead: str
-
-
-def not_built(config: TrainConfig) -> list[str]:
-    """One sentence for each feature that the configuration asks for and this version lacks; a run refuses them at its start."""
-    problems = [
-        f"[{row.key.replace('.', '] ', 1)} = {toml_value(arm.value(row.key))} is not built yet; {row.instead}."
-        for arm in arms(config)
-        for row in NOT_BUILT
-        if row.when(arm) and is_read(arm, row.key)
-    ]
-    return list(dict.fromkeys(problems))
-
-
-def _is_planned(kind: str, name: str) -> bool:
-    """A name in the table of engines or backends that declares nothing yet."""
-    return name in table(kind) and table(kind)[name] is None
-
-
-NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("backend.backend", lambda c: _is_planned("backend", c.backend.backend), 'use backend = "local"'),
-    NotBuilt(
-        "inference.engine",
-        lambda c: c.backend.backend == "local" and _is_planned("engine", c.inference.engine),
-        'use engine = "pytorch"',
-    ),
-)
 
 
 # -- what a backend or its engine cannot do ------------------------------------------------------------------------------

@@ -715,7 +715,9 @@ class Squeeze(Section):
     traits = Traits(own_to_a_run=True, whole_campaign=True, acts_by_presence=True)
 
     min_variance_retention: float = key(0.95, "Fraction of the variance that the recommended rank must keep.", gt=0, le=1)
-    adapter_path: PathText = key("", "Adapter to analyse, a PEFT folder or a tinker:// path; a file with this key and no [campaign] is a squeeze job.")
+    adapter_path: PathText = key(
+        "", "Adapter to analyse, a PEFT folder or a tinker:// path; a file with this key and no [campaign] is a squeeze job."
+    )
     source_rank: int = key(0, "Expected rank of the adapter; 0 reads it from the weights.", ge=0)
     target_ranks: list[Positive] = key([], "Ranks to evaluate; empty means powers of two.")
     output_path: PathText = key("", "Folder for the compressed adapter; empty does not compress.")

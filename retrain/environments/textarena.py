@@ -1,5 +1,6 @@
 """`provider = "textarena"`: its games for one player, a game for each seed."""
 
+from collections.abc import Callable
 from typing import Any
 
 from retrain.environments.base import Environment, Episode, Result, Split
@@ -31,7 +32,7 @@ class TextArena(Environment):
             ) from error
         given = dict(args)
         self._sizes = {"train": int(given.pop("size", _TRAIN)), "evaluation": int(given.pop("evaluation_size", _EVALUATION))}
-        self._make = lambda: textarena.make(game, **given)
+        self._make: Callable[[], Any] = lambda: textarena.make(game, **given)
         self._game = game
         try:
             self._opening(0)

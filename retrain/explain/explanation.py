@@ -13,7 +13,7 @@ from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
-from retrain.config.outcomes import not_built, unused_keys
+from retrain.config.outcomes import unused_keys
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
 from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign, schedule_run
@@ -114,10 +114,10 @@ def explain(
     `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a device on another machine.
     Raises ConfigurationError for a pilot without steps, and with `probe` whatever a run raises before its first step ends.
     """
-    settings, unused, refused = tuple(_settings(config)), tuple(unused_keys(config)), not_built(config)
+    settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
     if config.kind == "squeeze":
         adapter, problems = _adapter_of(config)
-        return Explanation("squeeze", config, settings, unused, (*refused, *problems), adapter=adapter)
+        return Explanation("squeeze", config, settings, unused, tuple(problems), adapter=adapter)
     runs, plan = _runs(config)
     one_per_condition = runs[: len(config.conditions)]  # a campaign starts with all conditions of its first seed
     memory, unknown = _memory([run.config for run in one_per_condition], memory_gib)
@@ -132,7 +132,7 @@ def explain(
         config=config,
         settings=settings,
         unused=unused,
-        refused=tuple(dict.fromkeys((*refused, *problems, *incapacities))),
+        refused=tuple(dict.fromkeys((*problems, *incapacities))),
         conditions=tuple(_conditions(config, one_per_condition)),
         runs=runs,
         schedule=schedule,

@@ -110,7 +110,7 @@ MAX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", 
 PRIME_RL_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True)
 """Of the servers that come with the prime_rl backend."""
 
-ENGINES: dict[str, EngineCapabilities | None] = {
+ENGINES: dict[str, EngineCapabilities] = {
     "pytorch": PYTORCH,
     "max": MAX,
     "vllm": VLLM,
@@ -118,7 +118,7 @@ ENGINES: dict[str, EngineCapabilities | None] = {
     "mlx": MLX,
     "openai": OPENAI,
 }
-"""The built-in engines and what they can do; None for one that is not built yet."""
+"""The built-in engines and what they can do."""
 
 ENGINE_CLASSES = {
     "vllm": "retrain.inference_engine.vllm.VLLMEngine",

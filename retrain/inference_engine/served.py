@@ -148,7 +148,7 @@ class ServedEngine(InferenceEngine):
     @classmethod
     def preflight(cls, config: "TrainConfig") -> None:
         dialect = cls.dialect_class(config, ())
-        pool = _pool(dialect, config, cls.patience, None, [].append)  # the engine itself says it
+        pool = _pool(dialect, config, cls.patience, None, lambda _: None)  # the engine itself says it
         try:
             pool.run(pool.connect(dialect.look))
         finally:

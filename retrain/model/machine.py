@@ -33,8 +33,8 @@ _LEARNING_SHARE = 0.35
 _DECODE_SHARE = 0.65
 """Share of the same for keys and values, which take turns with the activations. The rest is for the optimizer, logits and fragmentation."""
 _CUDA_SHARE = 0.92
-"""Share, on a GPU, of the memory beside all that stays: activations and pages take turns, so either may have it. The rest is fragmentation, and
-what captured steps hold."""
+"""Share, on a GPU, of the memory beside all that stays: activations and pages take turns, so either may have it. The rest is for
+fragmentation and for captured steps."""
 _CUDA_CONTEXT = 5 << 28
 """Bytes of the CUDA context, its kernels and the libraries' workspaces, 1.25 GiB: an estimate, not measured on every card."""
 _CPU_SHARE = 0.8

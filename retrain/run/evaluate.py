@@ -11,7 +11,7 @@ from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.evaluation import Evaluation
 from retrain.records.run_folder import RunFolder
 from retrain.run.interrupts import Interrupts
-from retrain.run.notes import refuse_not_built, trust_note
+from retrain.run.notes import trust_note
 from retrain.run.opening import stored_checkpoints
 from retrain.run.parts import load_parts
 from retrain.run.rollout import Watcher
@@ -52,7 +52,6 @@ def evaluate_run(
     if note := trust_note(given):
         say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
-    refuse_not_built(config)
     found = _checkpoint(folder, checkpoint, say) if stored else None
     return _evaluate(config, found, say, keep)
 

@@ -102,13 +102,13 @@ def sample_records(groups: Sequence[Group]) -> Iterator[SampleRecord]:
             yield SampleRecord(
                 example_id=example.example_id,
                 task=example.task,
-                sample=member.completion.sample,
+                sample=member.trajectory.sample,
                 prompt=group.prompt.text,
                 completion=member.text,
                 reference=example.reference,
                 reward=member.score.reward,
                 outcome=str(member.score.outcome),
                 reason=member.score.reason,
-                finish_reason=str(member.completion.finish_reason),
-                num_tokens=len(member.completion.token_ids),
+                finish_reason=str(member.trajectory.finish_reason),
+                num_tokens=member.trajectory.num_actions,
             )

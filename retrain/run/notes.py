@@ -1,17 +1,10 @@
-"""What a run says about its configuration before it begins: what is unused, what may surprise, and what is not built yet."""
+"""A run's remarks on its configuration before it begins: unused keys, and effects that may surprise."""
 
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.config import TrainConfig
-from retrain.config.outcomes import not_built, unused_keys
+from retrain.config.outcomes import unused_keys
 from retrain.config.schema import DEFAULT_CLIPS
 from retrain.distributed import World
-from retrain.errors import ConfigurationError
-
-
-def refuse_not_built(config: TrainConfig) -> None:
-    """Raises ConfigurationError that names every configured feature that the schema knows and this version lacks."""
-    if problems := not_built(config):
-        raise ConfigurationError(problems)
 
 
 def refuse_lone_sharding(config: TrainConfig, world: World) -> None:

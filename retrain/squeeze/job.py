@@ -14,7 +14,7 @@ from retrain.records.disk import expanded, safetensors_io, writing_to
 from retrain.records.printing import GAP, table_lines
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import clean
-from retrain.run.notes import refuse_not_built, trust_note
+from retrain.run.notes import trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
@@ -51,7 +51,6 @@ class Squeezed:
 
 def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False) -> Squeezed:
     """Run a configuration with `[squeeze] adapter_path` and no `[campaign]`: results go to standard output, progress to standard error."""
-    refuse_not_built(config)
     say, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
     loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
     for line in [*unused_keys(config), *([note] if loads_model and (note := trust_note(config)) else [])]:
