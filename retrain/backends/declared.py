@@ -63,9 +63,7 @@ def incapable(config: "TrainConfig") -> list[str]:
     from retrain.config.outcomes import key_refusals, per_token_refusals
 
     backend, engine = declared_backend(config), declared_engine(config)
-    problems = key_refusals(config)
-    if backend:
-        problems += [*per_token_refusals(config, backend.per_token_advantages), *_loss_problems(config, backend)]
+    problems = [*key_refusals(config), *per_token_refusals(config, backend.per_token_advantages), *_loss_problems(config, backend)]
     return [*problems, *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ())]
 
 
