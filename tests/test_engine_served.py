@@ -276,14 +276,14 @@ def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(tmp_pa
     [
         (first(99, (500, {"error": {"message": "EngineCore encountered an issue."}})), "its engine has died"),
         (first(99, (401, {"error": "Unauthorized"})), "it wants a key"),
-        (slow(2.0), r"healthy and did not answer a request within \[inference\] timeout_s = 0.5, twice"),
+        (slow(6.0), r"healthy and did not answer a request within \[inference\] timeout_s = 2, twice"),
     ],
     ids=["EngineDead", "401", "too slow"],
 )
 def test_a_run_whose_server_fails_is_saved_and_resumes(tmp_path: Path, server: VLLMDouble, fault: Any, told: str) -> None:
     folder, rarely_saved = tmp_path / "run", {"training": {"save_every": 50}}
     server.faults.append(later(folder, fault))
-    config = served(folder, server.url, inference={"timeout_s": 0.5 if "healthy" in told else 30.0}, **rarely_saved)
+    config = served(folder, server.url, inference={"timeout_s": 2.0 if "healthy" in told else 30.0}, **rarely_saved)
     with pytest.raises(
         ServerFailure, match=rf"{told}.* The run is saved after 1 step: continue with --resume {folder}, at another address with"
     ):
