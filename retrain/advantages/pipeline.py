@@ -45,7 +45,7 @@ Stages = dict[str, Float64Array]
 
 @dataclass(frozen=True)
 class _Step:
-    """What every stage of one step reads."""
+    """The inputs of every stage of one step."""
 
     tokens: StepTokens
     number: int
@@ -117,22 +117,23 @@ class CreditPipeline:
         final = _last(stages)
         informative = _informative(tokens, final)
         with_policy = informative[tokens.group_of] & tokens.in_loss
-        counted = np.where(with_policy, tokens.segments.lengths, 0)
+        completions = np.repeat(np.arange(len(tokens.segments)), tokens.segments.lengths)
+        counts = with_policy[completions]
         kept_fraction, tau = None, None
         if self.config.algorithm.surprisal_mask_rho > 0 and uncertainty is not None:
             keep, tau = self._mask(tokens, uncertainty, with_policy)
             stages["surprisal_mask"] = final = np.where(keep, final, 0.0)
-            kept = np.where(with_policy, tokens.segments.sums(keep.astype(np.float64)), 0).astype(np.int64)
-            kept_fraction = float(kept.sum() / counted.sum()) if counted.any() else None
-            counted = kept if self.config.algorithm.surprisal_mask_denominator == "kept" else counted
+            kept = keep & counts
+            kept_fraction = float(kept.sum() / counts.sum()) if counts.any() else None
+            counts = kept if self.config.algorithm.surprisal_mask_denominator == "kept" else counts
         for token in np.flatnonzero(~np.isfinite(final)):
             raise ValueError(f"{tokens.token_place(int(token))}: the advantage is {final[token]}, it must be a finite number")
-        return Assigned(episode, stages, uncertainty, informative, counted, self._trained(tokens, counted), kept_fraction, tau)
+        return Assigned(episode, stages, uncertainty, informative, counts, self._trained(tokens, counts), kept_fraction, tau)
 
-    def _trained(self, tokens: StepTokens, counted: Int64Array) -> BoolArray:
+    def _trained(self, tokens: StepTokens, counts: BoolArray) -> BoolArray:
         """[N] The loss has a term for the completion: a policy term, or one of KL or entropy, which every completion in the loss has."""
         every = self.config.loss.kl_coef > 0 or self.config.loss.entropy_coef > 0
-        return tokens.in_loss & (tokens.segments.lengths > 0) & ((counted > 0) | every)
+        return tokens.in_loss & (tokens.segments.lengths > 0) & ((tokens.segments.sums(counts.astype(np.float64)) > 0) | every)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +256,8 @@ class CreditPipeline:
         """[n] the tokens inside planning phrases; None for a condition that does not look for them."""
         if self._detector is None:
             return None
-        masks = [self._detector.detect(self._pieces(completion.token_ids)) for group in groups for completion in group.completions]
+        turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.completions]
+        masks = [self._detector.detect(self._pieces(turn.token_ids)) for turn in turns]
         return np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
 
     def _check_values(self) -> None:

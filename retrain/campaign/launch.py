@@ -25,12 +25,12 @@ OUTPUT = "output.log"
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     status: Status
     """DONE, FAILED or INTERRUPTED."""
     reason: str = ""
-    """Why the run is not done, in one sentence."""
+    """One sentence saying why the run is not done."""
     lost: bool = False
     """The worker ended without an answer: it was killed, or its machine is gone. A restart may help."""
     stopped_by: int | None = None
@@ -41,7 +41,7 @@ class Job(Protocol):
     """A started run."""
 
     def poll(self) -> RunOutcome | None:
-        """How the run ended; None while it is running."""
+        """The run's outcome; None while it is running."""
 
     def stop(self, signal_number: int) -> None:
         """Ask the run to save a checkpoint and end."""

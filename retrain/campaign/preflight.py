@@ -10,7 +10,7 @@ from retrain.run.notes import notes, preflight_lines, refuse_not_built
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks found."""
+    """The findings of the checks."""
 
     lines: tuple[str, ...]
     """Sentences to print before the first run."""

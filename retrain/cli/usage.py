@@ -1,4 +1,4 @@
-"""What `retrain --help` prints. Plain text and no imports, so that it answers at once."""
+"""The text of `retrain --help`. Plain text and no imports, so that it answers at once."""
 
 COMMANDS = {
     "init": "write a configuration to start from",

@@ -12,7 +12,7 @@ from retrain.config.keys import Key, all_keys
 from retrain.config.load import arms
 from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, table, transforms_with
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
-from retrain.config.schema import PrimeRLOptions, TrainConfig
+from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.support import support_of, tables_of
 from retrain.parsing import toml_value
 
@@ -74,14 +74,15 @@ def _without_effect(config: TrainConfig, path: str) -> str:
 def _unused_options(config: TrainConfig) -> Iterator[str]:
     if config.kind == "squeeze" or config.backend.backend not in builtin_names("backend"):
         return
-    defaults = PrimeRLOptions().model_dump()
+    owners = {name: owner for owner, model in BACKEND_OPTIONS.items() for name in model.model_fields}
     backend = config.backend.backend
     for name, value in config.backend.options.items():
-        if value == defaults[name]:
+        owner = owners[name]
+        if value == BACKEND_OPTIONS[owner]().model_dump()[name]:
             continue
         shown = f"[backend.options] {name} = {toml_value(value)} is unused here"
-        if backend != "prime_rl":
-            yield f'{shown}: it is an option of prime_rl, and backend is "{backend}".'
+        if backend != owner:
+            yield f'{shown}: it is an option of {owner}, and backend is "{backend}".'
         elif name.startswith("zmq_") and config.backend.prime_rl.transport == "filesystem":
             yield f'{shown}: transport is "filesystem".'
 
@@ -178,7 +179,7 @@ UNUSED: tuple[Unused, ...] = (
         for key in all_keys()
         if key.traits.parameter_of
     ),
-    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random"}, "these rewards need no worker"),
+    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random", "judge"}, "these rewards need no worker"),
     Unused(("algorithm.advantage_mode", "algorithm.transform_mode"), _campaign, "the conditions of the campaign say it"),
     Unused(
         ("algorithm.advantage_mode", "algorithm.transform_mode"), lambda c: bool(c.algorithm.algorithm_mode), "algorithm_mode replaces it"
@@ -271,10 +272,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         'use engine = "pytorch"',
     ),
     NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),
-    NotBuilt(
-        "reward.type", lambda c: not c.environment.provider and "judge" in c.reward.types, "use match, math, custom, random or a plugin"
-    ),
-    NotBuilt("evaluation.reward", lambda c: c.evaluation.reward == "judge", "use match, math, custom or a plugin"),
     NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
     NotBuilt("backpressure.enabled", lambda c: c.backpressure.enabled, "leave it false"),
 )

@@ -36,9 +36,11 @@ from retrain.config.values import (
     check_holdable,
     check_label,
     check_path,
+    check_prices,
     check_server_url,
     check_svd_device,
     check_table,
+    check_variable,
     parse_devices,
     parse_grams,
     table_from_json,
@@ -58,7 +60,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is true of a key, or of every key of a section, beside its values. Lists of keys are made from these (`Key.traits`)."""
+    """Properties of a key, or of every key of a section, besides its values. Lists of keys are derived from them (`Key.traits`)."""
 
     meaningful_unset: bool = False
     """Leaving the key out does something that no value can say, so a written configuration leaves it out too."""
@@ -73,7 +75,7 @@ class Traits:
     whole_campaign: bool = False
     """Says something about a campaign as a whole, so a condition cannot set it."""
     not_for_a_condition: str = ""
-    """Why a condition cannot set it, and what does."""
+    """The reason why a condition cannot set it, and the key that does."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
@@ -115,7 +117,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     traits: ClassVar[Traits] = NO_TRAITS
-    """Those of every key of the section."""
+    """The traits of every key of the section."""
 
     @field_validator("*")
     @classmethod
@@ -149,7 +151,11 @@ class Backend(Section):
         meaningful_unset=True,
         may_change_at_resume=True,
     )
-    options: Table = key({}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_* and wire.")
+    options: Table = key(
+        {},
+        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire, output_dir and trainer_ranks; tinker "
+        "knows base_model, loss_reduction and timeout_s.",
+    )
     max_concurrent: int = key(4, "Most simultaneous Tinker calls, over all workers of a campaign.", ge=1, may_change_at_resume=True)
     throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
 
@@ -161,7 +167,16 @@ class Backend(Section):
     @property
     def prime_rl(self) -> "PrimeRLOptions":
         """The options as the prime_rl backend reads them, with defaults filled in."""
-        return PrimeRLOptions.model_validate(self.options)
+        return PrimeRLOptions.model_validate(self.options_of("prime_rl"))
+
+    @property
+    def tinker(self) -> "TinkerOptions":
+        """The same for the tinker backend."""
+        return TinkerOptions.model_validate(self.options_of("tinker"))
+
+    def options_of(self, backend: str) -> dict[str, Any]:
+        """The given options that belong to a backend."""
+        return {name: value for name, value in self.options.items() if name in BACKEND_OPTIONS[backend].model_fields}
 
 
 class PrimeRLOptions(Section):
@@ -172,9 +187,28 @@ class PrimeRLOptions(Section):
     zmq_port: int = key(5555, "Port of the ZMQ transport.", ge=1, le=65535)
     zmq_hwm: int = key(10, "Messages that ZMQ holds before it drops or blocks.", ge=1)
     strict_advantages: bool = key(True, "Must stay true: per-token advantages are never averaged silently.")
-    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds.", gt=0)
+    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds; above the time of one of the trainer's steps.", gt=0)
     sync_poll_s: float = key(0.2, "Seconds between checks for broadcast weights.", gt=0)
-    wire: Literal["v0.8", "main"] = key("v0.8", "Version of PRIME-RL's wire format.")
+    wire: Literal["v0.9"] = key("v0.9", "Version of PRIME-RL's wire format: v0.9.0 and later.")
+    output_dir: PathText = key(
+        "", "The trainer's output_dir, on a file system that both see; unset means [backend] adapter_path, else <log_dir>/prime_rl."
+    )
+    trainer_ranks: int = key(1, "Data ranks of the trainer: its GPUs, unless it shards sequences too.", ge=1)
+
+
+class TinkerOptions(Section):
+    """What `[backend.options]` may hold with backend = "tinker"."""
+
+    base_model: str = key("", "Name of the base model at the service; empty means [model] model.")
+    loss_reduction: Literal["sum", "mean"] = key(
+        "sum",
+        "How the service adds up a loss: sum, as the hosted one does, or mean over positions and rows (SkyRL's JAX backend); the gradient "
+        "is normalised by [loss] aggregation either way.",
+    )
+    timeout_s: float = key(1800, "Longest wait for one answer, in seconds.", gt=0)
+
+
+BACKEND_OPTIONS: dict[str, type[Section]] = {"prime_rl": PrimeRLOptions, "tinker": TinkerOptions}
 
 
 class Model(Section):
@@ -257,7 +291,9 @@ class Training(Section):
     batch_size: int = key(8, "Prompts per step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
     group_size: int = key(16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
     max_tokens: int = key(10240, "Most new tokens per completion.", ge=1, sets_step_time=True)
-    temperature: float = key(0.7, "Sampling temperature; the trained policy is the model at this temperature.", gt=0)
+    temperature: float = key(
+        0.7, "Sampling temperature; the trained policy is the model at this temperature. Unset with backend tinker it is 1.", gt=0
+    )
     top_k: int = key(0, "Sample from, and train over, the k most probable tokens at each position, renormalised; 0 is off.", ge=0)
     top_p: float = key(
         1.0,
@@ -296,7 +332,7 @@ class Training(Section):
 
     @property
     def truncated(self) -> bool:
-        """Whether the policy that is sampled and trained leaves out improbable tokens."""
+        """True if the policy that is sampled and trained leaves out improbable tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -477,11 +513,15 @@ class Inference(Section):
         own_to_a_run=True,
     )
     served_model: str = key("", "Name of the base model on the server; empty takes the only one it has.")
-    api_key_env: str = key(
+    api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
         "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
     )
     timeout_s: float = key(300.0, "Seconds until a request to the server is given up.", gt=0, may_change_at_resume=True, own_to_a_run=True)
-    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
+    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
+        "default",
+        "Attention implementation. default: torch's flash kernel where it runs, else torch's choice. flash: that or nothing. cutlass: "
+        "torch's other CUDA kernel. triton and tk are refused.",
+    )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
     prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")
@@ -546,11 +586,54 @@ class Reward(Section):
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
     judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
+    judge_base_url: ServerURL = key(
+        "",
+        "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means https://api.openai.com/v1.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
+        "OPENAI_API_KEY",
+        "Environment variable that holds the judge's API key.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_template: str = key(
+        "",
+        "What the judge is asked, with {question}, {reference} and {completion} in their places; empty is the built-in question.",
+        parameter_of=("judge",),
+    )
+    judge_concurrency: int = key(
+        8, "Most requests to the judge at a time.", ge=1, le=4096, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+    )
+    judge_cache: bool = key(
+        True,
+        "Keep the judge's verdicts in the run's folder, and ask only once for equal completions.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_timeout_s: float = key(
+        60.0, "Seconds for one answer of the judge.", gt=0, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+    )
+    judge_prices: Annotated[list[Annotated[float, Field(ge=0)]], AfterValidator(check_prices)] = key(
+        [],
+        "Price of a million tokens that the judge reads, and of a million that it writes, for judge_cost in metrics.jsonl.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
     custom_module: str = key("", "Python module of the custom reward.", parameter_of=("custom",))
     custom_function: str = key("score", "Function in that module.", min_length=1, parameter_of=("custom",))
     random_p: float = key(0.5, "Probability of 1 in the random reward.", ge=0, le=1, parameter_of=("random",))
     params: Table = key({}, "Parameters of a custom or plugin reward.", parameter_of=("custom", "plugin"))
-    after_think: bool = key(True, "Count a box only after the last </think>, where there is one.", parameter_of=("match", "math"))
+    after_think: bool = key(
+        True,
+        "Count a box, and show the judge, only what follows the last </think>, where there is one.",
+        parameter_of=("match", "math", "judge"),
+    )
     normalize: Literal["none", "hendrycks"] = key(
         "none", "Normalisation of both sides before match compares them.", parameter_of=("match",)
     )
@@ -738,7 +821,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: Any) -> Any:
-        """Aliases under their canonical key, and the aggregation that an algorithm such as dr_grpo brings along."""
+        """Aliases under their canonical key, the aggregation that an algorithm such as dr_grpo brings along, Tinker's temperature."""
         if not isinstance(data, dict):
             return data
         data, both_given = moved_aliases(data)
@@ -751,6 +834,9 @@ class TrainConfig(Section):
         aggregation = fixed_aggregation(mode) if isinstance(mode, str) else ""
         if aggregation and isinstance(loss, dict):
             data["loss"] = {"aggregation": aggregation, **loss}
+        backend, training = data.get("backend"), data.get("training", {})
+        if isinstance(backend, dict) and backend.get("backend") == "tinker" and isinstance(training, dict):
+            data["training"] = {"temperature": 1.0, **training}  # the only one that its learner knows
         return data
 
     @model_validator(mode="after")
@@ -781,7 +867,7 @@ class TrainConfig(Section):
         return {path: given.get(path, "file" if self.is_set(path) else "default") for path in (k.path for k in all_keys())}
 
     def is_set(self, path: str) -> bool:
-        """Whether a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
+        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
         section, _, name = path.partition(".")
         if section not in self.model_fields_set or not name:
             return section in self.model_fields_set

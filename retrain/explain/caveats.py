@@ -1,4 +1,4 @@
-"""What may surprise in a campaign: too few seeds to conclude anything, more workers than recommended, shared device memory."""
+"""Warnings about a campaign: too few seeds to conclude anything, more workers than recommended, shared device memory."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ ALPHA, POWER = 0.05, 0.8
 
 @dataclass(frozen=True)
 class Power:
-    """What the seeds of a campaign can find when every condition is compared with the first."""
+    """The effects that a campaign's seeds can detect if every condition is compared with the first."""
 
     seeds: int
     comparisons: int

@@ -1,4 +1,4 @@
-"""What `retrain explain` shows, as data."""
+"""The data that `retrain explain` shows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -60,7 +60,7 @@ class Explanation:
     unused: tuple[str, ...]
     """One sentence per key that was set but has no effect."""
     refused: tuple[str, ...]
-    """Why it would not start: one sentence per reason."""
+    """One sentence per reason why it would not start."""
     conditions: tuple[ExplainedCondition, ...] = ()
     runs: tuple[CampaignRun, ...] = ()
     """In starting order."""
@@ -109,7 +109,7 @@ def explain(
     memory_gib: float | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Explanation:
-    """What `config` would do. Nothing is started except the one step of `probe`, and nothing is written.
+    """Predict what `config` would do. Nothing is started except the one step of `probe`, and nothing is written.
 
     `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a device on another machine.
     Raises ConfigurationError for a pilot without steps, and with `probe` whatever a run raises before its first step ends.
@@ -146,7 +146,7 @@ def explain(
 
 
 def _capabilities(configs: Sequence[TrainConfig]) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str]]:
-    """What the engine and the backend declare, and a sentence for everything that the runs need beyond that."""
+    """The declarations of engine and backend, and one sentence for everything that the runs need beyond them."""
     try:
         problems = [problem for config in configs for problem in incapable(config)]
         return declared_engine(configs[0]), declared_backend(configs[0]), problems

@@ -37,7 +37,8 @@ class Decoder:
     def __init__(
         self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None, shards: World = ALONE, *, merge: bool = False
     ) -> None:
-        """`fused`: the fused forward of `model`; None builds one with `merge`, if the family has one.
+        """`flash`: prompts by torch's flash kernel. `fused`: the fused forward of `model`; None builds one with `merge`, if the family
+        has one.
 
         `shards`: the ranks that hold the model in parts, so that every pass is collective.
         """
@@ -46,7 +47,7 @@ class Decoder:
         base: Any = model
         self._base: Any = base.get_base_model() if hasattr(model, "peft_config") else base
         self._text_config: Any = self._base.config.get_text_config()
-        self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
+        self._kernel: attention.Kernel = attention.VarlenAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
         self._shards = shards
         self._fused = fused or FusedDecoder.of(self._base, merge=merge)

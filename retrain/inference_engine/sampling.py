@@ -33,12 +33,12 @@ on another device takes a step."""
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
 _LOG_SMALLEST = -87.0
-"""Of a normal float32. Below it lie numbers with which a processor computes many times slower, and which no uniform ever reaches."""
+"""The smallest normal float32. Processors compute many times slower with smaller numbers, and no uniform is that small."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What was drawn for R rows. A log-prob that is not finite says that the row's logits held NaN or +inf."""
+    """The tokens drawn for R rows. A log-prob that is not finite says that the row's logits held NaN or +inf."""
 
     tokens: npt.NDArray[np.int64]
     """[R]"""

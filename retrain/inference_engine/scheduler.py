@@ -214,7 +214,7 @@ class Rows:
         self._top_k = np.zeros(rows, dtype=np.int64)
         self._top_p = np.ones(rows)
         self._min_p = np.zeros(rows)
-        self._noise_keys = np.zeros((rows, 5), dtype=np.int64)
+        self._noise_keys = np.zeros((rows, 6), dtype=np.int64)
         self._noise = np.zeros((rows, _NOISE_BLOCK))
         self._noise_start = np.zeros(rows, dtype=np.int64)
         self._tokens = np.zeros((rows, longest), dtype=np.int32)
@@ -234,7 +234,7 @@ class Rows:
             self.cached[row], self.sampled[row], self.limits[row] = len(request.prompt_ids), 0, job.limit
             self.temperatures[row], self.slots[row] = request.temperature, request.adapter_slot
             self._top_k[row], self._top_p[row], self._min_p[row] = cut.top_k, cut.top_p, cut.min_p
-            self._noise_keys[row] = key.seed, key.stream, key.step, key.prompt, job.sample
+            self._noise_keys[row] = key.seed, key.stream, key.step, key.prompt, job.sample, request.first_position
         self.jobs += jobs
         self.count = added.stop
         self._refill_noise(np.arange(added.start, added.stop))
@@ -257,7 +257,7 @@ class Rows:
 
     def _refill_noise(self, rows: npt.NDArray[np.int64]) -> None:
         self._noise_start[rows] = self.sampled[rows]
-        positions = self.sampled[rows][:, None] + np.arange(_NOISE_BLOCK)
+        positions = (self._noise_keys[rows, 5] + self.sampled[rows])[:, None] + np.arange(_NOISE_BLOCK)
         seeds_streams = self._noise_keys[rows, :2]
         for seed, stream in np.unique(seeds_streams, axis=0):
             same = (seeds_streams == (seed, stream)).all(axis=1)

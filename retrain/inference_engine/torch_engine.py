@@ -73,7 +73,7 @@ class TorchEngine(InferenceEngine):
         self._kv_storage = options.kv_storage
         self._pool = pool or Pool()
         self._forgets_prompts = pool is not None and torch.device(device).type == "cpu"
-        """Whether stored prompts are dropped before each piece. An earlier piece may have been another worker's, and a prompt computed
+        """True if stored prompts are dropped before each piece. An earlier piece may have been another worker's, and a prompt computed
         anew may differ in its bits; so also with one worker, for a run has the same bytes with any number of them."""
         self._decode = self._pool.shared(self._decode_piece)
         self._weights_version = weights_version(model)

@@ -23,7 +23,7 @@ from retrain.model.text import load_tokenizer
 from retrain.model.vocabulary import TokenIds, VocabularyTable
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable, read_tokens
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Prompt, Score, Scored
+from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Prompt, Score, Scored, Trajectory
 
 if TYPE_CHECKING:
     from retrain.config.schema import Model
@@ -249,5 +249,5 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
             finish_reason=FinishReason.LENGTH if table.truncated[number] else FinishReason.STOP,
             kept=table.kept[part] if table.kept is not None else None,
         )
-        group.members.append(Scored(completion, "", Score.of(reward, threshold)))
+        group.members.append(Scored(Trajectory.of(completion), "", Score.of(reward, threshold)))
     return list(groups.values())

@@ -1,4 +1,4 @@
-"""How many rows and KV tokens decode together in a given amount of memory."""
+"""The rows and KV tokens that can decode together in a given amount of memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class DecodeLimits:
     tokens: int
 
     def rows_together(self, tokens_per_row: int, completions: int) -> int:
-        """How many of `completions` decode together when the longest of them comes to `tokens_per_row`; the others take turns."""
+        """The number of `completions` that decode together if the longest has `tokens_per_row`; the others wait their turn."""
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
 

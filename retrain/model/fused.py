@@ -26,7 +26,7 @@ _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
 """Families whose attention reads the sliding window from its configuration; elsewhere it has one of its own, or none."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
-"""Of a layer's hidden states on a probe, relative to a token's norm."""
+"""Largest deviation of a layer's hidden states on a probe, relative to a token's norm."""
 _PROBE_TOKENS = 16
 _SHRUNKEN_WINDOW = 6
 """Tokens: a probe reaches far past it."""
@@ -79,7 +79,7 @@ class _Layer:
 
 
 def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tuple[int, int]]:
-    """Of each linear layer's name in the model: the number of its projection, and its place in that."""
+    """Name of each linear layer in the model -> (number of its projection, its place within the projection)."""
     names = {id(module): name for name, module in model.named_modules()}
     return {
         names[id(module)]: (number, place)
@@ -144,12 +144,12 @@ class FusedDecoder:
 
     @property
     def adapter_copy_bytes(self) -> int:
-        """Of the adapter in the dtype and the layout of the products, after `refresh`."""
+        """Bytes of the adapter in the dtype and layout of the products, after `refresh`."""
         return sum(factor.nbytes for projection in self._projections for factor in projection.factors or ())
 
     @property
     def layer_weight_bytes(self) -> int:
-        """Of the frozen layers: what a copy with the adapter merged in takes."""
+        """Bytes of a copy of the frozen layers with the adapter merged in."""
         return sum(projection.weight.nbytes for projection in self._projections)
 
     def refresh(self, *, sampling: bool = False, mixed: bool = False) -> None:

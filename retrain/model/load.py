@@ -128,8 +128,6 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
         "use_safetensors": True,
         "trust_remote_code": config.model.trust_remote_code,
     }
-    if config.inference.attention_kernel == "flash":
-        options["attn_implementation"] = "flash_attention_2"  # else torch's fused attention, where the family supports it
     if config.model.revision:
         options["revision"] = config.model.revision
     if config.model.load_in_4bit:

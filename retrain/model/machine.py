@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from retrain.model.load import BaseModel
 
 _LEARNING_SHARE = 0.35
-"""Of the memory beside the weights, for the activations of one micro-batch."""
+"""Share of the memory beside the weights that the activations of one micro-batch may take."""
 _DECODE_SHARE = 0.65
-"""Of the same, for keys and values, which take turns with the activations. What is left is for the optimizer, logits and fragmentation."""
+"""Share of the same for keys and values, which take turns with the activations. The rest is for the optimizer, logits and fragmentation."""
 _CPU_SHARE = 0.8
-"""Of a computer's memory, for all of this: it has other work."""
+"""Share of a computer's memory that a run may take in all; the computer has other work."""
 _MERGED_SHARE = 0.2
-"""Of the same, for a second copy of the weights that samples, in the layout of products with few rows; in float32 with the adapter."""
+"""Share for the sampler's copy of the weights, laid out for products with few rows; in float32 the adapter is merged into it."""
 _LARGE, _LARGE_ROWS = 64 << 20, 16
 """Bytes of a model whose products take longer than what is around them even for few rows, and the rows of its pieces: a step of 32
 completions then has work for two workers."""
 _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
-"""Of the speed-up that threads could bring at best. Workers bring nearly as much, and keep it when other work comes later."""
+"""Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it when other work arrives later."""
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 32768}
@@ -52,7 +52,7 @@ class Machine:
     memory: int
     """Bytes of the device, or of the computer."""
     threads: int
-    """Of torch on the processor."""
+    """torch's intra-op threads on the processor."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Machine":
@@ -84,7 +84,7 @@ def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, store
 
 @torch.no_grad()
 def threads_pay(base: "BaseModel") -> bool:
-    """Whether the threads of an operator bring most of what they could: its products are large, and no other process takes the cores."""
+    """True if an operator's threads reach most of the ideal speed-up: products are large and no other process takes the cores."""
     threads = torch.get_num_threads()
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
     seconds = {threads: math.inf, 1: math.inf}

@@ -1,4 +1,4 @@
-"""How much memory a run takes, by part, before its weights are loaded: the line at its start, and what `explain` prints.
+"""Predict a run's memory by part, before its weights are loaded: the line at its start, and what `explain` prints.
 
 Sizes are counted on the model without weights, and the budgets are those that the run itself chooses from the machine.
 """
@@ -38,7 +38,7 @@ class Part:
     name: str
     bytes: int
     note: str
-    """What it is made of, in a few words."""
+    """Its composition in a few words."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def predict_memory(
     choices: MachineChoices | None = None,
     shards: World = ALONE,
 ) -> Memory:
-    """Of one process of a run on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
+    """Predict the memory of one process on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
 
     `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a run that goes on; `shards` are the
     processes that hold the base in parts (`sharding.shards_of`).
@@ -124,7 +124,7 @@ def predict_memory(
     """
     device, sampler, machine = _machine(config, memory_gib)
     base = weightless_model(config, choose_dtype(config, device), shards)
-    size = footprint(base, config)
+    size = footprint(base, config, device.type)
     model_config: Any = base.model.config
     choices = choices or plan(config, model_config, size, machine)
     estimate = _Estimate(config, model_config, size, choices, machine.device_type, prompt_tokens, shards.size)
@@ -161,7 +161,7 @@ def _machine(config: "TrainConfig", memory_gib: float | None) -> tuple[torch.dev
 class _Estimate:
     config: "TrainConfig"
     model_config: Any
-    """Of transformers."""
+    """The configuration that transformers reads."""
     size: Footprint
     choices: MachineChoices
     device_type: str
@@ -174,7 +174,7 @@ class _Estimate:
 
     @property
     def completions(self) -> int:
-        """Of a step."""
+        """Completions per step."""
         return self.config.training.batch_size * self.config.training.group_size
 
     @property
@@ -204,7 +204,7 @@ class _Estimate:
         return Part("optimizer", self.size.num_trainable * _FLOAT * (1 + _MOMENTS), "gradient and two moments in fp32")
 
     def merged_copy(self) -> Part:
-        """What the sampler reads on a CPU, made anew for every step."""
+        """The sampler's copy of the weights on a CPU, made anew for every step."""
         size = self.size
         cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
         makes = self.choices.merge_adapter and (not cast or computes_bf16())
@@ -227,7 +227,7 @@ class _Estimate:
         return Part("KV cache", self.rows * self.longest * per_token + kept, note)
 
     def activations(self) -> Part:
-        """Of one micro-batch, or of the longest row where that alone is more, with the gradients of a layer."""
+        """Activations of one micro-batch, or of the longest row if that is more, with the gradients of one layer."""
         size, checkpointing = self.size, self.choices.gradient_checkpointing
         tokens = min(max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers, self.longest * self.completions)
         per_token = size.gradients_per_token + (size.checkpointed_per_token if checkpointing else size.kept_per_token)

@@ -18,7 +18,7 @@ from retrain.model.packed import PackedWeight
 
 
 class AdapterLayer(Protocol):
-    """What a LoRA adapter adds to one linear layer: scale * b @ a."""
+    """The low-rank update of one linear layer: scale * b @ a."""
 
     @property
     def name(self) -> str: ...

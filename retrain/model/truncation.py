@@ -75,7 +75,7 @@ class KeptSets:
 
     @classmethod
     def of_cuts(cls, z: Tensor, total: Tensor, cuts: Cuts) -> "KeptSets":
-        """What `cuts` leave of each row of `z` [R, V], whose maximum is 0; rows do not depend on each other.
+        """Apply `cuts` to each row of `z` [R, V], whose maximum is 0; rows are independent.
 
         Probabilities are float32 exponentials summed in float64, over `total` [R] where top_k leaves everything.
         """

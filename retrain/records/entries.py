@@ -62,7 +62,7 @@ class StepRecord(_Record):
     loss: float | None = None
     """Mean over the step's updates of the loss at the sampled policy; None when no row was trained."""
     reported_loss: float | None = None
-    """What the backend called its loss, for a backend whose number is no loss of this step."""
+    """The backend's number where it is not the loss of this step."""
     loss_is_placeholder: bool = False
     """True where `reported_loss` is not this step's loss."""
 
@@ -137,13 +137,21 @@ class StepRecord(_Record):
 
     reward_could_not_judge: int | None = None
     """Completions left out because their reward could not be judged."""
+    judge_requests: int | None = None
+    """Requests to the judge, retries included, for every draw of the step; null, like the rest of judge_*, where no judge is used."""
+    judge_cached: int | None = None
+    """Verdicts that came from the cache or from an identical completion: after a resume, those of the steps that are repeated."""
+    judge_prompt_tokens: int | None = None
+    judge_completion_tokens: int | None = None
+    judge_cost: float | None = None
+    """By [reward] judge_prices, else as the server reports it; null where neither says."""
     groups_skipped_all_correct: int | None = None
     groups_skipped_all_wrong: int | None = None
     groups_skipped_other: int | None = None
     """Groups whose equal rewards are neither all right nor all wrong, or with fewer than two judged completions."""
 
     bp_action: str | None = None
-    """What back pressure did: sweep (while it warms up), hold, increase, throttle."""
+    """The action of back pressure: sweep (while it warms up), hold, increase or throttle."""
     bp_regime: str | None = None
     bp_optimal_concurrency: float | None = None
     """p* of the fitted scaling law, in completions."""
@@ -199,7 +207,7 @@ class GenerationRecord(_Record):
     outcome: str
     """right, wrong, could_not_judge."""
     advantage: float | None
-    """Of the whole completion, before any token transform; None when it was not trained on."""
+    """The advantage of the whole completion, before any token transform; None if it was not trained on."""
     finish_reason: str
     num_tokens: int
 

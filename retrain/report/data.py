@@ -33,7 +33,7 @@ class ReportRequest:
     against: Sequence[str] = ()
     """More transforms for the token viewer."""
     sampled_steps: int = 4
-    """How many steps of a run show their completions."""
+    """Number of steps per run that show their completions."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ReportData:
     config: str
     """config.toml of a single run, else ""."""
     notes: Sequence[str]
-    """What could not be shown, and why."""
+    """One sentence for each thing that could not be shown."""
 
     @property
     def single(self) -> bool:

@@ -48,7 +48,7 @@ class ShownFigure:
 
 @dataclass(frozen=True)
 class LiveReload:
-    """What a served page needs to ask its server for a newer version."""
+    """The data with which a served page asks its server for a newer version."""
 
     version: str
     """Version of the files from which the page was made."""

@@ -71,7 +71,7 @@ def _signed(integer: "re.Match[str]") -> tuple[bool, str]:
 
 
 def is_refused(answer: str) -> bool:
-    """Whether a canonical answer exceeds a static limit or has unbalanced braces, so that it is wrong without being evaluated."""
+    """True if a canonical answer exceeds a static limit or has unbalanced braces, so that it is wrong without being evaluated."""
     if len(answer) > MAX_LENGTH or answer.count("|") > MAX_BARS or closing_brace(answer + "}", 0) != len(answer):
         return True
     plain = answer.replace("{,}", "").replace(",", "")
@@ -109,7 +109,7 @@ def _nesting(text: str) -> int:
 
 
 def _is_huge(argument: str) -> bool:
-    """Whether an exponent or a factorial's argument is a long number, or numbers that a power or factorial makes long."""
+    """True if an exponent or a factorial's argument is a long number, or becomes long by a power or factorial."""
     makes_numbers = "^" in argument or "!" in argument
     return bool(_LONG_NUMBER.search(argument)) or (makes_numbers and not _VARIABLE.search(argument))
 

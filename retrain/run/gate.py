@@ -21,7 +21,7 @@ from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row
+from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row, Trajectory
 
 _PROMPTS = 4
 _SAMPLES = 2
@@ -211,10 +211,10 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
             "Parity gate: [training] top_k, top_p or min_p is set, but the engine's completions do not say how many tokens were kept, so "
             'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
-    rows = [
-        Row.from_completion(prompts[item.request // engine.replicas], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
-        for item in completions
-    ]
+    rows = []
+    for item in completions:
+        prompt, nothing = prompts[item.request // engine.replicas], np.zeros(len(item.token_ids), np.float32)
+        rows += Row.of(prompt, Trajectory.of(item), nothing, group=item.request)
     return _Sampled(rows, _learner_logprobs(inputs, rows))
 
 
@@ -341,7 +341,7 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
     eos = np.array([inputs.eos_ids[0]], np.int32)
     nothing = np.zeros(1, np.float32)
     completion = Completion(0, 0, eos, nothing, None, FinishReason.STOP)
-    row = Row.from_completion(prompt, completion, nothing, group=0)
+    (row,) = Row.of(prompt, Trajectory.of(completion), nothing, group=0)
     actions = [int(row.token_ids[position]) for position in row.action_positions()]
     (logprob,) = inputs.backend.logprobs([row])
     if actions != [int(eos[0])] or logprob.shape != (1,) or not np.isfinite(logprob).all():

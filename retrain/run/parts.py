@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.sepa import SEPAController
@@ -17,6 +18,7 @@ from retrain.inference_engine.base import Truncation
 from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import user_code
+from retrain.records.run_folder import RunFolder
 from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateInputs, GateResult, adapter_check, parity_gate
@@ -70,10 +72,14 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     prompts = load_prompts(config, text, say)
     held_out = load_held_out(config, text, prompts, say) if config.evaluation.asked_for else None
     with ExitStack() as undo:
-        scorer = build_scorer(config)  # its workers start while the model loads
+        verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
+        scorer = build_scorer(config, verdicts)  # its workers start while the model loads
         undo.callback(scorer.close)
-        judge = load_judge(config, scorer, say) if held_out else scorer
+        judge = load_judge(config, scorer, verdicts, say) if held_out else scorer
         undo.callback(judge.close)
+        for note in dict.fromkeys(asking.probe() for asking in dict.fromkeys((scorer, judge))):
+            if note:
+                say(note)
         if learns:
             say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
         backend = build_backend(config, text.eos_ids, choices, say, world)
@@ -95,6 +101,10 @@ def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineC
         raise ConfigurationError(
             f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local" learns in several processes.'
         )
+    if config.backend.backend == "tinker":
+        from retrain.backends.tinker.backend import TinkerBackend
+
+        return TinkerBackend(config, eos_ids=eos_ids, say=say)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
         return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
@@ -161,13 +171,13 @@ def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say
     return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
 
 
-def load_judge(config: TrainConfig, scorer: Scorer, say: Say) -> Scorer:
+def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:
     """The scorer of held-out answers: the run's own, unless that has a random part."""
     judging = with_judging_reward(config)
     if judging is config:
         return scorer
     say(judging_note(judging))
-    return build_scorer(judging)
+    return build_scorer(judging, verdicts)
 
 
 def training_plan(config: TrainConfig) -> SamplingPlan:
@@ -184,7 +194,7 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def truncation(config: TrainConfig) -> Truncation:
-    """Of training and of evaluation."""
+    """The truncation of training and of evaluation."""
     return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
 
 

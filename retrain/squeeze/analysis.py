@@ -37,7 +37,7 @@ class Analysis:
         return tuple(layer.name for layer in self.layers if layer.is_zero)
 
     def summary(self) -> SqueezeSummary:
-        """What the trackers show."""
+        """The values that the trackers show."""
         return SqueezeSummary(self.source_rank, self.recommended_rank, self.threshold, self.table)
 
     def ranks_per_layer(self) -> dict[str, int]:

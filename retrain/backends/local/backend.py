@@ -50,10 +50,7 @@ class LocalBackend(Backend):
         """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they are not given."""
         self.config = config
         device, _, sampler_device = choose_device(config, world)
-        if device.type == "cuda":  # read at the first product; without it cuBLAS may sum in another order, and torch warns
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        _choose_kernels(config.inference.attention_kernel)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
         self._adapter = Adapter(self._base, config)
         self._choices = world.broadcast(choose(config, self._base, world, choices))
@@ -170,6 +167,17 @@ class LocalBackend(Backend):
         self.engine.close()
         self._pool.close()
         torch.set_num_threads(self._threads_before)
+
+
+def _choose_kernels(attention: str) -> None:
+    """Before the first product on a CUDA device. The settings are the process's; no other device reads them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may sum in another order
+    # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(attention != "cutlass")  # what is left is CUTLASS's kernel
+    # The parts of a product are added in float32: sums in bf16 would add to the difference between sampler and learner.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 @contextmanager

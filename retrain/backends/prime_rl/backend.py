@@ -1,0 +1,149 @@
+"""The PRIME-RL backend: prompts, rewards and credit here; gradients in PRIME-RL's trainer, completions from its inference servers.
+
+Batch N, counted from 1, is retrain's step N - 1. It is sampled with policy v(N - 1), or with the one before where the trainer is slower
+than `sync_wait_s`. Nothing here loads weights or imports torch.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrain.backends.base import PRIME_RL, Backend
+from retrain.backends.prime_rl.broadcasts import Broadcasts, Policy
+from retrain.backends.prime_rl.engine import PrimeEngine
+from retrain.backends.prime_rl.transport import build_sender
+from retrain.backends.prime_rl.wire import encode, share_out, trained_samples
+from retrain.errors import RunFailed, ServerFailure
+from retrain.model.text import load_model_config
+from retrain.parsing import read_object
+from retrain.types import Float32Array, MachineChoices, Row, StepResult
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+STATE = "prime_rl.json"
+
+
+class PrimeRLBackend(Backend):
+    capabilities = PRIME_RL
+
+    def __init__(self, config: "TrainConfig", choices: MachineChoices | None = None, *, eos_ids: Sequence[int]) -> None:  # noqa: ARG002
+        self.config, self._options = config, config.backend.prime_rl
+        self.output_dir = output_dir(config)
+        options = self._options
+        self._broadcasts = Broadcasts(self.output_dir / "broadcasts", wait_s=options.sync_wait_s, poll_s=options.sync_poll_s)
+        self._shipped = 0
+        self._prepared = False
+        self._lost = False
+        self._sender = build_sender(options, self.output_dir)
+        model = config.model
+        try:
+            self.engine = PrimeEngine(
+                config,
+                model_config=load_model_config(model.model, model.revision, model.trust_remote_code),
+                eos_ids=eos_ids,
+                broadcasts=self._broadcasts,
+                ready=self._prepare,
+            )
+        except BaseException:
+            self._sender.close()
+            raise
+
+    # -- what the start-up lines and the gate ask for ----------------------------------------------------------------
+
+    @property
+    def choices(self) -> None:
+        return None
+
+    @property
+    def device_name(self) -> str:
+        return "PRIME-RL's trainer"
+
+    @property
+    def half_precision(self) -> bool:
+        return True
+
+    @property
+    def num_trainable(self) -> int:
+        return 0
+
+    def logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+        raise NotImplementedError("PRIME-RL's trainer answers no questions; `capabilities.scores_rows` says so.")
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Before a step is sampled: a trainer is there to learn from it."""
+        if not self._prepared:
+            self._sender.prepare(self._shipped)
+            self._prepared = True
+        self._sender.wait_for_trainer()
+
+    def train(self, rows: Sequence[Row], step: int) -> StepResult:
+        """Ship the batch. The trainer learns while this returns; its loss stays in its own log."""
+        training = self.config.training
+        shares = share_out(list(trained_samples(rows)), self._options.trainer_ranks, training.micro_batch_tokens)
+        self._sender.send(step + 1, [encode(share, training.temperature) for share in shares])
+        self._shipped = step + 1
+        return StepResult(
+            loss=None,
+            grad_norm=None,
+            ratio_mean=None,
+            ratio_max=None,
+            mismatch_k1=None,
+            mismatch_k3=None,
+            ess=None,
+            updates=1,
+            nonfinite_updates=0,
+            loss_is_placeholder=True,
+        )
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save_adapter(self, folder: Path) -> None:
+        """PEFT's files of the newest policy; of a trainer without an adapter, a note where its weights are."""
+        policy = self._newest()
+        folder.mkdir(parents=True, exist_ok=True)
+        if policy is not None and policy.is_adapter:
+            for file in policy.folder.glob("adapter_*"):
+                shutil.copyfile(file, folder / file.name)
+        self._write_state(folder, policy)
+
+    def save(self, folder: Path) -> None:
+        self.save_adapter(folder)
+
+    def _newest(self) -> Policy | None:
+        """After the last batch the trainer's answer may never come, and a run whose trainer is gone must still be saved."""
+        if not self._lost:
+            try:
+                return self._broadcasts.take(self._shipped)
+            except ServerFailure:
+                self._lost = True
+        return self._broadcasts.newest
+
+    def _write_state(self, folder: Path, policy: Policy | None) -> None:
+        state = {
+            "batches": self._shipped,
+            "policy_version": None if policy is None else policy.version,
+            "weights": None if policy is None or policy.is_adapter else str(policy.folder.resolve()),
+        }
+        (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """The trainer restores its own state; ours is how many batches it had been sent."""
+        batches = read_object(folder / STATE).get("batches")
+        if not isinstance(batches, int):
+            raise RunFailed(f"{folder / STATE} does not say how many batches were sent: the file was changed.")
+        self._shipped = batches
+
+    def close(self) -> None:
+        self.engine.close()
+        self._sender.close()
+
+
+def output_dir(config: "TrainConfig") -> Path:
+    """The folder that retrain and the trainer share."""
+    named = config.backend.prime_rl.output_dir or config.backend.adapter_path
+    return Path(named).expanduser() if named else Path(config.logging.log_dir) / "prime_rl"
