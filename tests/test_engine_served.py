@@ -284,7 +284,9 @@ def test_a_run_whose_server_fails_is_saved_and_resumes(tmp_path: Path, server: V
     folder, rarely_saved = tmp_path / "run", {"training": {"save_every": 50}}
     server.faults.append(later(folder, fault))
     config = served(folder, server.url, inference={"timeout_s": 0.5 if "healthy" in told else 30.0}, **rarely_saved)
-    with pytest.raises(ServerFailure, match=rf"{told}.* steps so far are saved: continue with --resume {folder}, at another address with"):
+    with pytest.raises(
+        ServerFailure, match=rf"{told}.* The run is saved after 1 step: continue with --resume {folder}, at another address with"
+    ):
         train(config, quiet=True, skip_parity=True)
     assert len(lines(folder / "metrics.jsonl")) == 1 and json.loads((folder / "summary.json").read_text())["status"] == "failed"
     server.faults.clear()
@@ -303,7 +305,7 @@ def kills(server: VLLMDouble) -> Callable[[str, Any], Any]:
 def test_a_killed_server_is_replaced_by_another_at_another_address(tmp_path: Path, server: VLLMDouble) -> None:
     folder, rarely_saved = tmp_path / "run", {"training": {"save_every": 50}}
     server.faults.append(later(folder, kills(server), steps=2))
-    with pytest.raises(ServerFailure, match=rf"does not answer \({server.url}: .* The 2 steps so far are saved"):
+    with pytest.raises(ServerFailure, match=rf"does not answer \({server.url}: .* The run is saved after 2 steps"):
         train(served(folder, server.url, **rarely_saved), quiet=True, skip_parity=True)
     with doubles() as (other,):
         config = served(folder, other.url, resume={"from": str(folder)}, inference={"timeout_s": 60.0}, **rarely_saved)

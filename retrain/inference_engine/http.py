@@ -101,7 +101,7 @@ class Server:
             response = await self.client.request(method, path, json=body, **limit)  # type: ignore[arg-type]
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise TooSlow(f"{self.url} gave no answer in time") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Unavailable(f"{self.url}: {_reason(error)}", gone=True) from error
         finally:
             self.in_flight -= 1
@@ -377,7 +377,7 @@ def _authorization(key_env: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {value}"}
 
 
-def _reason(error: httpx.TransportError) -> str:
+def _reason(error: httpx.RequestError) -> str:
     kinds = {httpx.ConnectTimeout: "no connection in time", httpx.ConnectError: "no connection", httpx.PoolTimeout: "no free connection"}
     words = next((words for kind, words in kinds.items() if isinstance(error, kind)), "the connection broke")
     return f"{words} ({str(error).strip() or type(error).__name__})"

@@ -148,7 +148,7 @@ class ServedEngine(InferenceEngine):
     @classmethod
     def preflight(cls, config: "TrainConfig") -> None:
         dialect = cls.dialect_class(config, ())
-        pool = _pool(dialect, config, cls.patience, None, print)
+        pool = _pool(dialect, config, cls.patience, None, [].append)  # the engine itself says it
         try:
             pool.run(pool.connect(dialect.look))
         finally:
@@ -344,7 +344,7 @@ def _pool(
 
 def _adapter_folder(run: Path) -> Path:
     """A folder of this process in the run's folder, which servers on other machines are likely to see too. Those of dead ones go."""
-    place = run if run.is_dir() else Path(gettempdir())
+    place = run if os.access(run, os.W_OK) else Path(gettempdir())
     host = socket.gethostname().replace("-", "_")
     for old in place.glob(f"{_FOLDER}{host}-*"):
         owner = old.name.split("-")[2]

@@ -124,7 +124,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
             sampled = _sampled(inputs, asked, _TOKENS)
             differences = _differences(sampled)
             effect = _check_adapter(inputs, trial, strength, sampled)
-            _check_differences(inputs, differences)
+            _check_differences(inputs, differences, "with a trial adapter, ")
         _sync(inputs)
         if not inputs.backend.engine.capabilities.in_process:
             _check_differences(inputs, _differences(_sampled(inputs, few, _FEW_TOKENS)), "after the trial adapter was taken back, ")
@@ -240,11 +240,16 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
     if not np.isfinite(differences).all():
         raise RunFailed("Parity gate: a log-prob is not finite before any training; check the model's weights and [model] dtype.")
     largest, mean = float(differences.max()), float(differences.mean())
-    advice = (
-        "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes."
-        if when
-        else "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it."
-    )
+    if when:
+        advice = (
+            "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes"
+        )
+    elif inputs.backend.engine.capabilities.in_process:
+        advice = (
+            "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it"
+        )
+    else:
+        advice = "so nothing was trained; check that the server has the same model and tokenizer, and its dtype: [inference] dtype says it"
     allowed = _tolerance(inputs)
     if largest <= allowed and (mean <= _BF16_MEAN or not inputs.half_precision):
         return
@@ -253,8 +258,7 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
         found = (
             f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half precision: {_BF16_MAX} and {_BF16_MEAN})"
         )
-    own = inputs.backend.engine.why_it_differs()
-    raise RunFailed(f"Parity gate: {when}engine and learner {found}; {f'{own}.' if own else advice}")
+    raise RunFailed(f"Parity gate: {when}engine and learner {found}; {inputs.backend.engine.why_it_differs() or advice}.")
 
 
 # -- the adapter's effect --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.jsonl import read_jsonl
+from retrain.records.printing import counted
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.run.session import Session
@@ -58,7 +59,7 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, 
         except ServerFailure as error:
             session.save_now()
             again = f"continue with --resume {folder}, at another address with --inference-url"
-            raise ServerFailure(f"{error} The {session.state.step} steps so far are saved: {again}.") from error
+            raise ServerFailure(f"{error} The run is saved after {counted(session.state.step, 'step')}: {again}.") from error
 
 
 def take_step(session: Session) -> None:

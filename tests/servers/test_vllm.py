@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 LEARNING: dict[str, Any] = {
     "model": {"lora_rank": 16},
     "reward": {"type": "match"},
-    "training": {"seed": 0, "max_steps": 10, "batch_size": 16, "group_size": 4, "max_tokens": 128, "lr": 1e-3, "save_every": 50},
+    "training": {"seed": 0, "max_steps": 10, "batch_size": 16, "group_size": 4, "max_tokens": 96, "lr": 1e-3, "save_every": 50},
 }
 
 
@@ -46,16 +46,9 @@ def permuted(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealServer]]:
-    """A sound one, one with vLLM's default log-probs, and one with another tokenizer; started together, since most of it is waiting."""
-    other = permuted(tmp_path_factory.mktemp("models") / "permuted")
-    with started("vllm", (LAB, ()), (LAB, ("--logprobs-mode", "raw_logprobs")), (other, ())) as found:
-        yield found
-
-
-@pytest.fixture
-def server(servers: list[RealServer]) -> RealServer:
-    return servers[0]
+def server() -> Iterator[RealServer]:
+    with started("vllm") as (one,):
+        yield one
 
 
 def served(folder: Path, *urls: str, engine: str = "vllm", **sections: Any) -> Any:
@@ -144,7 +137,7 @@ class ImpatientVLLM(VLLMEngine):
 @pytest.mark.parametrize(
     ("engine", "told"),
     [
-        ("servers.test_vllm.StaleVLLM", "keys and values computed with it|adapter's effect|cached prefixes"),
+        ("servers.test_vllm.StaleVLLM", "Parity gate: .* (keys and values computed with it|cached prefixes)"),
         ("servers.test_vllm.BaseVLLM", "ignores the adapter and samples from the base model"),
     ],
     ids=["stale cache", "base model"],
@@ -164,34 +157,39 @@ def test_the_gate_passes_the_reload_rules_that_hold(tmp_path: Path, server: Real
     httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
 
 
-def test_the_gate_stops_raw_log_probs_and_another_tokenizer(tmp_path: Path, servers: list[RealServer]) -> None:
-    with pytest.raises(RunFailed, match=r"before the temperature, .* start it with --logprobs-mode processed_logprobs") as caught:
-        train(served(tmp_path / "raw", servers[1].url, training={"temperature": 0.7}), quiet=True)
-    print(f"\n{caught.value}")
-    with pytest.raises(RunFailed, match="Parity gate: engine and learner disagree") as caught:
-        train(served(tmp_path / "other", servers[2].url), quiet=True)
-    print(caught.value)
-
-
-def test_two_servers_share_a_run_and_one_may_be_killed(
-    tmp_path: Path, servers: list[RealServer], capsys: pytest.CaptureFixture[str]
+def test_the_gate_stops_raw_log_probs_and_a_run_outlives_one_of_two_servers(
+    tmp_path: Path, server: RealServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At temperature 1 the log-probs of the second are the right ones too."""
-    sections = {"training": {"max_steps": 4, "temperature": 1.0}}
-    threading.Thread(target=kill_after, args=(tmp_path / "run", 1, servers[1]), daemon=True).start()
-    run = train(served(tmp_path / "run", servers[0].url, servers[1].url, engine="servers.test_vllm.ImpatientVLLM", **sections))
+    """One with vLLM's default log-probs, which are the right ones at temperature 1; so it may be the second server of a run there."""
+    with started("vllm", (LAB, ("--logprobs-mode", "raw_logprobs"))) as (raw,):
+        with pytest.raises(RunFailed, match=r"before the temperature, .* start it with --logprobs-mode processed_logprobs") as caught:
+            train(served(tmp_path / "raw", raw.url, training={"temperature": 0.7}), quiet=True)
+        print(f"\n{caught.value}")
+        threading.Thread(target=kill_after, args=(tmp_path / "run", 1, raw), daemon=True).start()
+        config = served(tmp_path / "run", server.url, raw.url, engine="servers.test_vllm.ImpatientVLLM", training={"max_steps": 6})
+        run = train(config)
     said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
     print(said)
-    assert run.summary.steps == 4 and len(said) == 1 and servers[1].url in said[0]
+    assert run.summary.steps == 6 and len(said) == 1 and raw.url in said[0]
+
+
+def test_the_gate_stops_a_server_with_another_tokenizer(tmp_path: Path) -> None:
+    with started("vllm", (permuted(tmp_path / "permuted"), ())) as (other,):
+        with pytest.raises(RunFailed, match="Parity gate: engine and learner disagree") as caught:
+            train(served(tmp_path / "other", other.url), quiet=True)
+        print(f"\n{caught.value}")
+
+
+def await_steps(folder: Path, steps: int) -> None:
+    for _ in range(12_000):
+        with suppress(FileNotFoundError):
+            if len(lines(folder / "metrics.jsonl")) >= steps:
+                return
+        threading.Event().wait(0.02)
 
 
 def kill_after(folder: Path, steps: int, server: RealServer) -> None:
-    """Kill the server in the step that follows so many."""
-    for _ in range(6000):
-        with suppress(FileNotFoundError):
-            if len(lines(folder / "metrics.jsonl")) >= steps:
-                break
-        threading.Event().wait(0.02)
+    await_steps(folder, steps)
     server.kill()
 
 
@@ -201,18 +199,16 @@ def test_a_killed_server_costs_nothing_and_the_run_resumes_at_another_port(tmp_p
     config = {"engine": "servers.test_vllm.ImpatientVLLM", "training": {"max_steps": 6, "save_every": 50}}
 
     def kill_the_engine() -> None:
-        for _ in range(6000):
-            with suppress(FileNotFoundError):
-                if len(lines(folder / "metrics.jsonl")) >= 3:
-                    break
-            threading.Event().wait(0.02)
+        await_steps(folder, 3)
         with suppress(httpx.HTTPError):
             body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 1, "prompt_logprobs": 0}
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=30, trust_env=False)
         server.kill()
 
     threading.Thread(target=kill_the_engine, daemon=True).start()
-    with pytest.raises(ServerFailure, match=rf"does not answer .* steps so far are saved: continue with --resume {folder}") as caught:
+    with pytest.raises(
+        ServerFailure, match=rf"does not answer .* The run is saved after . steps: continue with --resume {folder}"
+    ) as caught:
         train(served(folder, server.url, **config), quiet=True)
     print(f"\n{caught.value}")
     done = len(lines(folder / "metrics.jsonl"))
