@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,9 @@ def test_nothing_of_what_they_run_on_is_imported() -> None:
     heavy = {"torch", "transformers", "peft", "vllm", "mlx", "httpx", "datasets", "msgspec"}
     code = "import sys; from retrain.cli.main import main; main(['backends']); sys.stderr.write('\\n'.join(sys.modules))"
     assert not heavy & set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split())
+
+
+def test_the_documents_have_the_tables_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends", "--format", "markdown"]) == 0
+    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in page, "retrain backends --format markdown prints what docs/engines.md must end with"

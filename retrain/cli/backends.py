@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def command(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="One of them, with what it does with each key.")] = "",
-    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    form: Annotated[Literal["text", "json", "markdown"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """List engines and backends: what each is and can do, what is installed here, and against what it was verified."""
@@ -25,6 +25,8 @@ def command(
         raise ConfigurationError(f"{name!r} is no built-in engine or backend; there are {', '.join(entry.name for entry in CATALOGUE)}.")
     if as_json or form == "json":
         print(json.dumps([entry.to_json() for entry in entries], indent=2))
+    elif form == "markdown":
+        print("\n".join(_markdown(entries)))
     else:
         print("\n".join(_one(entries[0]) if name else _all(entries)))
 
@@ -66,3 +68,26 @@ def _lines(entry: "Entry") -> Iterator[str]:
         ("install", "" if here or not entry.packages else entry.install),
     ]
     yield from table_lines([row for row in rows if row[1]], indent=2 * GAP)
+
+
+def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
+    """Two tables, as docs/engines.md has them: what each can do, and the keys that it does not simply use."""
+    from retrain.records.printing import markdown_lines
+
+    what = [(f"`{entry.name}`", entry.what, entry.words, entry.verified) for entry in entries]
+    yield from markdown_lines(("name", "what it is", "what it can do", "verified against"), what)
+    yield ""
+    keys = [(f"`{entry.name}`", shown, use, because) for entry in entries for shown, use, because in _not_used(entry)]
+    yield from markdown_lines(("name", "keys", "", "why"), keys)
+
+
+def _not_used(entry: "Entry") -> Iterator[tuple[str, str, str]]:
+    """(keys, what becomes of them, why) for each reason, in the order of the schema."""
+    from retrain.config.names import bracketed
+    from retrain.parsing import toml_value
+
+    rows = [row for row in entry.keys if row.use != "used"]
+    for use, because in dict.fromkeys((row.use, row.because) for row in rows):
+        same = [row for row in rows if (row.use, row.because) == (use, because)]
+        shown = (f"`{bracketed(row.key)}`{' = ' + ' or '.join(map(toml_value, row.values)) if row.values else ''}" for row in same)
+        yield ", ".join(shown), "by `retrain serve`" if use == "serve" else use, because

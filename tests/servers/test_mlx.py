@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from real_servers import RealServer, started
 from runs import small
 
 from retrain import train
+from retrain.backends.local.backend import LocalBackend
 from retrain.errors import RunFailed
+from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.http import Server
 from retrain.inference_engine.mlx import MLXDialect, MLXEngine
 from retrain.inference_engine.served import ServedAdapter
@@ -56,8 +60,30 @@ def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealSe
     assert len(served) == 10 and max(map(largest_difference, served)) < 1e-3
     gate = json.loads((tmp_path / "mlx" / "environment.json").read_text())["parity_gate"]
     assert gate["max_difference"] < 1e-3 and gate["adapter_effect"] > 0.01 and gate["longest_prompt"] > 256
-    mine, other = (sum(record.correct_rate for record in run[5:]) / 5 for run in (served, local))
-    assert abs(mine - other) < 0.2, "160 completions each"
+
+
+def test_the_server_samples_at_the_temperature_that_it_is_asked_for(tmp_path: Path, server: RealServer) -> None:
+    """Raw log-probs do not show it. The sum of log p + H over the tokens, divided by its standard deviation, is about normal."""
+    learner = LocalBackend(small(tmp_path, **LEARNING))
+    engine = MLXEngine(through(tmp_path, server), model=learner._base.model, eos_ids=learner._eos_ids(), device=learner._base.device)
+    engine.sync(learner.save_adapter, 0)
+    prompts = [np.array([258, *range(40 + k, 52 + k)], np.int32) for k in range(16)]
+    drawn = list(engine.sample([SampleRequest(prompt, 8, 40, 0.5, NoiseKey(0, 0, 0, k)) for k, prompt in enumerate(prompts)]))
+    engine.close()
+    scores = {}
+    for temperature in (0.5, 1.0):
+        excess = variance = 0.0
+        for one in drawn:
+            ids = torch.tensor(np.concatenate([prompts[one.request], one.token_ids]).astype(np.int64))
+            with torch.no_grad():
+                logits = learner._base.model(input_ids=ids[None]).logits[0, -len(one.token_ids) - 1 : -1].double()
+            policy = torch.log_softmax(logits / temperature, -1)
+            entropy = -(policy.exp() * policy).sum(-1, keepdim=True)
+            excess += float((policy.gather(1, ids[-len(one.token_ids) :, None]) + entropy).sum())
+            variance += float((policy.exp() * (policy + entropy).square()).sum())
+        scores[temperature] = excess / variance**0.5
+    learner.close()
+    assert abs(scores[0.5]) < 4 < scores[1.0], scores
 
 
 class OneFolder(MLXDialect):
