@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import tinker_double
 import torch
 from runs import lines, small
@@ -308,6 +309,19 @@ def test_a_run_saves_places_at_the_service_and_resumes_from_them(
     )
 
 
+@pytest.mark.parametrize("loads_into_adapters", [False, True])
+def test_a_state_is_restored_with_its_optimizer_by_services_of_both_kinds(
+    double: Double, tmp_path: Path, loads_into_adapters: bool
+) -> None:
+    double.loads_into_adapters = loads_into_adapters
+    first, second = backend_for(tmp_path), backend_for(tmp_path)
+    first.train(make_rows(), 0)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    np.testing.assert_array_equal(second.trainer.weights.logits, first.trainer.weights.logits)
+    assert second.trainer.weights.steps == 1
+
+
 def test_a_campaign_makes_its_workers_share_a_throttle(double: Double, tmp_path: Path) -> None:
     sections = {
         "campaign": {"seeds": [1, 2], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]},
@@ -425,13 +439,16 @@ def archive_server(status: int, body: bytes, redirect: str = "") -> Iterator[tup
 
 def test_an_archive_becomes_a_peft_folder_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
-    packed = tar(adapter_config__json=b"{}", adapter_model__safetensors=b"weights", **{"../../escaped": b"no"})
+    factors = {f"base_model.model.model.layers.0.{name}.lora_{part}.weight": np.zeros((2, 2)) for name in ("mlp.up", "q") for part in "AB"}
+    weights = safetensors.numpy.save(factors)
+    packed = tar(adapter_config__json=b'{"target_modules": null}', adapter_model__safetensors=weights, **{"../../escaped": b"no"})
     with archive_server(200, packed) as (store, store_keys):
         elsewhere = store.replace("127.0.0.1", "localhost")
         with archive_server(302, b"", redirect=elsewhere) as (url, keys):
             archive.download_adapter(url, "tinker://run/sampler_weights/name", tmp_path / ".", 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert keys == [KEY] and store_keys == [None]
+    assert json.loads((tmp_path / "adapter_config.json").read_text()) == {"target_modules": ["q", "up"]}
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,10 @@ class TrainingClient:
         self.weights.steps += 1
         return Output(metrics={"double/grad_norm": norm})
 
+    def load_state_with_optimizer(self, path: str) -> Answer:
+        self.weights = Weights(double.kept[path].logits.copy(), double.kept[path].gradient.copy(), double.kept[path].steps)
+        return Answer("load_state", lambda: None)
+
     def save_state(self, name: str) -> Answer:
         return Answer("save_state", lambda: Output(path=self._kept(f"tinker://{self.run}/weights/{name}")))
 
@@ -222,6 +226,9 @@ class ServiceClient:
 
     def create_training_client_from_state_with_optimizer(self, path: str) -> Answer:
         kept = double.kept[path]
+        if double.loads_into_adapters:
+            double.problems["restore"] = APIStatusError(422)
+            return Answer("restore", lambda: None)
         return Answer("create", lambda: TrainingClient(Weights(kept.logits.copy(), kept.gradient.copy(), kept.steps)))
 
     def close(self, status: str) -> Answer:
@@ -243,6 +250,8 @@ class Double:
     keys: list[str] = field(default_factory=list)
     problems: dict[str, Exception] = field(default_factory=dict)
     broken: bool = False
+    loads_into_adapters: bool = False
+    """As SkyRL 0.4.0: a state is loaded into an adapter that exists."""
     drops_eos: bool = False
     drops_logprobs: bool = False
 

@@ -33,6 +33,8 @@ class Traffic:
     sampling: set[str] = field(default_factory=set)
     """Promises of samples that are not kept yet."""
     most_sampling: int = 0
+    dead: bool = False
+    """Connections are dropped without an answer, those that are open already too."""
     lock: Any = field(default_factory=threading.Lock)
 
     def fault_for(self, path: str) -> int:
@@ -69,6 +71,9 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
         def forward(self) -> None:
             request = self.rfile.read(int(self.headers.get("content-length", 0)))
             path = self.path.partition("?")[0]
+            if traffic.dead:
+                self.close_connection = True
+                return
             if status := traffic.fault_for(path):
                 self.answer(status, [("content-type", "application/json")], json.dumps({"detail": f"injected {status}"}).encode())
                 return
@@ -104,6 +109,7 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", traffic
     finally:
+        traffic.dead = True
         server.shutdown()
         server.server_close()
 

@@ -5,6 +5,7 @@ adapter_config.json and adapter_model.safetensors.
 """
 
 import io
+import json
 import os
 import re
 import tarfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from retrain.errors import EnvironmentFailure, first_line
 
 _PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?:sampler_weights/|weights/)?(?P<name>[^/]+)")
+_ADAPTED = re.compile(r"(?:.*\.)?([^.]+)\.lora_[AB]\.weight")
 _REDIRECTS = 3
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -49,6 +51,8 @@ def _fetch(url: str, timeout: float) -> bytes:
 
 def _unpack(content: bytes, path: str, folder: Path) -> None:
     """Only the two files, whatever else the archive holds and wherever it wants to put it."""
+    from safetensors import SafetensorError
+
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
             members = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
@@ -56,5 +60,20 @@ def _unpack(content: bytes, path: str, folder: Path) -> None:
                 source = archive.extractfile(members[name])
                 assert source is not None  # it is a file
                 (folder / name).write_bytes(source.read())
-    except (tarfile.TarError, EOFError, KeyError, OSError) as error:
+        _name_target_modules(folder)
+    except (tarfile.TarError, EOFError, KeyError, OSError, ValueError, SafetensorError) as error:
         raise EnvironmentFailure(f"the archive of {path} holds no adapter ({type(error).__name__}: {first_line(error)}).") from error
+
+
+def _name_target_modules(folder: Path) -> None:
+    """SkyRL leaves target_modules null, for which peft would take its own default; the weights say which modules are adapted."""
+    from safetensors import safe_open
+
+    path = folder / _FILES[0]
+    settings = json.loads(path.read_bytes())
+    if settings.get("target_modules"):
+        return
+    with safe_open(folder / _FILES[1], framework="numpy") as weights:
+        names = {_ADAPTED.fullmatch(name) for name in weights.keys()}  # noqa: SIM118 - no mapping
+    settings["target_modules"] = sorted({found[1] for found in names if found})
+    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,6 @@ between an update and the next. A step's own sampling begins when the sampler is
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import ShiftedRow, action_logprobs, policy_datum, scoring_datum
 from retrain.backends.tinker.engine import TinkerEngine
 from retrain.backends.tinker.loss import Values, clipped_tokens, policy_terms, ratio_bounds
-from retrain.backends.tinker.service import Service
+from retrain.backends.tinker.service import Service, without_deprecations
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.model.text import resolve_model
 from retrain.parsing import read_object
@@ -78,13 +77,17 @@ class TinkerBackend(Backend):
     def trainer(self) -> Any:
         """The SDK's TrainingClient."""
         if self._trainer is None:
-            rank, seed = self.config.model.lora_rank, self.config.training.seed
+            rank = self.config.model.lora_rank
             self._say(f"Creating LoRA training client (model={self.config.model.model}, rank={rank})...")
-            # The head is not adapted: [lora] target_modules means the linear layers of the blocks, here as locally.
-            create = partial(self._service.client.create_lora_training_client, self.base_model, rank=rank, seed=seed, train_unembed=False)
-            self._trainer = self._service.result(f"a LoRA adapter of rank {rank} for {self.base_model}", create)
+            self._trainer = self._service.result(f"a LoRA adapter of rank {rank} for {self.base_model}", self._create)
             self._say("Training client ready.")
         return self._trainer
+
+    def _create(self) -> Any:
+        """The head is not adapted: an empty [lora] target_modules means the linear layers of the blocks, here as locally."""
+        return self._service.client.create_lora_training_client(
+            self.base_model, rank=self.config.model.lora_rank, seed=self.config.training.seed, train_unembed=False
+        )
 
     def _request_sampler(self) -> Any:
         return self.trainer.save_weights_and_get_sampling_client()
@@ -250,9 +253,25 @@ class TinkerBackend(Backend):
     def load(self, folder: Path) -> None:
         path = stored_path(folder)
         self._say(f"Creating training client from {path}...")
-        create = self._service.client.create_training_client_from_state_with_optimizer
-        self._trainer = self._service.result(f"the state {path}", lambda: create(path))
+        with self._service.answering(f"the state {path}"):
+            self._trainer = self._restored(path)
         self._say("Training client ready.")
+
+    def _restored(self, path: str) -> Any:
+        """A training client with the weights and the optimizer at `path`."""
+        import tinker
+
+        seconds = self._service.timeout
+        try:
+            return self._service.client.create_training_client_from_state_with_optimizer(path).result(timeout=seconds)
+        except tinker.APIStatusError as error:
+            if error.status_code != 422:
+                raise
+        # SkyRL 0.4.0 does not know this request: it loads a state into an adapter that exists, as that one's first request.
+        trainer = self._create().result(timeout=seconds)
+        with without_deprecations():
+            trainer.load_state_with_optimizer(path).result(timeout=seconds)
+        return trainer
 
     def close(self) -> None:
         self._service.close()

@@ -5,6 +5,7 @@ The SDK retries status 429, 5xx and lost connections by itself, for up to 300 s 
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,20 @@ class Service:
         if client is not None and not self._broken:
             with suppress(tinker.TinkerError, TimeoutError, RuntimeError, OSError):  # the session also ends by itself
                 client.close("success").result(timeout=_CLOSE_S)
+
+
+@contextmanager
+def without_deprecations() -> Iterator[None]:
+    """For a call that the SDK announces to remove, and that a service needs which lacks its successor."""
+    logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            yield
+        finally:
+            logger.setLevel(before)
 
 
 def _reason(error: BaseException, seconds: float) -> str:
