@@ -297,7 +297,9 @@ def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[
 
 @pytest.mark.parametrize("transport", ["filesystem", "zmq"])
 def test_a_run_trains_through_the_wire(tmp_path: Path, learner: LocalBackend, server: InferenceServer, transport: str) -> None:
-    config = prime(tmp_path, server, transport, options={"zmq_port": free_ports()}, training={"micro_batch_tokens": 200})
+    """Held-out prompts are asked again at each other policy, so a prefix cache without a salt would answer for an old one."""
+    sections = {"training": {"micro_batch_tokens": 200}, "evaluation": {"every": 2, "max_examples": 2}}
+    config = prime(tmp_path, server, transport, options={"zmq_port": free_ports()}, **sections)
     with trainer_of(config, learner) as trainer:
         run = train(config, quiet=True)
         trainer.join(timeout=20)
@@ -306,7 +308,7 @@ def test_a_run_trains_through_the_wire(tmp_path: Path, learner: LocalBackend, se
     assert [record.loss for record in records] == [None] * 4 and all(record.loss_is_placeholder for record in records)
     sent = [sum(1 for batch in trainer.batches[step] for _ in rows_of(batch)) for step in (1, 2, 3, 4)]
     assert sent == [record.num_datums for record in records] and sum(sent)
-    assert [path for path, _ in server.calls].count("/load_lora_adapter") == 4  # v0 to v3; nothing is sampled from v4
+    assert [path for path, _ in server.calls].count("/load_lora_adapter") == 5  # v0 to v4
     assert server.stale == 0 and max(trainer.differences) < 1e-3
     assert (run.folder / "checkpoints" / "final" / "adapter_model.safetensors").read_bytes() == (
         tmp_path / "shared" / "broadcasts" / "step_4" / "adapter_model.safetensors"
