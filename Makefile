@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-servers lint types docs-check check clean
+.PHONY: help setup run test test-servers test-environments test-max lint types docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,7 +28,7 @@ run: $(STAMP) ## train the lab model on arithmetic and show what it learned (min
 
 test: $(STAMP) ## all tests with coverage and the ten slowest, one process per core
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope --cov --cov-report=term:skip-covered --durations=10
-	@echo "Left out: tests/servers, which need real inference servers (make test-servers)."
+	@echo "Left out: tests/servers, which need real inference servers (make test-servers), and tests/environments (make test-environments)."
 
 test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
 	@for setup in scripts/servers/*-setup.sh; do \
@@ -36,6 +36,13 @@ test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/re
 		mkdir -p "$(SERVERS)"; PYTHON="$(PYTHON)" "$$setup" "$(SERVERS)/$$name" || exit 3; \
 	done
 	RETRAIN_SERVERS="$(SERVERS)" $(BIN)/python -m pytest -m servers tests/servers -rP --durations=20
+
+test-max: $(STAMP) ## the same for Modular's MAX, whose first start compiles for minutes
+	@mkdir -p "$(SERVERS)"; PYTHON="$(PYTHON)" scripts/servers/max-install.sh "$(SERVERS)/max"
+	RETRAIN_SERVERS="$(SERVERS)" $(BIN)/python -m pytest -m max tests/servers -rP
+
+test-environments: $(STAMP) ## environments of verifiers, reasoning_gym and textarena, each library in an environment of its own
+	$(BIN)/python scripts/test_environments.py
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ from workers.job import make_job
 
 RANK, GROUP = 16, 8
 TORCH_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-PUBLISHED = ["prime-rl on one H100: published, not measured here", "", "16,384", "", "6,230", "23.3", "", ""]
+PUBLISHED = ["prime-rl on one H100: published, not measured here", "", "16,384", "", "", "6,230", "23.3", "", ""]
 _PROFILED_TOKENS = 16
 
 
@@ -98,13 +98,15 @@ def decode(bench: Bench) -> list[str]:
         answers.append(("vLLM", rows, served))
     lines = [_decode_line(bench, *answer) for answer in answers]
     if not bench.vllm_python:
-        lines.append(["vLLM", "not installed", *[""] * 6])
-    head = ["sampler", "rows", "seconds", "tok/s", "ms per step", "memory bound, ms", "bound / time", "GiB"]
+        lines.append(["vLLM", "not installed", *[""] * 7])
+    head = ["sampler", "rows", "seconds", "first turn", "tok/s", "ms per step", "memory bound, ms", "bound / time", "GiB"]
     return [
         "## Decoding",
         (
             f"{sizes.decode_tokens} tokens after prompts of {sizes.prompt_tokens}, groups of {GROUP}, with the adapter, "
-            f"{bench.settings['dtype']}; the better of two. A decoding step reads {machine['weights'] / 1e9:.2f} GB of weights, and "
+            f"{bench.settings['dtype']}; the better of two beside the first. Ragged: prompts of half to all of these tokens and "
+            "completions of an eighth to all, other lengths in each turn, and rows that are done give way. A decoding step reads "
+            f"{machine['weights'] / 1e9:.2f} GB of weights, and "
             f"{machine['kv']:,} bytes of keys and values per cached token; the memory bound assumes the {machine['bandwidth'] / 1e9:,.0f} "
             f"GB/s of a large copy here.{'' if fused else ' The fused forward pass was not used: it did not reproduce the model.'}"
         ),
@@ -115,11 +117,10 @@ def decode(bench: Bench) -> list[str]:
 def _engine(bench: Bench, answers: list[tuple[str, int, dict[str, Any]]]) -> None:
     sizes = bench.sizes
     with bench.worker("growth_point.py", LIMITS["decode"]) as worker:
-        for rows in sizes.decode_rows:
-            found = worker.ask(
-                completions=rows, tokens=sizes.decode_tokens, prompt_tokens=sizes.prompt_tokens, halves=["sampling"], repeats=2
-            )
-            answers.append(("retrain", rows, found | found["sampling"]))
+        for rows, ragged in [(rows, ragged) for ragged in (True, False) for rows in sizes.decode_rows]:
+            shape = {"completions": rows, "tokens": sizes.decode_tokens, "prompt_tokens": sizes.prompt_tokens, "ragged": ragged}
+            found = worker.ask(**shape, halves=["sampling"], repeats=2)
+            answers.append((f"retrain, {'ragged' if ragged else 'even'}", rows, found | found["sampling"]))
 
 
 def _generate(bench: Bench, rows: int) -> dict[str, Any]:
@@ -145,11 +146,13 @@ def _vllm(bench: Bench, rows: int) -> dict[str, Any]:
 
 def _decode_line(bench: Bench, name: str, rows: int, found: dict[str, Any]) -> list[str]:
     sizes, machine, seconds = bench.sizes, bench.machine, found["seconds"]
-    cached = rows * (sizes.prompt_tokens + sizes.decode_tokens / 2)
+    steps, drawn = found.get("longest", sizes.decode_tokens), found.get("drawn", rows * sizes.decode_tokens)
+    prompts = found["packed"] - drawn if "packed" in found else rows * sizes.prompt_tokens
+    cached = drawn / steps * (prompts / rows + drawn / rows / 2)  # rows at work in a step, and what each of them holds
     allowed = (machine["weights"] + cached * machine["kv"]) / machine["bandwidth"]
-    step = seconds / sizes.decode_tokens
+    step, first = seconds / steps, found.get("first_seconds", seconds)
     return [
-        name, f"{rows}", f"{seconds:.2f}", f"{rows * sizes.decode_tokens / seconds:,.0f}", f"{1e3 * step:.2f}", f"{1e3 * allowed:.2f}",
+        name, f"{rows}", f"{seconds:.2f}", f"{first:.2f}", f"{drawn / seconds:,.0f}", f"{1e3 * step:.2f}", f"{1e3 * allowed:.2f}",
         f"{100 * allowed / step:.0f}%", _memory(found),
     ]  # fmt: skip
 
@@ -167,23 +170,26 @@ def learn(bench: Bench) -> list[str]:
     sizes, lines = bench.sizes, []
     longest = sizes.learn[-1]
     one_row = {"micro_batch_tokens": longest[1], "gradient_checkpointing": True}
-    cases = [("retrain, as it chooses", shape, {}) for shape in sizes.learn] + [("retrain, one row per pass", longest, one_row)]
+    cases = [("retrain, as it chooses", shape, {}, False) for shape in sizes.learn]
+    cases += [("retrain, one row per pass", longest, one_row, False), ("retrain, ragged groups", sizes.learn[0], {}, True)]
 
     def ours() -> None:
         with bench.worker("growth_point.py", LIMITS["learn"]) as worker:
-            for name, (rows, length), training in cases:
-                shape = {"completions": rows, "tokens": length - sizes.prompt_tokens, "prompt_tokens": sizes.prompt_tokens, "group": 1}
+            for name, (rows, length), training, ragged in cases:
+                shape = {"completions": rows, "tokens": length - sizes.prompt_tokens, "prompt_tokens": sizes.prompt_tokens}
+                shape |= {"group": GROUP if ragged else 1, "ragged": ragged}
                 found = worker.ask(**shape, repeats=2, halves=["learning"], training=training)
                 lines.append(_learn_line(name, rows, length, found))
 
     bench.attempt("retrain", ours)
-    head = ["trainer", "rows", "tokens each", "seconds", "tok/s", "GiB", "micro-batch tokens", "ratio, furthest from 1"]
+    head = ["trainer", "rows", "tokens each", "seconds", "first turn", "tok/s", "GiB", "micro-batch tokens", "ratio, furthest from 1"]
     return [
         "## Learning",
         (
             f"One optimizer step, LoRA r{RANK} on every linear layer, {bench.settings['dtype']}; every row has its own prompt of "
-            f"{sizes.prompt_tokens} tokens, and tokens count the prompts. The better of two, after a small one. prime-rl's figure is of "
-            "Qwen3-4B with LoRA r16 at 16k context."
+            f"{sizes.prompt_tokens} tokens, and tokens count the prompts. Ragged groups share theirs, of up to as many tokens, which count "
+            "for each row. The better of two, after a small one, beside the first. prime-rl's figure is of Qwen3-4B with LoRA r16 at 16k "
+            "context."
         ),
         table(head, [*lines, PUBLISHED]),
     ]
@@ -192,8 +198,8 @@ def learn(bench: Bench) -> list[str]:
 def _learn_line(name: str, rows: int, length: int, found: dict[str, Any]) -> list[str]:
     measure = found["learning"]
     return [
-        name, f"{rows}", f"{length:,}", f"{measure['seconds']:.2f}", f"{rows * length / measure['seconds']:,.0f}", _memory(measure),
-        found["micro_batch"], f"{found['ratio_max']:.6f}",
+        name, f"{rows}", f"{length:,}", f"{measure['seconds']:.2f}", f"{measure['first_seconds']:.2f}",
+        f"{measure['packed'] / measure['seconds']:,.0f}", _memory(measure), found["micro_batch"], f"{found['ratio_max']:.6f}",
     ]  # fmt: skip
 
 

@@ -32,6 +32,10 @@ class ConfigurationError(RetrainError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class Untrained(ConfigurationError):
+    """Every update of an adapter is zero, so it has no rank to analyse."""
+
+
 class EnvironmentFailure(RetrainError, RuntimeError):
     """The machine lacks something: a device, an extra, disk, the network, a server (exit 3)."""
 

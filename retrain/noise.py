@@ -33,6 +33,8 @@ class Stream(IntEnum):
     """Counter (0, 0, module, element): the adapter's initial weights."""
     MINIBATCH = 7
     """Counter (step, pass, 0, row)."""
+    ENVIRONMENT = 8
+    """Counter (step, prompt slot, stream of the sampling, 0): the seed of a group's episodes."""
 
 
 Counter = int | npt.NDArray[np.integer]

@@ -16,12 +16,12 @@ from retrain.errors import RunFailed
 
 MAX_DEPTH = 100
 MAX_INTEGER = 2**63 - 1
-"""What TOML promises, and what a tensor or a column of a table holds."""
+"""The range of integers that TOML promises, and that a tensor or a table's column holds."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class ParseError(ValueError):
-    """Why a text is no TOML, or no JSON: the end of a sentence that names the text, without its full stop."""
+    """The reason why a text is not TOML or JSON: the end of a sentence that names the text, without its full stop."""
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def is_path_text(value: Any) -> bool:
-    """Whether a value from a file can name a file: a string without NUL, and without a name that no file system holds."""
+    """True if a value from a file can name a file: a string without NUL, and without a name that no file system holds."""
     return isinstance(value, str) and "\0" not in value and all(len(name.encode(errors="replace")) <= 255 for name in value.split("/"))
 
 
 def json_kind(value: Any) -> str:
-    """What a JSON value is, with its article."""
+    """The type of a JSON value, with its article."""
     return _KINDS[type(value)]
 
 
@@ -77,7 +77,7 @@ def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any
 
 
 def unholdable(value: Any, depth: int = 0) -> str:
-    """Why a parsed value is deeper or larger than later steps hold, as the end of a sentence; "" for any other."""
+    """The end of a sentence saying that a parsed value is deeper or larger than later steps allow; "" otherwise."""
     if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
         return "holds an integer of more than 64 bits"
     if not isinstance(value, dict | list):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is expected of a plugin."""
+    """The requirements on a plugin of one kind."""
 
     key: str
     """Where the configuration names it."""
@@ -60,13 +60,14 @@ KINDS: dict[str, Kind] = {
     "data": Kind("[data] source", (), (), False, "[data] params"),
     "engine": Kind("[inference] engine", (), base="retrain.inference_engine.base.InferenceEngine"),
     "backend": Kind("[backend] backend", (), base="retrain.backends.base.Backend"),
+    "environment": Kind("[environment] provider", (), base="retrain.environments.base.Environment"),
 }
 _CONTEXT_NAMES = ("ctx", "context")
 
 
 @dataclass(frozen=True)
 class Call:
-    """How a plugin function wants to be called."""
+    """The call that a plugin function expects."""
 
     takes_context: bool
     keywords: frozenset[str]
@@ -114,7 +115,7 @@ def named_code(config: "TrainConfig") -> list[str]:
 
 
 def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
-    """How to call a plugin function of this kind. Raises ValueError saying which signatures are allowed."""
+    """Determine the call of a plugin function of this kind. Raises ValueError saying which signatures are allowed."""
     expected = KINDS[kind]
     parameters = _parameters(function)
     if parameters is None:  # a function written in C tells nothing

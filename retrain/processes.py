@@ -11,13 +11,20 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _SPIN_COUNT = "20000"
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Names of torch's allocator settings; the second is the one before 2.9."""
 
 
-def spin_briefly() -> None:
-    """Let idle OpenMP threads spin for a moment only, so that processes which share the cores do not starve each other.
+def prepare_torch() -> None:
+    """Set the variables that torch reads when it is imported; call it before. What the user has set stays."""
+    _spin_briefly()
+    if not _ALLOCATOR & os.environ.keys():
+        # Segments of a fixed size that the KV cache leaves behind are no use to activations: out of memory would depend on what ran before.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
-    Call it before torch is imported, which reads the variable. An OMP_WAIT_POLICY or GOMP_SPINCOUNT that the user has set stays.
-    """
+
+def _spin_briefly() -> None:
+    """Let idle OpenMP threads spin for a moment only, so that processes which share the cores do not starve each other."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
 

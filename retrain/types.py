@@ -4,10 +4,12 @@ Shape letters: P prompt tokens, T action tokens (sampled, the sampled EOS includ
 Token ids are the record and text is a view: nothing here is ever re-encoded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, TypedDict
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class ChatMessage(TypedDict):
+    """A message of a chat; a tool's may have further keys that the model's template knows."""
+
     role: str
     content: str
 
@@ -75,10 +79,129 @@ class Completion:
     """[T] the tokens themselves, from an engine that says them for a trainer elsewhere."""
 
 
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model was given since its last reply, and its reply."""
+
+    completion: Completion
+    context: Int32Array = field(default_factory=lambda: _NO_TOKENS)
+    """[C] the environment's tokens before the reply, which continue the tokens so far; none in a first turn, which follows the prompt."""
+    restarts: bool = False
+    """The history was rewritten: `context` is the whole prompt of this turn, and nothing before it was in sight of the model."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What one episode said after its prompt, of one turn or several. T counts the action tokens of all turns."""
+
+    turns: tuple[Turn, ...]
+    """At least one."""
+    cut: bool = False
+    """It ended because no token was left for another reply."""
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Trajectory":
+        """One turn: a completion of a prompt."""
+        return cls((Turn(completion),))
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [turn.completion for turn in self.turns]
+
+    @property
+    def sample(self) -> int:
+        """The noise coordinate, the same in every turn."""
+        return self.turns[0].completion.sample
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """LENGTH where the tokens of the trajectory ran out."""
+        return FinishReason.LENGTH if self.cut else self.turns[-1].completion.finish_reason
+
+    @property
+    def num_actions(self) -> int:
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Actions and the environment's tokens."""
+        return self.num_actions + sum(len(turn.context) for turn in self.turns)
+
+    @cached_property
+    def token_ids(self) -> Int32Array:
+        """[T] actions."""
+        return _joined([completion.token_ids for completion in self.completions])
+
+    @cached_property
+    def logprobs(self) -> Float32Array:
+        """[T]."""
+        return _joined([completion.logprobs for completion in self.completions])
+
+    @cached_property
+    def entropies(self) -> Float32Array | None:
+        """[T] None where the engine has only log-probs."""
+        return _joined_or_none([completion.entropies for completion in self.completions])
+
+    @cached_property
+    def kept(self) -> Int32Array | None:
+        """[T] None where no turn was truncated."""
+        return _joined_or_none([completion.kept for completion in self.completions])
+
+    @cached_property
+    def kept_ids(self) -> tuple[Int32Array, ...] | None:
+        """[T] None where an engine did not say the tokens."""
+        known = [completion.kept_ids for completion in self.completions if completion.kept_ids is not None]
+        return tuple(chain.from_iterable(known)) if len(known) == len(self.turns) else None
+
+    def parts(self) -> list[tuple[Turn, ...]]:
+        """The turns whose tokens continue each other: one part, and one more for every turn that restarts after the first."""
+        starts = [0, *(number for number, turn in enumerate(self.turns) if number and turn.restarts), len(self.turns)]
+        return [self.turns[start:stop] for start, stop in pairwise(starts)]
+
+
+Array = TypeVar("Array", Int32Array, Float32Array)
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _joined_or_none(arrays: Sequence[Array | None]) -> Array | None:
+    known = [array for array in arrays if array is not None]
+    return _joined(known) if len(known) == len(arrays) else None
+
+
 class Outcome(StrEnum):
     RIGHT = "right"
     WRONG = "wrong"
     COULD_NOT_JUDGE = "could_not_judge"
+
+
+@dataclass(frozen=True)
+class JudgeUsage:
+    """What one verdict, or all verdicts of a step, took from the language model that judges."""
+
+    requests: int = 0
+    """HTTP requests sent, retries included."""
+    cached: int = 0
+    """Verdicts that came from the cache, or from an identical completion that was being judged."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = None
+    """By `[reward] judge_prices`, else as the server reports it; None where neither says."""
+
+    def __add__(self, other: "JudgeUsage") -> "JudgeUsage":
+        costs = [usage.cost for usage in (self, other) if usage.cost is not None]
+        return JudgeUsage(
+            requests=self.requests + other.requests,
+            cached=self.cached + other.cached,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cost=sum(costs) if costs else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +212,12 @@ class Score:
     reward: float | None
     reason: str = ""
     """One sentence saying why a completion could not be judged; empty otherwise."""
+    usage: JudgeUsage | None = field(default=None, compare=False)
+    """None where no language model judged."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What an environment measured beside the reward."""
+    turn_rewards: tuple[float, ...] = ()
+    """What an environment gave for each turn; empty where it judges the whole."""
 
     @classmethod
     def of(cls, reward: float, correct_threshold: float) -> "Score":
@@ -98,16 +227,17 @@ class Score:
 
 @dataclass(frozen=True)
 class Scored:
-    """A completion, its text, and the verdict on it."""
+    """A trajectory, its text, and the verdict on it."""
 
-    completion: Completion
+    trajectory: Trajectory
     text: str
+    """What follows the prompt; of several turns with the names of special tokens, so that one sees who speaks."""
     score: Score
 
 
 @dataclass(frozen=True)
 class Group:
-    """The scored completions of one prompt."""
+    """The scored trajectories of one prompt."""
 
     prompt: Prompt
     slot: int
@@ -116,30 +246,30 @@ class Group:
     """[G] in the order of their sample index."""
 
     def judged(self) -> "Group":
-        """The same group without the completions that could not be judged."""
+        """The same group without the trajectories that could not be judged."""
         return replace(self, members=[member for member in self.members if member.score.outcome is not Outcome.COULD_NOT_JUDGE])
 
     @property
-    def completions(self) -> list[Completion]:
+    def trajectories(self) -> list[Trajectory]:
         """[G]."""
-        return [member.completion for member in self.members]
+        return [member.trajectory for member in self.members]
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the completions that were judged; [G] in a judged group."""
+        """Rewards of the trajectories that were judged; [G] in a judged group."""
         return [member.score.reward for member in self.members if member.score.reward is not None]
 
     @property
     def correct(self) -> int:
-        """Completions that are right."""
+        """Trajectories that are right."""
         return sum(member.score.outcome is Outcome.RIGHT for member in self.members)
 
     def __len__(self) -> int:
         return len(self.members)
 
 
-RowKey = tuple[int, int]
-"""(number of the group, sample index): names a row within its step."""
+RowKey = tuple[int, int, int]
+"""(number of the group, sample index, part of the trajectory): names a row within its step."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +287,9 @@ class Row:
     group: int
     """The number of its group in the step; rows of one group share their prompt."""
     sample: int = 0
-    """The sample index of its completion within the group."""
+    """The sample index of its trajectory within the group."""
+    part: int = 0
+    """Which part of the trajectory it is: 0 unless a history was rewritten."""
     trained: bool = True
     """The loss has a term for the row. False for a row that counts in the divisor of aggregation = "constant" and nowhere else."""
     counted: int | None = None
@@ -168,33 +300,44 @@ class Row:
     """[T] the tokens themselves, where the engine says them."""
 
     @classmethod
-    def from_completion(
+    def of(
         cls,
         prompt: Prompt,
-        completion: Completion,
+        trajectory: Trajectory,
         advantages: Float32Array,
         group: int,
-        counted: int | None = None,
+        counts: npt.NDArray[np.bool_] | None = None,
         trained: bool = True,
-    ) -> "Row":
-        """A single-turn row: every sampled token is an action, the sampled EOS included."""
-        start, count = len(prompt.token_ids), len(completion.token_ids)
-        return cls(
-            token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
-            spans=((start, start + count),) if count else (),
-            logprobs=completion.logprobs,
-            advantages=np.asarray(advantages, np.float32),
-            group=group,
-            sample=completion.sample,
-            trained=trained,
-            counted=counted,
-            kept=completion.kept,
-            kept_ids=completion.kept_ids,
-        )
+    ) -> "list[Row]":
+        """A row for each part of the trajectory: the sampled tokens are actions, the sampled EOS included.
+
+        `advantages` [T]; `counts` [T] the tokens that count in a mean of the policy term, None for all.
+        """
+        rows, done = [], 0
+        for number, turns in enumerate(trajectory.parts()):
+            token_ids, spans = _sequence(prompt, turns)
+            own = slice(done, done + sum(len(turn.completion.token_ids) for turn in turns))
+            done = own.stop
+            rows.append(
+                cls(
+                    token_ids=token_ids,
+                    spans=spans,
+                    logprobs=trajectory.logprobs[own],
+                    advantages=np.asarray(advantages, np.float32)[own],
+                    group=group,
+                    sample=trajectory.sample,
+                    part=number,
+                    trained=trained,
+                    counted=None if counts is None else int(counts[own].sum()),
+                    kept=None if trajectory.kept is None else trajectory.kept[own],
+                    kept_ids=None if trajectory.kept_ids is None else trajectory.kept_ids[own],
+                )
+            )
+        return rows
 
     @property
     def key(self) -> RowKey:
-        return self.group, self.sample
+        return self.group, self.sample, self.part
 
     @property
     def num_actions(self) -> int:
@@ -207,6 +350,18 @@ class Row:
     def action_positions(self) -> Iterator[int]:
         for start, stop in self.spans:
             yield from range(start, stop)
+
+
+def _sequence(prompt: Prompt, turns: Sequence[Turn]) -> tuple[Int32Array, tuple[tuple[int, int], ...]]:
+    """The token ids of turns that continue each other, prompt included, and the spans of their actions."""
+    pieces: list[Int32Array] = [] if turns[0].restarts else [prompt.token_ids]
+    spans: list[tuple[int, int]] = []
+    for turn in turns:
+        pieces += [turn.context, turn.completion.token_ids]
+        stop = sum(map(len, pieces))
+        if count := len(turn.completion.token_ids):
+            spans.append((stop - count, stop))
+    return np.concatenate(pieces).astype(np.int32), tuple(spans)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ def write_run(
     *,
     finished: bool = True,
     max_steps: int | None = None,
+    environment: Mapping[str, Any] | None = None,
+    seconds: float = 1.0,
+    tokens: int = 1,
     **sections: dict[str, Any],
 ) -> Path:
     """A run with these correct rates, evaluated at its last step."""
@@ -41,12 +44,15 @@ def write_run(
     files = RunFolder(folder)
     files.create()
     files.config.write_text(dump_toml(config), encoding="utf-8")
+    files.environment.write_text(json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8")
     records = [StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate) for step, rate in enumerate(rates)]
     _write_lines(files.metrics, [record.to_json() for record in records])
     if held_out:
         _write_lines(files.evaluation, [item.to_json() | {"step": len(rates)} for item in held_out])
     if finished:
-        summary = RunSummary("done", config.condition_label, seed, len(rates), 1.0, 1, None, None, records[-1], "checkpoints/final")
+        summary = RunSummary(
+            "done", config.condition_label, seed, len(rates), seconds, tokens, None, None, records[-1], "checkpoints/final"
+        )
         files.summary.write_text(json.dumps(summary.to_json()), encoding="utf-8")
     return folder
 

@@ -5,6 +5,7 @@ import resource
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.stops import MOMENTS
 
@@ -12,9 +13,13 @@ from tests.stops import MOMENTS
 # another; child processes inherit the setting, so what they compute is the same to the last bit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# How long an example takes says nothing about its property, and a busy machine is slow.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=3, help="how often a run is killed at a random moment and resumed (test_run_resume.py)")
+    parser.addoption("--kills", type=int, default=2, help="how often a run is killed at a random moment and resumed (test_run_resume.py)")
     parser.addoption("--stops", type=int, default=3, help="at how many of 50 moments two signals stop a run (test_run_resume.py)")
 
 

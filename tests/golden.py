@@ -22,6 +22,7 @@ from retrain.advantages.sepa import SEPAController, check_ramp
 from retrain.advantages.step import StepTokens
 from retrain.analysis import statistics, tasks
 from retrain.backends.local import loss
+from retrain.backends.rows import sequence_weights
 from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency, target_batch
 from retrain.config import TrainConfig
 from retrain.config.schema import Loss, Sepa
@@ -165,7 +166,7 @@ def cut(values: torch.Tensor, lengths: Sequence[int]) -> Rows:
 
 def token_weights(lengths: Sequence[int], aggregation: Any, max_tokens: int = 0) -> torch.Tensor:
     """[N] float64: the weight of each action token of a whole batch."""
-    weights = torch.tensor(loss.sequence_weights(lengths, aggregation, max_tokens), dtype=torch.float64)
+    weights = torch.tensor(sequence_weights(lengths, aggregation, max_tokens), dtype=torch.float64)
     return weights.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
 
 

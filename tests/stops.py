@@ -65,7 +65,7 @@ class Random:
     def arm(self, fire: Callable[[], None], folder: Path) -> None:
         def wait_and_fire() -> None:
             rng, metrics = random.Random(self.seed), folder / "metrics.jsonl"
-            wanted = rng.randrange(0, 11)
+            wanted = rng.randrange(0, 7)
             while not (folder / ".retrain.json").exists() or (wanted and (not metrics.exists() or count(metrics) < wanted)):
                 time.sleep(0.002)
             time.sleep(rng.uniform(0, 0.3))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from retrain.campaign import CampaignPlan, plan_campaign
-from retrain.config import config_from_toml, dump_toml, not_built, replaced, unused_keys
+from retrain.config import config_from_toml, dump_toml, replaced, unused_keys
 from retrain.errors import ConfigurationError
 
 FOLDER = Path("logs/campaign_20261121_120000")
@@ -149,12 +149,6 @@ def test_a_key_is_unused_only_where_no_condition_uses_it() -> None:
         'Condition "ppo": [sepa] steps = 100 is unused here: no transform here uses SEPA.'
     ]
     assert "[loss] dual_clip = 2.0 is unused here" in unused_keys(config_from_toml("[campaign]\n[loss]\ndual_clip = 2.0"))[0]
-
-
-def test_what_one_condition_needs_and_is_not_built_is_refused() -> None:
-    assert len(not_built(config_from_toml(TWO_PPO.replace("lr = 1e-3", 'planning.detector = "semantic"')))) == len(
-        not_built(config_from_toml('[planning]\ndetector = "semantic"'))
-    )
 
 
 def section(run: Any, name: str) -> Any:

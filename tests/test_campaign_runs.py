@@ -237,7 +237,6 @@ def test_a_folder_without_a_campaign_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
-    assert "not built yet" in refused(tmp_path / "c", planning={"detector": "semantic"})
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     data = {"source": str(problems)}

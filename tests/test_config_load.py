@@ -1,6 +1,5 @@
 """Precedence, flags, variables, provenance; kinds of files; drawn seeds; resuming; keys without effect; migration."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,13 @@ from retrain.config import (
     dump_toml,
     load_config,
     load_stored,
-    not_built,
     replaced,
     resume_differences,
     unused_keys,
     with_drawn_seed,
 )
 from retrain.config.keys import Key, all_keys, flags
-from retrain.config.names import register_name, table
+from retrain.config.names import register_name
 from retrain.config.outcomes import per_token_refusals
 from retrain.config.overrides import parse_overrides
 from retrain.errors import ConfigurationError
@@ -318,7 +316,7 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
     assert (resume_differences(old, new) == []) is same
 
 
-# -- keys without effect, features not built -----------------------------------------------------------------------------
+# -- keys without effect -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -385,24 +383,6 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
 )
 def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, object]], sentence: str) -> None:
     assert unused_keys(config_from_mapping(data)) == ([sentence] if sentence else [])
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"backend": {"backend": "tinker"}},
-        {"environment": {"provider": "verifiers", "id": "a/b"}},
-        {"reward": {"type": "judge", "judge_model": "m"}},
-        {"planning": {"detector": "semantic"}},
-        {"campaign": {}, "planning": {"detector": "semantic"}},
-        *({"inference": {"engine": name}} for name, built in table("engine").items() if name != "pytorch" and built is None),
-    ],
-    ids=json.dumps,
-)
-def test_a_feature_that_is_not_built_loads_and_is_refused_at_the_start(data: dict[str, dict[str, object]]) -> None:
-    problems = not_built(config_from_mapping(data))
-    assert len(problems) == 1 and "not built yet" in problems[0]
-    assert not_built(TrainConfig()) == []
 
 
 @pytest.mark.parametrize("transform", ["gtpo", "gtpo_sepa", "entropy_mask", "my_module.my_transform"])

@@ -27,7 +27,7 @@ from retrain.advantages.transforms import (
 from retrain.config import TrainConfig
 from retrain.config.names import builtin_names
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Prompt, Score, Scored
+from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Prompt, Score, Scored, Trajectory
 
 # Token ids stand for these pieces.
 VOCABULARY = ["so ", "let ", "me ", "check ", "x", ""]
@@ -51,11 +51,17 @@ def group(rewards: list[float], completions: list[Completion], threshold: float 
     scores = [Score.of(reward, threshold) for reward in rewards]
     prompt = Prompt(Example("q", "a", example_id="q"), "q", np.array([7, 8], np.int32))
     pairs = zip(completions, scores, strict=True)
-    return Group(prompt, 0, [Scored(replace(c, sample=i), "", score) for i, (c, score) in enumerate(pairs)])
+    return Group(prompt, 0, [Scored(Trajectory.of(replace(c, sample=i)), "", score) for i, (c, score) in enumerate(pairs)])
+
+
+def replies(of: Group) -> list[Completion]:
+    return [trajectory.completions[0] for trajectory in of.trajectories]
 
 
 def without_entropies(of: Group) -> Group:
-    return replace(of, members=[replace(m, completion=replace(m.completion, entropies=None)) for m in of.members])
+    return replace(
+        of, members=[replace(m, trajectory=Trajectory.of(replace(m.trajectory.completions[0], entropies=None))) for m in of.members]
+    )
 
 
 def mixed() -> Group:
@@ -224,7 +230,7 @@ def test_rho_masks_under_every_transform(transform: str, rho: float, scope: str,
     ]
     settings_ = {"surprisal_mask_rho": rho, "surprisal_mask_scope": scope}
     credit = assign(config(transform, algorithm=settings_), groups)
-    lengths = [[len(c.token_ids) for c in g.completions] for g in groups]
+    lengths = [[len(c.token_ids) for c in g.trajectories] for g in groups]
     pools = {"batch": [sum(map(sum, lengths))], "group": [sum(row) for row in lengths], "completion": [n for row in lengths for n in row]}
     assert credit.statistics.surprisal_kept_fraction == pytest.approx(sum(kept_count(n, rho) for n in pools[scope]) / pools["batch"][0])
     before = list(credit.assigned.stages.values())[-2]
@@ -255,7 +261,7 @@ def test_groups_without_advantage_do_not_set_the_threshold() -> None:
 
 def test_completions_that_the_loss_leaves_out_do_not_set_the_threshold() -> None:
     cut_off = completion([4, 4], [-9.0, -9.0], FinishReason.LENGTH)
-    groups = [group([1.0, 0.0, 0.0], [*mixed().completions, cut_off])]
+    groups = [group([1.0, 0.0, 0.0], [*replies(mixed()), cut_off])]
     for mask_truncated, tau in ((False, 9.0), (True, 1.5)):
         credit = assign(config("none", algorithm={"surprisal_mask_rho": 0.3}, loss={"mask_truncated": mask_truncated}), groups)
         assert credit.statistics.surprisal_tau == pytest.approx(tau)
@@ -319,7 +325,7 @@ def test_a_row_is_trained_where_the_loss_has_a_term_for_it(loss: dict[str, objec
     settings = {**loss, "mask_truncated": True}
     rows = assign(config("none", "grpo", loss=settings), [mixed(), uniform]).rows()
     assert [row.trained for row in rows] == [True, True, silent, False]
-    assert [row.key for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [row.key for row in rows] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
 
 
 def test_a_step_without_groups_is_assigned_nothing() -> None:
@@ -368,7 +374,7 @@ def test_a_logprob_that_is_not_finite_is_named_with_its_place(bad: float) -> Non
 
 def test_negative_rewards_stop_maxrl_by_name() -> None:
     with pytest.raises(RunFailed, match="group 1: reward 0 is -1"):
-        assign(config(), [mixed(), group([-1.0, 0.0], mixed().completions)])
+        assign(config(), [mixed(), group([-1.0, 0.0], replies(mixed()))])
 
 
 def test_shannon_entropy_without_recorded_entropies_is_refused() -> None:
@@ -417,8 +423,8 @@ def test_unknown_parameters_of_built_ins_are_refused() -> None:
             CreditPipeline(config(algorithm=table), pieces)
 
 
-def test_a_detector_that_is_not_built_is_refused_only_where_it_is_needed() -> None:
+def test_an_encoder_is_needed_only_where_a_transform_looks_for_planning() -> None:
     planning = {"detector": "semantic"}
-    with pytest.raises(ConfigurationError, match="not built"):
+    with pytest.raises(ConfigurationError, match="needs an encoder"):
         CreditPipeline(config(planning=planning), pieces)
     CreditPipeline(config("gtpo", planning=planning), pieces)

@@ -10,9 +10,10 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.kv_cache import KVArena, PromptState
 from retrain.inference_engine.scheduler import Job, Rows
-from retrain.model.attention import FlashAttention, FusedAttention, RowLengths
+from retrain.model.attention import FusedAttention, VarlenAttention
 from retrain.model.budget import kv_bytes_per_token, plan_decode
-from retrain.model.devices import EngineOptions, engine_options
+from retrain.model.devices import EngineOptions, attention_of, engine_options
+from retrain.model.varlen import Spans, flash, has_flash, plain
 from retrain.noise import uniform
 
 
@@ -23,11 +24,11 @@ def options_for(device_type: str = "cpu", model_dtype: torch.dtype = torch.float
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"attention_kernel": "flash"}, ConfigurationError, 'attention_kernel = "flash" needs a CUDA device and the flash-attn package'),
+        ({"attention_kernel": "flash"}, ConfigurationError, 'attention_kernel = "flash" needs a CUDA device, and this run is on cpu'),
         ({"attention_kernel": "flash", "device_type": "cuda"}, ConfigurationError, "computes in bf16"),
-        ({"attention_kernel": "triton"}, ConfigurationError, 'attention_kernel = "triton" is not in the pytorch engine; use "default"'),
-        ({"attention_kernel": "tk"}, ConfigurationError, 'use "default"'),
-        ({"attention_kernel": "cutlass", "device_type": "cuda"}, ConfigurationError, 'use "default"'),
+        ({"attention_kernel": "triton"}, ConfigurationError, 'engine = "vllm" has them'),
+        ({"attention_kernel": "tk", "device_type": "cuda"}, ConfigurationError, "ThunderKittens"),
+        ({"attention_kernel": "cutlass"}, ConfigurationError, 'attention_kernel = "cutlass" needs a CUDA device'),
         ({"dtype": "fp8"}, ConfigurationError, 'engine = "vllm" with a fp8 model'),
         ({"dtype": "fp4", "device_type": "cuda"}, ConfigurationError, "4-bit matrix products"),
         ({"kv_cache_dtype": "fp8", "device_type": "mps"}, ConfigurationError, "8-bit floats"),
@@ -40,9 +41,15 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(changes: dict, error: 
     assert words in message and message.startswith("[inference] ") and message.endswith(".") and "\n" not in message
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where flash-attn is not installed")
-def test_flash_on_cuda_without_its_package_is_an_environment_failure():
-    with pytest.raises(EnvironmentFailure, match="pip install flash-attn"):
+def test_the_attention_of_a_gpu_is_torchs_flash_kernel_and_where_that_is_missing_flash_is_refused(monkeypatch: pytest.MonkeyPatch):
+    assert options_for("cuda", torch.bfloat16).flash and options_for("cuda", torch.bfloat16, attention_kernel="flash").flash
+    assert not options_for("cuda", torch.bfloat16, attention_kernel="cutlass").flash
+    assert not options_for("cuda", torch.float32).flash and not options_for().flash
+    assert isinstance(attention_of("default", "cuda", torch.bfloat16), VarlenAttention)
+    assert type(attention_of("cutlass", "cuda", torch.bfloat16)) is type(attention_of("default", "cpu", torch.float32)) is FusedAttention
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query: query)  # a torch whose kernel has no grouped heads
+    assert not options_for("cuda", torch.bfloat16).flash
+    with pytest.raises(EnvironmentFailure, match=r"needs torch 2\.12"):
         options_for("cuda", torch.bfloat16, attention_kernel="flash")
 
 
@@ -106,16 +113,9 @@ def test_every_draw_uses_the_noise_of_its_own_coordinates():
         check()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash-attn runs on CUDA only")
-def test_flash_attention_equals_fused_attention():
-    pytest.importorskip("flash_attn")
-    make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    rows = RowLengths(torch.tensor([5, 9, 2], device="cuda"), 9, ragged=True)
-    for window, softcap in ((None, None), (4, None), (None, 10.0)):
-        one_token = make(3, 4, 1, 64), make(3, 2, 9, 64), make(3, 2, 9, 64)
-        prompt = make(1, 4, 9, 64), make(1, 2, 9, 64), make(1, 2, 9, 64)
-        flash, fused = FlashAttention(), FusedAttention()
-        torch.testing.assert_close(
-            flash.decode(*one_token, rows, 0.1, window, softcap), fused.decode(*one_token, rows, 0.1, window, softcap)
-        )
-        torch.testing.assert_close(flash.causal(*prompt, 0.1, window, softcap), fused.causal(*prompt, 0.1, window, softcap))
+@pytest.mark.skipif(not has_flash("cuda", torch.bfloat16) or not torch.cuda.is_available(), reason="the flash kernel runs on CUDA only")
+@pytest.mark.parametrize("window", [None, 4])
+def test_flash_attention_equals_the_plain_form(window: int | None):
+    spans = Spans.of([5, 1, 9], [12, 4, 9], torch.device("cuda"))
+    packed = [torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for tokens, heads in ((15, 8), (25, 2), (25, 2))]
+    torch.testing.assert_close(flash(*packed, spans, 0.1, window), plain(*packed, spans, 0.1, window))

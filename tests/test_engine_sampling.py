@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.inference_engine import sampling
 from retrain.inference_engine.sampling import draw
+from retrain.model import sums
 
 ONE = np.ones(1, dtype=np.float32)
 
@@ -94,7 +94,7 @@ def test_the_sums_of_devices_without_a_deterministic_cumsum_draw_the_same_tokens
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (500, 9000)).astype(np.float32))
     arguments = logits, np.full(500, 0.9, dtype=np.float32), np.random.default_rng(2).random(500)
     expected = draw(*arguments)
-    monkeypatch.setattr(sampling, "_SUMS_BY_PRODUCT", {"cpu"})
+    monkeypatch.setattr(sums, "BY_PRODUCT", {"cpu"})
     found = draw(*arguments)
     assert np.array_equal(found.tokens, expected.tokens)
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-6)

@@ -235,9 +235,9 @@ def test_a_pilot_that_shows_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_seeds_that_cannot_conclude_are_said_with_the_number_that_could() -> None:
     few = explain(campaign(campaign={"seeds": [1, 2, 3, 4]}))
-    assert few.power is not None and few.power.detectable is None and few.power.seeds_needed == 8
+    assert few.power is not None and few.power.detectable is None and few.power.seeds_needed == 6
     (warning,) = [sentence for sentence in few.warnings if "conclude" in sentence]
-    assert "4 seeds" in warning and "4 comparisons" in warning and "8 seeds" in warning
+    assert "4 seeds" in warning and "4 comparisons" in warning and "6 seeds" in warning
     assert not [sentence for sentence in explain(campaign()).warnings if "conclude" in sentence]
 
 

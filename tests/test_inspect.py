@@ -12,11 +12,12 @@ import pytest
 from campaigns import write_run
 from rich.console import Console
 from runs import small
+from test_planning_semantic import Counter
 
 from retrain import train
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
-from retrain.inspect.credit import StepCredit, read_step
+from retrain.inspect.credit import StepCredit, agreement, read_step
 from retrain.inspect.shading import LEVELS, Quantity, levels
 from retrain.inspect.terminal import show, token_lines
 from retrain.records.run_folder import RunFolder
@@ -54,6 +55,36 @@ def test_the_runs_own_transform_computed_again_gives_what_was_trained_on(run: St
         assert list(stored) == list(computed) and credit.labels == ["maxrl+gtpo_sepa", "maxrl+gtpo_sepa (computed)"]
         for stage in stored:
             np.testing.assert_array_equal(stored[stage], computed[stage])
+
+
+def test_both_planning_detectors_are_shown_side_by_side(run: StoredRun, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    asked: list[str] = []
+
+    def load(name: str) -> Counter:
+        asked.append(name)
+        return Counter()
+
+    monkeypatch.setattr("retrain.inspect.credit.load_sentence_encoder", load)
+    credit = read_step(run, 1, detectors=True, planning_model="a folder")
+    assert asked == ["a folder"] and list(credit.detectors) == ["regex", "semantic"]
+    np.testing.assert_array_equal(credit.detectors["regex"], credit.planning)
+    assert not np.array_equal(*credit.detectors.values())
+    (note,) = credit.notes
+    both = float((credit.detectors["regex"] & credit.detectors["semantic"]).mean())
+    assert f"both {both:.1%}" in note and "kappa" in note
+    head = next(line for line in printed(credit, table=True).splitlines() if "surprisal" in line)
+    assert head.split()[2:5] == ["regex", "semantic", "surprisal"]
+    assert main(["inspect", str(run.path), "--detectors", "--json"]) == 0
+    (first, *_) = json.loads(capsys.readouterr().out)["completions"]
+    assert len(first["detectors"]["semantic"]) == len(first["token_ids"])
+
+
+def test_kappa_is_the_agreement_beyond_chance() -> None:
+    one = np.array([1, 1, 0, 0, 0, 0, 0, 0, 0, 0], bool)
+    two = np.array([1, 0, 1, 0, 0, 0, 0, 0, 0, 0], bool)
+    assert "agree on 80.0% of the tokens (Cohen's kappa 0.37)" in agreement({"a": one, "b": two})  # (0.8 - 0.68) / 0.32
+    assert "kappa 1.00" in agreement({"a": one, "b": one}) and "nothing to tell apart" in agreement({"a": one & ~one, "b": one & ~one})
+    assert "no tokens" in agreement({"a": one[:0], "b": one[:0]})
 
 
 def test_completions_that_the_loss_leaves_out_are_left_out_again(tmp_path: Path) -> None:

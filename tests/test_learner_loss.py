@@ -18,9 +18,9 @@ from retrain.backends.local.loss import (
     icepop_weight,
     kl_term,
     policy_loss,
-    sequence_weights,
     tis_weight,
 )
+from retrain.backends.rows import sequence_weights
 from retrain.config.schema import Loss
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=8)

@@ -14,8 +14,8 @@ from learner_models import VOCABULARY, config_for, distance, gradients, make_lea
 
 from retrain.backends.local.backend import LocalBackend, _deterministic
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.micro_batches import LearnerRow, check_rows, minibatch_split, needed_tokens, pack, shift, split_rows
-from retrain.backends.local.optimizer import learning_rate
+from retrain.backends.local.micro_batches import LearnerRow, pack, split_rows
+from retrain.backends.rows import check_rows, learning_rate, minibatch_split, needed_tokens, shift
 from retrain.model.adapter import Adapter
 from retrain.model.attention import FusedAttention
 from retrain.model.dropout import DropoutKey, KeyedDropout

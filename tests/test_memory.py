@@ -17,8 +17,9 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
 from retrain.model.footprint import footprint
-from retrain.model.machine import Machine
+from retrain.model.machine import Machine, activation_bytes, budgets, plan
 from retrain.model.memory import GIB, Memory, predict_memory
+from retrain.model.text import load_model_config
 from retrain.types import Row
 
 QWEN3_4B: dict[str, Any] = {
@@ -166,15 +167,30 @@ def _learner_row(row: Row, number: int) -> Any:
     return LearnerRow(number, row, row.logprobs, row.logprobs)
 
 
+PROFILE_ROWS = [2, 7, 40, 76]
+"""Completions of 11,264 tokens that decode together on 16, 24, 80 and 141 GiB."""
+
+
 def test_the_standard_profile_of_a_4b_model(tmp_path: Path) -> None:
     """66,060,288 adapter parameters at rank 32, and 147 KB of keys and values a token."""
-    predicted = predict_memory(qwen(tmp_path), memory_gib=24)
+    config = qwen(tmp_path)
+    predicted = predict_memory(config, memory_gib=24)
     assert predicted.size.num_trainable == 66_060_288
     assert predicted.weights.bytes == 2 * 4_022_468_096
     assert predicted.optimizer.bytes == 12 * 66_060_288
-    assert predicted.kv_cache.note.startswith(f"{predicted.choices.decode_rows} x 11,264 tokens at 144 KiB; 128 completions take turns")
-    assert predicted.kv_cache.bytes >= predicted.choices.decode_rows * 11264 * 147_456
+    tokens = predicted.choices.decode_tokens
+    assert predicted.kv_cache.note.startswith(
+        f"{tokens:,} tokens in pages at 144 KiB: {tokens // 11264} of 128 completions at their longest"
+    )
+    assert predicted.kv_cache.bytes == tokens * 147_456
     assert predicted.fixed < predicted.peak < 24 * GIB
+    plans = [plan(config, load_model_config(str(tmp_path)), predicted.size, Machine("cuda", gib * GIB, 1)) for gib in (16, 24, 80, 141)]
+    assert [choices.gradient_checkpointing for choices in plans] == [True, True, False, False]
+    assert [choices.decode_tokens // 11_264 for choices in plans] == PROFILE_ROWS
+    assert [choices.decode_tokens // 2_048 for choices in plans] == [14, 40, 223, 423], "2, 5, 24 and 44 before there were pages"
+    smallest = Machine("cuda", 16 * GIB, 1)
+    learning, _ = budgets(config, predicted.size, smallest)
+    assert activation_bytes(config, load_model_config(str(tmp_path)), predicted.size, plans[0]) <= learning
 
 
 def memory_of(folder: Path, gib: float = 40, **sections: dict[str, Any]) -> Memory:
@@ -190,14 +206,14 @@ def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
     short = memory_of(tmp_path, training={"max_tokens": 512, "batch_size": 1, "group_size": 4})
     assert short.kv_cache.bytes < plain.kv_cache.bytes and "turns" not in short.kv_cache.note
     int8 = memory_of(tmp_path, inference={"kv_cache_dtype": "int8"})
-    assert int8.choices.decode_rows > plain.choices.decode_rows
+    assert int8.choices.decode_tokens > plain.choices.decode_tokens and "4 x 11,264" not in int8.kv_cache.note
     kept, checkpointed = (memory_of(tmp_path, 80, training={"gradient_checkpointing": on}).activations for on in (False, True))
     assert kept.note.endswith("KiB") and checkpointed.note.endswith("checkpointed")
 
 
 def test_a_larger_device_decodes_more_rows_and_no_budget_passes_the_device(tmp_path: Path) -> None:
     sizes = [memory_of(tmp_path, gib) for gib in (16, 24, 80)]
-    assert [size.choices.decode_rows for size in sizes] == sorted({size.choices.decode_rows for size in sizes})
+    assert [size.choices.decode_tokens for size in sizes] == sorted({size.choices.decode_tokens for size in sizes})
     assert all(size.peak <= size.machine.memory for size in sizes)
 
 

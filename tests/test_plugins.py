@@ -15,7 +15,7 @@ from retrain.advantages.pipeline import CreditPipeline
 from retrain.config import TrainConfig, load_config
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.plugins import inspect_call, load_plugin
-from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored
+from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored, Trajectory
 
 _numbers = itertools.count()
 
@@ -47,7 +47,8 @@ def config(strict: bool = True, **algorithm: object) -> TrainConfig:
 def step() -> list[Group]:
     def scored(sample: int, logprobs: list[float], score: Score) -> Scored:
         ids = np.arange(len(logprobs), dtype=np.int32)
-        return Scored(Completion(0, sample, ids, np.array(logprobs, np.float32), None, FinishReason.STOP), "", score)
+        completion = Completion(0, sample, ids, np.array(logprobs, np.float32), None, FinishReason.STOP)
+        return Scored(Trajectory.of(completion), "", score)
 
     prompt = Prompt(Example("q", "a"), "q", np.array([1], np.int32))
     right, wrong = Score(Outcome.RIGHT, 1.0), Score(Outcome.WRONG, 0.0)

@@ -79,6 +79,14 @@ def test_integers_compare_as_integers(a: int, b: int) -> None:
         "|x" * 17,
         nested_fraction(40),
         "(" * 300 + "x" + ")" * 300,
+        r"\binom{10^8}{5\cdot 10^7}",
+        r"\dbinom{100000}{3}",
+        "(x+y+z+1)^{15}",
+        "(x+1)^{500}",
+        "(1+i)^1000",
+        "((x+1)^{12}+1)^{12}",
+        "(x+1)^{100}(y+1)^{100}",
+        "(x+y-1)^{-300}",
         "x" * 1001,
         "{5",
         "5}",
@@ -108,6 +116,12 @@ def test_answers_that_cannot_be_evaluated_are_refused(answer: str) -> None:
         "+".join([r"\sin x\cos y"] * 10),
         r"\sin(\cos(\tan(x^2)))",
         r"\log_{2}(x)" * 9,
+        r"\binom{50}{25}",
+        "(x+1)^{100}",
+        "(r+5)^2(x-3)^3",
+        "(2+3)^{1000}",
+        "(-x)^{1000}",
+        "x^{50}+y^{50}+(-1)^{n+1}",
         r"\int_0^1\int_0^1\int_0^1 xyz",
         r"\alpha\beta\gamma\delta\pi\theta\mu\nu\xi\rho",
         "|x|+|y|+|z|",
@@ -115,6 +129,13 @@ def test_answers_that_cannot_be_evaluated_are_refused(answer: str) -> None:
 )
 def test_answers_of_an_ordinary_size_are_not_refused(answer: str) -> None:
     assert not is_refused(canonical_latex(answer))
+
+
+@pytest.mark.parametrize("answer", [r"\int e^{\sin x^2}\cos x^3 dx", r"\sum_{i=1}^{1000}\frac{1}{i^3}", r"\prod_{i=1}^{9} i"])
+def test_an_answer_that_is_left_to_be_evaluated_is_wrong_unless_the_reference_is_so_too(answer: str) -> None:
+    assert decide_by_strings(answer, "4") is False
+    assert decide_by_strings(answer, r"\int_0^1 x dx") is None
+    assert decide_by_strings(r"\integer", "4") is None
 
 
 @given(st.text(alphabet="^!(){}[]0123456789x\\.,- ", max_size=40))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config import TrainConfig
-from retrain.errors import ConfigurationError, RunFailed
+from retrain.errors import RunFailed
 from retrain.rewards import FailureGuard, Scorer, ScoreRequest, build_scorer, extract_boxed, gold_response
 from retrain.types import Example, Outcome, Score
 
@@ -108,7 +108,7 @@ def test_rewards_add_up_with_their_weights_and_the_sum_decides() -> None:
 
 def test_one_part_that_cannot_judge_makes_the_whole_so() -> None:
     with scorer_of(type=["match", "math"], deadline_s=0.5) as scorer:
-        verdict = score(scorer, r"\boxed{\binom{10^8}{5\cdot 10^7}}")
+        verdict = score(scorer, r"\boxed{\int e^{\sin x^2}\cos x^3 dx}", r"\int x dx")
     assert (verdict.outcome, verdict.reward) == (Outcome.COULD_NOT_JUDGE, None)
     assert "deadline_s = 0.5" in verdict.reason
 
@@ -126,11 +126,6 @@ def test_random_rewards_depend_on_the_coordinates_alone() -> None:
         assert len({tuple(forward[i] for i in range(slot, slot + 10)) for slot in range(0, 100, 10)}) > 5
         assert len({forward[sample] for sample in range(10)}) == 2
         assert 0.25 < sum(value or 0.0 for value in forward.values()) / 2000 < 0.35
-
-
-def test_a_judge_is_refused_as_not_built() -> None:
-    with pytest.raises(ConfigurationError, match="judge"):
-        scorer_of(type="judge", judge_model="some-model")
 
 
 def test_a_closed_scorer_still_gives_verdicts_that_say_so() -> None:

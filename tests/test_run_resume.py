@@ -19,12 +19,13 @@ from retrain.run.session import Session
 from tests.runs import lines, small, timeless
 from tests.stops import Placed, Random, stop_twice
 
+STEPS = 8
 EVERYTHING: dict[str, Any] = {
     "algorithm": {"transform_mode": "gtpo_sepa"},
     "sepa": {"schedule": "auto", "steps": 4, "delay_steps": 1, "warmup": 2},
     "lora": {"dropout": 0.2},
     "training": {
-        "max_steps": 12,
+        "max_steps": STEPS,
         "updates_per_batch": 2,
         "minibatches": 2,
         "lr_schedule": "cosine",
@@ -49,7 +50,7 @@ def assert_same_run(left: Path, right: Path) -> None:
     assert timeless(left / "metrics.jsonl") == timeless(right / "metrics.jsonl")
     for name in ("emergence/generations.jsonl", "evaluation.jsonl"):
         assert (left / name).read_bytes() == (right / name).read_bytes(), name
-    files = sorted(path.relative_to(left) for folder in ("checkpoints/step_000012", "tokens") for path in (left / folder).iterdir())
+    files = sorted(path.relative_to(left) for folder in (f"checkpoints/step_{STEPS:06d}", "tokens") for path in (left / folder).iterdir())
     assert any(path.name == "optimizer.safetensors" for path in files)
     for name in files:
         if name.name not in ("trainer_state.json", "manifest.json"):  # they hold seconds
@@ -66,7 +67,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_straight_run_learned_something_at_every_step(straight: Path) -> None:
     """Otherwise the equalities below would hold for any bug."""
     records = lines(straight / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(12))
+    assert [record["step"] for record in records] == list(range(STEPS))
     assert all(record["num_datums"] > 0 and record["grad_norm"] > 0 for record in records)
 
 
@@ -116,7 +117,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, 
     command = [sys.executable, "-m", "retrain", str(file), "--quiet"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     metrics, rng = folder / "metrics.jsonl", random.Random(kill)
-    wanted = rng.randrange(0, 12)
+    wanted = rng.randrange(STEPS)
     while process.poll() is None and (len(lines_so_far(metrics)) < wanted or not (folder / ".retrain.json").exists()):
         time.sleep(0.01)
     time.sleep(rng.uniform(0, 0.3))

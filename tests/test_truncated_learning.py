@@ -12,7 +12,7 @@ from learner_models import VOCABULARY, config_for, distance, gradients, make_lea
 from learner_reference import reference_loss, row_scores
 
 from retrain.backends.local.backend import LocalBackend
-from retrain.backends.local.micro_batches import check_rows
+from retrain.backends.rows import check_rows
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.sampling import draw
 from retrain.model.head import Head, score_tokens

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.inference_engine.sampling import draw
-from retrain.model.truncation import Cuts, KeptSets
+from retrain.model import sums
+from retrain.model.truncation import Cuts, FixedKeptSets, KeptSets
 
 OFF = (0, 1.0, 0.0)
 ROUNDING = 1e-6
@@ -38,7 +39,10 @@ def kept_set(logits: np.ndarray, temperature: float, *cut: float) -> list[int]:
     z = torch.from_numpy(logits.astype(np.float32)[None]) / temperature
     z = z - z.max()
     sets = KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts(cut))  # type: ignore[arg-type]
-    tokens = (~sets.beyond(z))[0].nonzero()[:, 0].tolist()
+    beyond = sets.beyond(z)
+    on_device = FixedKeptSets.of_device_cuts(z, z.exp().sum(-1, dtype=torch.float64), *(torch.tensor([value]) for value in cut))
+    assert torch.equal(on_device.counts, sets.counts) and torch.equal(on_device.beyond(z), beyond)
+    tokens = (~beyond)[0].nonzero()[:, 0].tolist()
     assert len(tokens) == int(sets.counts[0])
     return tokens
 
@@ -134,3 +138,13 @@ def test_tokens_of_probability_zero_are_not_drawn_where_top_k_reaches_them():
     logits[0, [300, 520]] = torch.tensor([0.0, 1.0])
     drawn = draw(logits, np.ones(1, np.float32), np.array([0.999999]), cuts((50, 1.0, 0.0)))
     assert drawn.tokens[0] == 520 and np.isfinite([drawn.logprobs[0], drawn.entropies[0]]).all()
+
+
+def test_running_sums_by_products_are_those_of_the_definition(monkeypatch):
+    """Of 152k terms, as kept sets need them where a device's own sums are not deterministic."""
+    x = torch.from_numpy(np.random.default_rng(4).random((2, 151_936)) ** 8)
+    expected = sums.running_sums(x)
+    monkeypatch.setattr(sums, "BY_PRODUCT", {"cpu"})
+    found = sums.running_sums(x)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    assert (found.diff(dim=-1) >= 0).all()

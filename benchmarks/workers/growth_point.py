@@ -1,7 +1,9 @@
 """Sampling and learning of one batch in a fresh process: seconds and memory of each half.
 
 A request names the shape: `completions` of `tokens` tokens after prompts of `prompt_tokens`, in groups of `group`. It may name the
-`halves` to measure, `repeats` (the best counts) and keys of `[training]`. `profile` names a half whose kernels are listed instead.
+`halves` to measure, `repeats` (the best counts, beside which the first stands) and keys of `[training]`. With `ragged` prompts have half to
+all of their tokens and completions an eighth to all, other lengths at every turn: what real rows are. `profile` names a half whose kernels
+are listed instead.
 """
 
 import gc
@@ -15,7 +17,7 @@ from worker import Measure, serve
 
 import retrain.processes
 
-retrain.processes.spin_briefly()
+retrain.processes.prepare_torch()
 
 import numpy as np  # noqa: E402 - torch reads its environment when it is imported
 import torch  # noqa: E402
@@ -50,6 +52,7 @@ class Point:
         self.group: int = request.get("group", settings["group"])
         self.prompt_tokens: int = request.get("prompt_tokens", settings["prompt_tokens"])
         self.vocabulary: int = settings["vocabulary"]
+        self.ragged: bool = request.get("ragged", False)
         self.rng = np.random.default_rng(0)
         config = {
             "model": {"model": settings["model"], "lora_rank": settings["rank"], "dtype": settings.get("dtype", "fp32")},
@@ -60,8 +63,17 @@ class Point:
         self.backend = LocalBackend(config_from_mapping(config), eos_ids=(NEVER,))
 
     def requests(self, groups: int, tokens: int) -> list[SampleRequest]:
+        if self.ragged:
+            return [request for slot in range(groups) for request in self.ragged_requests(slot, tokens)]
         prompts = self.rng.integers(FIRST_TOKEN, self.vocabulary, (groups, self.prompt_tokens)).astype(np.int32)
         return [SampleRequest(prompt, self.group, tokens, 1.0, NoiseKey(0, 0, 0, slot)) for slot, prompt in enumerate(prompts)]
+
+    def ragged_requests(self, slot: int, tokens: int) -> list[SampleRequest]:
+        """A request for each completion of one prompt."""
+        size = int(self.rng.integers(max(1, self.prompt_tokens // 2), self.prompt_tokens + 1))
+        prompt = self.rng.integers(FIRST_TOKEN, self.vocabulary, size).astype(np.int32)
+        limits = self.rng.integers(max(1, tokens // 8), tokens + 1, self.group).tolist()
+        return [SampleRequest(prompt, 1, limit, 1.0, NoiseKey(0, 0, 0, slot), number) for number, limit in enumerate(limits)]
 
     def sample(self, requests: list[SampleRequest]) -> list[Row]:
         done = list(self.backend.engine.sample(requests))
@@ -77,7 +89,7 @@ class Point:
                 rows.append(row_of(one, request, float(self.rng.standard_normal())))
         return [replace(row, logprobs=own) for row, own in zip(rows, self.backend.logprobs(rows), strict=True)]
 
-    def halves(self, groups: int, tokens: int, wanted: list[str]) -> tuple[dict[str, Measure], StepResult | None]:
+    def halves(self, groups: int, tokens: int, wanted: list[str]) -> tuple[dict[str, Measure], StepResult | None, list[Row]]:
         asked = self.requests(groups, tokens)
         measures, result = {}, None
         if "sampling" in wanted:
@@ -88,8 +100,8 @@ class Point:
         if "learning" in wanted:
             with measured_on(self.device) as measures["learning"]:
                 result = self.backend.train(rows, 0)
-        assert {row.num_actions for row in rows} == {tokens}
-        return measures, result
+        assert sum(row.num_actions for row in rows) == sum(request.count * request.max_tokens for request in asked)
+        return measures, result, rows
 
     def profile(self, groups: int, tokens: int, half: str) -> dict[str, Any]:
         """Twice the same work: once timed, once with its kernels listed."""
@@ -106,6 +118,16 @@ class Point:
         with measured_on(self.device) as measure:
             run()
         return {"seconds": measure.seconds, "kernels": profiled(run, self.device)}
+
+
+def best_of(half: str, turns: list[tuple[dict[str, Measure], StepResult | None, list[Row]]]) -> dict[str, Any]:
+    """The turn that was fastest for its tokens, with these tokens and the seconds of the first turn."""
+    measures, _, rows = min(turns, key=lambda turn: turn[0][half].seconds / sum(row.num_actions for row in turn[2]))
+    lengths = [row.num_actions for row in rows]
+    packed = sum(len(row.token_ids) for row in rows)
+    return {
+        **vars(measures[half]), "drawn": sum(lengths), "longest": max(lengths), "packed": packed, "first_seconds": turns[0][0][half].seconds
+    }  # fmt: skip
 
 
 def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -126,7 +148,7 @@ def setup(settings: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]
         turns = [point.halves(groups, tokens, wanted) for _ in range(request.get("repeats", 1))]
         choices, result = point.backend.choices, turns[0][1]
         return {
-            **{half: vars(min((measures[half] for measures, _ in turns), key=lambda one: one.seconds)) for half in wanted},
+            **{half: best_of(half, turns) for half in wanted},
             "rows_at_once": f"{choices.decode_rows:,}",
             "micro_batch": f"{choices.micro_batch_tokens:,}{', checkpointing' if choices.gradient_checkpointing else ''}",
             "fused": point.backend._fused is not None,

@@ -13,7 +13,7 @@ from worker import serve
 
 import retrain.processes
 
-retrain.processes.spin_briefly()
+retrain.processes.prepare_torch()
 
 import numpy as np  # noqa: E402 - torch reads its environment when it is imported
 import torch  # noqa: E402

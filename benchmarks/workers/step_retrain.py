@@ -9,7 +9,7 @@ from worker import serve
 
 import retrain.processes
 
-retrain.processes.spin_briefly()
+retrain.processes.prepare_torch()
 
 import torch  # noqa: E402 - it reads its environment when it is imported
 from device import measured_on  # noqa: E402

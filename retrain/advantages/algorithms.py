@@ -44,7 +44,7 @@ class UncertaintyContext:
 
 @dataclass(frozen=True)
 class AlgorithmContext:
-    """What an algorithm may read of a step of P groups with G completions each; G and T may differ."""
+    """An algorithm's view of a step of P groups with G completions each; G and T may differ."""
 
     rewards: list[list[float]]
     """[P][G]"""
@@ -70,7 +70,7 @@ class AlgorithmOutput:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a built-in `algorithm_mode` stands for."""
+    """The recipe behind a built-in `algorithm_mode`."""
 
     advantage: str
     transform: str

@@ -1,11 +1,11 @@
-"""What the completions of one step were given: token advantages, the learner's rows, and what is recorded about them."""
+"""The credit of one step's completions: token advantages, the learner's rows, and what is recorded about them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array
+from retrain.advantages.ragged import BoolArray, Float64Array
 from retrain.advantages.step import StepTokens
 from retrain.advantages.uncertainty import capped, surprisal
 from retrain.types import Float32Array, Group, Row
@@ -23,8 +23,8 @@ class Assigned:
     """[n] capped and before SEPA; None where nothing reads it."""
     informative: BoolArray
     """[P] Some token of the group has an advantage before the top-rho mask."""
-    counted: Int64Array
-    """[N] Tokens that a mean of the policy term is over; 0 outside the informative groups and the loss."""
+    counts: BoolArray
+    """[n] A mean of the policy term is over these tokens; none lies outside the informative groups and the loss."""
     trained: BoolArray
     """[N] The loss has a term for the completion: a policy term, or one of KL or entropy."""
     kept_fraction: float | None
@@ -40,7 +40,7 @@ class Assigned:
 
 @dataclass(frozen=True)
 class GroupCredit:
-    """What one group of G completions was given."""
+    """The credit of one group of G completions."""
 
     advantages: list[float]
     """[G] episode advantages; for an algorithm plugin the mean over each completion's tokens."""
@@ -53,7 +53,7 @@ class GroupCredit:
 
 @dataclass(frozen=True)
 class CreditStatistics:
-    """What the step record takes from credit assignment, in its names; None where there is nothing to average.
+    """The step record's fields from credit assignment; None where there is nothing to average.
 
     Means and population variances weigh every token of the judged completions equally, skipped groups included. Execution tokens are
     all tokens outside planning phrases, i.e. all tokens where the condition does not look for phrases.
@@ -97,21 +97,21 @@ class Credit:
         return cls(sources, tokens, assigned, groups, _statistics(tokens, assigned, groups), exec_uncertainty)
 
     def rows(self) -> list[Row]:
-        """A row for each judged completion, in their order. A row outside the informative groups has no advantage."""
-        completions = [(group, completion) for group in self.sources for completion in group.completions]
-        advantages = self.assigned.final * self.assigned.informative[self.tokens.token_groups()]
+        """The rows of each judged trajectory, in their order. A row outside the informative groups has no advantage."""
+        trajectories = [(group.prompt, trajectory) for group in self.sources for trajectory in group.trajectories]
+        segments, advantages = self.tokens.segments, self.assigned.final * self.assigned.informative[self.tokens.token_groups()]
+        given = zip(
+            trajectories,
+            segments.split(advantages.astype(np.float32)),
+            segments.split(self.assigned.counts),
+            self.tokens.group_of.tolist(),
+            self.assigned.trained.tolist(),
+            strict=True,
+        )
         return [
-            Row.from_completion(
-                group.prompt, completion, own.astype(np.float32), group=int(number), counted=int(counted), trained=bool(trained)
-            )
-            for (group, completion), own, number, counted, trained in zip(
-                completions,
-                self.tokens.segments.split(advantages),
-                self.tokens.group_of,
-                self.assigned.counted,
-                self.assigned.trained,
-                strict=True,
-            )
+            row
+            for (prompt, trajectory), own, counts, number, trained in given
+            for row in Row.of(prompt, trajectory, own, group=number, counts=counts, trained=trained)
         ]
 
     def stages_float32(self) -> dict[str, Float32Array]:
@@ -129,7 +129,7 @@ def _group_credits(sources: Sequence[Group], tokens: StepTokens, assigned: Assig
 
 
 def _skip_reason(group: Group) -> str:
-    """Why a group without an advantage has none."""
+    """The reason why a group has no advantage."""
     if group.correct == len(group) > 0:
         return "all_correct"
     return "all_wrong" if group.correct == 0 < len(group) else "other"

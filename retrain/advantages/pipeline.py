@@ -25,6 +25,7 @@ from retrain.advantages.resolve import (
     step_tokens,
     token_lists,
 )
+from retrain.advantages.semantic import Encoder, SemanticDetector
 from retrain.advantages.sepa import check_ramp
 from retrain.advantages.step import StepTokens
 from retrain.advantages.transforms import TransformContext, TransformSpec, gtpo_group_weights, gtpo_weights, hicra, inverted, top_rho
@@ -39,13 +40,15 @@ if TYPE_CHECKING:
 UNINFORMATIVE = 1e-12
 """A group is left out of training when no token's advantage is larger than this."""
 
+LoadEncoder = Callable[[str], Encoder]
+"""Name or folder of a sentence-transformers model -> its encoder."""
 Stages = dict[str, Float64Array]
 """Stage -> token advantages [n], in the order in which the stages were applied."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What every stage of one step reads."""
+    """The inputs of every stage of one step."""
 
     tokens: StepTokens
     number: int
@@ -57,11 +60,12 @@ class _Step:
 class CreditPipeline:
     """Built once per run from the configuration; `assign` is then a pure function of its arguments.
 
-    `pieces` decodes the token ids of a completion into one text piece per token. Raises ConfigurationError for unknown names, plugins
+    `pieces` decodes the token ids of a completion into one text piece per token; `load_encoder` loads the sentence encoder of the semantic
+    planning detector by its name, where that is configured. Raises ConfigurationError for unknown names, plugins
     that do not load, and values that contradict each other.
     """
 
-    def __init__(self, config: "TrainConfig", pieces: Callable[[Int32Array], list[str]]) -> None:
+    def __init__(self, config: "TrainConfig", pieces: Callable[[Int32Array], list[str]], load_encoder: LoadEncoder | None = None) -> None:
         self.config = config
         self.notes: list[str] = []
         """Sentences to print at the start of the run."""
@@ -83,7 +87,7 @@ class CreditPipeline:
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(str(config.algorithm.transform_params.get("uncertainty_kind", algorithm.uncertainty_kind)))
         self._uncertainty = resolve_uncertainty(self.uncertainty_kind, config, self.notes) if self.needs_uncertainty else None
-        self._detector = _planning_detector(self.config) if self.needs_planning else None
+        self._detector = _planning_detector(self.config, load_encoder) if self.needs_planning else None
         self._check_values()
 
     @property
@@ -117,22 +121,23 @@ class CreditPipeline:
         final = _last(stages)
         informative = _informative(tokens, final)
         with_policy = informative[tokens.group_of] & tokens.in_loss
-        counted = np.where(with_policy, tokens.segments.lengths, 0)
+        completions = np.repeat(np.arange(len(tokens.segments)), tokens.segments.lengths)
+        counts = with_policy[completions]
         kept_fraction, tau = None, None
         if self.config.algorithm.surprisal_mask_rho > 0 and uncertainty is not None:
             keep, tau = self._mask(tokens, uncertainty, with_policy)
             stages["surprisal_mask"] = final = np.where(keep, final, 0.0)
-            kept = np.where(with_policy, tokens.segments.sums(keep.astype(np.float64)), 0).astype(np.int64)
-            kept_fraction = float(kept.sum() / counted.sum()) if counted.any() else None
-            counted = kept if self.config.algorithm.surprisal_mask_denominator == "kept" else counted
+            kept = keep & counts
+            kept_fraction = float(kept.sum() / counts.sum()) if counts.any() else None
+            counts = kept if self.config.algorithm.surprisal_mask_denominator == "kept" else counts
         for token in np.flatnonzero(~np.isfinite(final)):
             raise ValueError(f"{tokens.token_place(int(token))}: the advantage is {final[token]}, it must be a finite number")
-        return Assigned(episode, stages, uncertainty, informative, counted, self._trained(tokens, counted), kept_fraction, tau)
+        return Assigned(episode, stages, uncertainty, informative, counts, self._trained(tokens, counts), kept_fraction, tau)
 
-    def _trained(self, tokens: StepTokens, counted: Int64Array) -> BoolArray:
+    def _trained(self, tokens: StepTokens, counts: BoolArray) -> BoolArray:
         """[N] The loss has a term for the completion: a policy term, or one of KL or entropy, which every completion in the loss has."""
         every = self.config.loss.kl_coef > 0 or self.config.loss.entropy_coef > 0
-        return tokens.in_loss & (tokens.segments.lengths > 0) & ((counted > 0) | every)
+        return tokens.in_loss & (tokens.segments.lengths > 0) & ((tokens.segments.sums(counts.astype(np.float64)) > 0) | every)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +260,8 @@ class CreditPipeline:
         """[n] the tokens inside planning phrases; None for a condition that does not look for them."""
         if self._detector is None:
             return None
-        masks = [self._detector.detect(self._pieces(completion.token_ids)) for group in groups for completion in group.completions]
+        turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.completions]
+        masks = self._detector.detect_all([self._pieces(turn.token_ids) for turn in turns])
         return np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
 
     def _check_values(self) -> None:
@@ -271,14 +277,13 @@ class CreditPipeline:
             self.notes.append("[hicra] alpha = 1 removes the penalty of planning tokens in wrong completions altogether.")
 
 
-def _planning_detector(config: "TrainConfig") -> RegexDetector:
+def _planning_detector(config: "TrainConfig", load_encoder: LoadEncoder | None) -> RegexDetector | SemanticDetector:
     planning = config.planning
-    if planning.detector != "regex":
-        raise ConfigurationError(
-            f'[planning] detector = "{planning.detector}" is not built yet; use detector = "regex", or a transform_mode that looks for '
-            "no planning phrases."
-        )
-    return RegexDetector(planning.grams)
+    if planning.detector == "regex":
+        return RegexDetector(planning.grams)
+    if load_encoder is None:
+        raise ConfigurationError('[planning] detector = "semantic" needs an encoder: give CreditPipeline one as load_encoder.')
+    return SemanticDetector(load_encoder(planning.model), planning.threshold, planning.min_similarity)
 
 
 def _last(stages: Stages) -> Float64Array:

@@ -100,6 +100,10 @@ class RegexDetector:
                     mask[token] = 1
         return mask
 
+    def detect_all(self, completions: Sequence[Sequence[str]]) -> list[npt.NDArray[np.uint8]]:
+        """The masks of several completions."""
+        return [self.detect(pieces) for pieces in completions]
+
     def _matches(self, text: str) -> list[tuple[int, int]]:
         """Half-open ranges of characters."""
         collapsed, found = _collapsed(text), []

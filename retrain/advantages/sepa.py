@@ -74,7 +74,7 @@ class SEPAController:
         return 1.0 - min(1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint stores: JSON values, and the settings beside them."""
+        """The state that a checkpoint stores: JSON values, and the settings beside them."""
         return {
             "gate_open": self.gate_open,
             "gate_step": self.gate_step,

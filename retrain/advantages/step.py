@@ -15,7 +15,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class StepTokens:
-    """P groups with G completions each, N in all, whose n action tokens lie end to end. Raises ValueError for arrays that do not fit."""
+    """P groups with G completions each, N in all, whose n action tokens lie end to end. Raises ValueError for arrays that do not fit.
+
+    A trajectory of several turns counts as one completion: credit knows its actions, one after the other.
+    """
 
     rewards: list[list[float]]
     """[P][G]."""
@@ -46,19 +49,19 @@ class StepTokens:
     @classmethod
     def of(cls, groups: Sequence[Group], planning: BoolArray | None, mask_truncated: bool) -> "StepTokens":
         """From judged groups; without a planning mask [n] every token counts as execution."""
-        completions = [completion for group in groups for completion in group.completions]
-        segments = Segments(len(completion.token_ids) for completion in completions)
-        for index, completion in enumerate(completions):
-            if len(completion.logprobs) != len(completion.token_ids):
-                raise ValueError(f"completion {index}: {len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens")
-        entropies = [completion.entropies for completion in completions if completion.entropies is not None]
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        segments = Segments(len(trajectory.token_ids) for trajectory in trajectories)
+        for index, trajectory in enumerate(trajectories):
+            if len(trajectory.logprobs) != len(trajectory.token_ids):
+                raise ValueError(f"completion {index}: {len(trajectory.logprobs)} log-probs for {len(trajectory.token_ids)} tokens")
+        entropies = [trajectory.entropies for trajectory in trajectories if trajectory.entropies is not None]
         return cls(
             rewards=[group.rewards for group in groups],
             segments=segments,
-            logprobs=flatten(completion.logprobs for completion in completions),
-            entropies=flatten(entropies) if len(entropies) == len(completions) else None,
+            logprobs=flatten(trajectory.logprobs for trajectory in trajectories),
+            entropies=flatten(entropies) if len(entropies) == len(trajectories) else None,
             planning=np.zeros(segments.total, dtype=np.bool_) if planning is None else planning,
-            in_loss=np.array([not (mask_truncated and c.finish_reason is FinishReason.LENGTH) for c in completions], dtype=np.bool_),
+            in_loss=np.array([not (mask_truncated and one.finish_reason is FinishReason.LENGTH) for one in trajectories], dtype=np.bool_),
         )
 
     @property

@@ -27,7 +27,7 @@ FlatEntropyTransform = Callable[[Float64Array, BoolArray, Segments, float], Floa
 
 @dataclass(frozen=True)
 class TransformContext:
-    """What a transform may read of one group of G completions. T differs from completion to completion."""
+    """A transform's view of one group of G completions. T differs between completions."""
 
     rewards: list[float]
     """[G]"""

@@ -1,4 +1,4 @@
-"""How unsure the policy was at each token: the signal that GTPO, SEPA and the top-rho mask read.
+"""The policy's uncertainty at each token: the signal that GTPO, SEPA and the top-rho mask read.
 
 All of it is about the distribution that the token was drawn from: softmax(logits / temperature), renormalised where it is truncated.
 Surprisal is a property of the sampled token, entropy one of the distribution: neither is called by the other's name.

@@ -1,16 +1,13 @@
-"""The arms of a comparison: the finished runs of each condition, one per seed, and what the two runs of a pair have in common."""
+"""The arms of a comparison: the finished runs of each condition, one per seed, with what was lost on the way."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.runs import StoredRun
 from retrain.config import TrainConfig
-from retrain.config.keys import all_keys
 from retrain.errors import ConfigurationError
-
-_PROMPT_KEYS = ("training.batch_size", "training.max_examples", "model.model")
 
 
 @dataclass(frozen=True)
@@ -21,6 +18,18 @@ class Arm:
     values: Mapping[int, float]
     """Seed -> the metric."""
     runs: Mapping[int, StoredRun]
+    failed: frozenset[int] = frozenset()
+    """Seeds whose runs failed."""
+
+    @property
+    def unjudged(self) -> int:
+        """Held-out answers that could not be judged."""
+        return sum(int(run.answers.unjudged.sum()) for run in self.runs.values() if run.answers)
+
+    @property
+    def answered(self) -> int:
+        """Held-out answers, judged or not."""
+        return self.unjudged + sum(int(run.answers.judged.sum()) for run in self.runs.values() if run.answers)
 
 
 @dataclass
@@ -28,6 +37,8 @@ class RunsByCondition:
     """Finished runs by condition and seed, conditions in the order of their first run, and a sentence for each run left out."""
 
     conditions: dict[str, dict[int, StoredRun]] = field(default_factory=dict)
+    failed: dict[str, set[int]] = field(default_factory=dict)
+    """Condition -> seeds whose runs failed."""
     left_out: list[str] = field(default_factory=list)
     to_come: int = 0
     """Runs of a campaign that have not ended."""
@@ -45,6 +56,8 @@ def group_by_condition(runs: Iterable[StoredRun]) -> RunsByCondition:
         if run.unfinished:
             grouped.to_come += run.planned is not None and not run.failed
             grouped.left_out.append(f"{run.name} {run.unfinished}.")
+            if run.failed:
+                grouped.failed.setdefault(run.condition, set()).add(run.seed)
         elif run.seed in by_seed:
             raise ConfigurationError(
                 f"{by_seed[run.seed].path} and {run.path} are both {run.condition} with seed {run.seed}; name only one of them."
@@ -54,7 +67,7 @@ def group_by_condition(runs: Iterable[StoredRun]) -> RunsByCondition:
     return grouped
 
 
-def arm_of(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out: list[str]) -> Arm:
+def arm_of(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out: list[str], failed: Iterable[int] = ()) -> Arm:
     """The runs that have the metric; each run without it adds a sentence to `left_out`."""
     values = {}
     for seed, run in runs.items():
@@ -63,22 +76,7 @@ def arm_of(label: str, runs: Mapping[int, StoredRun], metric: Metric, left_out: 
             values[seed] = value
         else:
             left_out.append(f"{run.name} has no {metric.name}.")
-    return Arm(label, values, {seed: runs[seed] for seed in values})
-
-
-def judged_by(label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str, left_out: list[str]) -> dict[int, StoredRun]:
-    """The runs whose metric `judge` decides. The others are left out, with a sentence for each of their judges."""
-    seeds_by_judge: dict[str, list[int]] = {}
-    for seed, run in runs.items():
-        seeds_by_judge.setdefault(metric.judge(run), []).append(seed)
-    alike = seeds_by_judge.pop(judge, [])
-    for other, seeds in seeds_by_judge.items():
-        which = "" if len(seeds) == len(runs) else f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
-        left_out.append(
-            f"{label}{which} is judged by {other}, and the baseline by {judge}: {metric.name} means different things in the two, "
-            "so they are not compared."
-        )
-    return {seed: runs[seed] for seed in alike}
+    return Arm(label, values, {seed: runs[seed] for seed in values}, frozenset(failed) - set(values))
 
 
 def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path) -> str:
@@ -92,45 +90,77 @@ def control_label(conditions: Mapping[str, Mapping[int, StoredRun]], place: Path
     return labels[0]
 
 
-# -- what a pair has in common -------------------------------------------------------------------------------------------
+# -- runs that were measured alike ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shared:
-    """How many of the pairs saw the same prompts, and how many also drew the same sampling noise."""
-
-    pairs: int
-    prompts: int
-    noise: int
-
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[StoredRun, StoredRun]]) -> "Shared":
-        prompts = [_same_prompts(one.config, other.config) for one, other in pairs]
-        noise = [same and one.has_counter_noise and other.has_counter_noise for same, (one, other) in zip(prompts, pairs, strict=True)]
-        return cls(len(pairs), sum(prompts), sum(noise))
+def judged_by(label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: str, left_out: list[str]) -> dict[int, StoredRun]:
+    """The runs whose metric `judge` decides. The others are left out, with a sentence for each of their judges."""
+    alike = {seed: run for seed, run in runs.items() if metric.judge(run) == judge}
+    for other, seeds in _seeds_by(runs, metric.judge, judge).items():
+        left_out.append(
+            f"{label}{_which(seeds, runs)} is judged by {other}, and the baseline by {judge}: {metric.name} means different things in "
+            "the two, so they are not compared."
+        )
+    return alike
 
 
-def _same_prompts(one: TrainConfig, other: TrainConfig) -> bool:
-    """For runs of one seed: the same data in batches of the same size, which back pressure would vary."""
-    same_data = one.data == other.data and one.environment == other.environment
-    fixed_batches = not (one.backpressure.enabled or other.backpressure.enabled)
-    return same_data and fixed_batches and all(one.value(key) == other.value(key) for key in _PROMPT_KEYS)
+def evaluated_as(run: StoredRun) -> str:
+    """The way in which a run's held-out answers were sampled, in words that are equal for equal ways."""
+    return evaluation_words(run.config)
 
 
-def differing_keys(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> list[str]:
-    """The keys that change the training and differ between the runs of some pair."""
-    keys = [key.path for key in all_keys() if not key.traits.own_to_a_run]
-    return [key for key in keys if any(one.config.value(key) != other.config.value(key) for one, other in pairs)]
+def evaluation_words(config: TrainConfig) -> str:
+    """Such as: temperature 1, 4 samples, at most 1,024 tokens."""
+    evaluation, training = config.evaluation, config.training
+    temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
+    kept = [f"{name} {value:g}" for name, value, off in _truncation(config) if value != off] if temperature else []
+    tokens = training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens
+    samples = f"{evaluation.samples} sample{'' if evaluation.samples == 1 else 's'}"
+    return ", ".join([f"temperature {temperature:g}", *kept, samples, f"at most {tokens:,} tokens"])
 
 
-def check_same_problems(runs: Sequence[StoredRun]) -> None:
+def _truncation(config: TrainConfig) -> list[tuple[str, float, float]]:
+    """Name, value and the value that is off of each way to truncate the sampled distribution."""
+    names = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}
+    return [
+        (name, own if (own := getattr(config.evaluation, name)) is not None else getattr(config.training, name), off)
+        for name, off in names.items()
+    ]
+
+
+def evaluated_alike(label: str, runs: Mapping[int, StoredRun], way: str, sentences: list[str], *, insist: bool) -> dict[int, StoredRun]:
+    """The runs evaluated in this way; with `insist` all of them. Each other way adds a sentence to `sentences`."""
+    for other, seeds in _seeds_by(runs, evaluated_as, way).items():
+        end = (
+            "their difference contains that of the evaluations."
+            if insist
+            else "they are not compared. Name --metric pass@1 to compare them all the same."
+        )
+        sentences.append(f"{label}{_which(seeds, runs)} was evaluated at {other}, and the baseline at {way}: {end}")
+    return dict(runs) if insist else {seed: run for seed, run in runs.items() if evaluated_as(run) == way}
+
+
+def _seeds_by(runs: Mapping[int, StoredRun], words: Callable[[StoredRun], str], expected: str) -> dict[str, list[int]]:
+    """What `words` says of a run -> the seeds of which it says so, without those of which it says what is expected."""
+    seeds: dict[str, list[int]] = {}
+    for seed, run in runs.items():
+        seeds.setdefault(words(run), []).append(seed)
+    seeds.pop(expected, None)
+    return seeds
+
+
+def _which(seeds: list[int], runs: Mapping[int, StoredRun]) -> str:
+    return "" if len(seeds) == len(runs) else f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
+
+
+def check_same_problems(runs: Iterable[StoredRun]) -> None:
     """Raises ConfigurationError if two runs answered different held-out problems at their last evaluation."""
-    asked = [(run, frozenset(item.example_id for item in run.final_evaluation.problems)) for run in runs if run.final_evaluation]
+    asked = [(run, run.answers.ids) for run in runs if run.answers]
     for run, problems in asked[1:]:
         first, expected = asked[0]
         if problems != expected:
             raise ConfigurationError(
                 f"{first.path} and {run.path} were evaluated on different held-out problems ({len(expected)} and {len(problems)}, "
-                f"{len(expected & problems)} shared), so their accuracies cannot be compared; use --metric correct_rate, "
+                f"{len({*expected} & {*problems})} shared), so their accuracies cannot be compared; use --metric correct_rate, "
                 "or give the runs the same [evaluation] section."
             )

@@ -3,55 +3,78 @@
 The unit is the run. A contrast is the list of differences between two runs of one seed; `verdict` draws the conclusion.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from retrain.analysis import statistics
 from retrain.analysis.arms import (
     Arm,
     RunsByCondition,
-    Shared,
     arm_of,
     check_same_problems,
     control_label,
-    differing_keys,
+    evaluated_alike,
+    evaluated_as,
     group_by_condition,
     judged_by,
 )
-from retrain.analysis.measures import Metric, choose_metric, trained_on_chance
+from retrain.analysis.likeness import Shared
+from retrain.analysis.measures import Metric, choose_metric
+from retrain.analysis.notes import comparison_notes
+from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
 from retrain.analysis.runs import StoredRun, campaign_runs
-from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks, problem_interval
+from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
+from retrain.analysis.two_way import TwoWay
 from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
-from retrain.records.printing import counted
+
+PairOfLabels = tuple[str, str]
+"""(candidate, baseline)"""
 
 
 @dataclass(frozen=True)
 class ArmSummary:
     label: str
     runs: int
+    """Finished, with the metric."""
+    failed: int
     mean: float | None
     sd: float | None
     """Over the runs, ddof = 1."""
+    unjudged: int
+    """Held-out answers that could not be judged, of `answered`."""
+    answered: int
+    tokens: float | None
+    """Sampled in training, mean per run; None if no run recorded it."""
+    hours: float | None
+    """Mean per run."""
     tasks: TaskAggregate | None
     """None unless the held-out problems come from several tasks."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """One condition against the baseline. Differences are candidate - baseline, in the metric's units."""
+    """One condition against another. Differences are candidate - baseline, in the metric's units."""
 
     condition: str
+    baseline: str
     differences: Mapping[int, float]
     """By seed."""
     conclusion: Conclusion
-    problem_interval: tuple[float, float] | None
-    """For new seeds, held-out problems and samples; None without held-out problems."""
+    at_worst: Conclusion | None
+    """With failed runs at the worst value, where runs of the two arms failed and the conclusion leaves them out."""
+    wide: WideInterval | None
+    """None without held-out problems."""
+    parts: TwoWay | None
+    """Where the spread of the differences comes from; None without held-out problems."""
+    pairing: Pairing | None
+    losses: Losses | None
     tasks: TaskContrast | None
     """None unless the held-out problems come from several tasks."""
     shared: Shared
-    differing_keys: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -59,33 +82,57 @@ class Comparison:
     metric: Metric
     judge: str
     """The reward that decides the metric, the same in all arms; "" for a metric that does not depend on a reward."""
+    evaluated: str
+    """How held-out answers were sampled; "" for a training metric."""
+    problems: int
+    """Held-out problems; 0 for a training metric."""
     test: TestSettings
     baseline: str
     arms: Sequence[ArmSummary]
     """The baseline first."""
     contrasts: Sequence[Contrast]
+    to_come: int
+    """Runs of a campaign that have not ended."""
     left_out: Sequence[str]
     notes: Sequence[str]
 
     @property
     def seeds_to_conclude(self) -> int:
         """Fewest pairs with which any contrast of the family can be significant."""
-        return statistics.seeds_to_reach(self.test.alpha, len(self.contrasts))
+        return self.test.seeds_to_conclude(len(self.contrasts))
+
+    @property
+    def one_baseline(self) -> bool:
+        return all(contrast.baseline == self.baseline for contrast in self.contrasts)
 
 
 def compare_campaign(
-    folder: Path, test: TestSettings, baseline: str | None = None, metric: str | None = None, *, control: bool = False
+    folder: Path,
+    test: TestSettings,
+    baseline: str | None = None,
+    metric: str | None = None,
+    *,
+    control: bool = False,
+    pairs: Sequence[PairOfLabels] = (),
 ) -> Comparison:
-    """Every condition of a campaign against `baseline`, by default its first; `control` takes the one trained on random rewards."""
+    """Every condition of a campaign against `baseline`, by default its first; `control` takes the one trained on random rewards.
+
+    `pairs` names the contrasts of the family instead.
+    """
     grouped = group_by_condition(campaign_runs(folder))
     labels = list(grouped.conditions)
+    for label in (label for pair in pairs for label in pair):
+        if label not in grouped.conditions:
+            raise ConfigurationError(f"--contrast names {label}, which is no condition of {folder}; they are {', '.join(labels)}.")
     if control:
         baseline = control_label(grouped.conditions, folder)
+    elif pairs and baseline is None:
+        baseline = pairs[0][1]
     elif baseline is None and labels:
         baseline = labels[0]
     if baseline not in grouped.conditions:
         raise ConfigurationError(f"--baseline {baseline} is no condition of {folder}; the conditions are {', '.join(labels)}.")
-    return _compare(grouped, baseline, test, metric)
+    return _compare(grouped, baseline, test, metric, pairs)
 
 
 def compare_runs(
@@ -101,46 +148,86 @@ def compare_runs(
             f"the runs after --baseline have {len(base.conditions)} conditions ({', '.join(base.conditions)}); give the runs of one."
         )
     ((label, runs),) = base.conditions.items()
+    failed = base.failed.get(label, set())
     if label in grouped.conditions:
         label = f"{label} (baseline)"
-    left_out = [*base.left_out, *grouped.left_out]
-    both_sides = RunsByCondition({label: runs, **grouped.conditions}, left_out, base.to_come + grouped.to_come)
+    both_sides = RunsByCondition(
+        {label: runs, **grouped.conditions},
+        {label: failed, **grouped.failed},
+        [*base.left_out, *grouped.left_out],
+        base.to_come + grouped.to_come,
+    )
     return _compare(both_sides, label, test, metric)
 
 
-def _compare(grouped: RunsByCondition, baseline: str, test: TestSettings, metric_name: str | None) -> Comparison:
+def _compare(
+    grouped: RunsByCondition, baseline: str, test: TestSettings, metric_name: str | None, pairs: Sequence[PairOfLabels] = ()
+) -> Comparison:
     metric = choose_metric(metric_name, grouped.runs)
     check_sizes(test, metric)
     if metric.k is not None:
         check_same_problems(grouped.runs)
-    left_out = list(grouped.left_out)
-    base_runs = grouped.conditions[baseline]
-    judge = next((metric.judge(run) for run in base_runs.values()), "")
-    alike = grouped.conditions
-    if base_runs:
-        alike = {label: judged_by(label, runs, metric, judge, left_out) for label, runs in alike.items()}
-    base, *others = [arm_of(label, alike[label], metric, left_out) for label in dict.fromkeys((baseline, *alike))]
-    paired = [arm for arm in others if any(seed in base.values for seed in arm.values)]
-    if not paired:
-        advice = ""
-        if any(len(alike[label]) < len(runs) for label, runs in grouped.conditions.items()):  # judged by different rewards
-            held_out = "Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
-            advice = f" {held_out}" if metric.k is None else " Train all arms with the same [evaluation] reward."
-        raise ConfigurationError(_no_pair(base, others, left_out) + advice)
+    left_out, notes = list(grouped.left_out), list[str]()
+    asked = metric_name is not None
+    reference = next(iter(grouped.conditions[baseline].values()), None)
+    alike = _measured_alike(grouped.conditions, reference, metric, left_out, notes if asked else left_out, insist=asked)
+    labels = dict.fromkeys((baseline, *(label for pair in pairs for label in pair))) if pairs else dict.fromkeys((baseline, *alike))
+    arms = {label: arm_of(label, alike[label], metric, left_out, grouped.failed.get(label, ())) for label in labels}
+    wanted = pairs or [(label, baseline) for label in arms if label != baseline]
+    worst = worst_value(arms.values(), metric, test) if test.failed == "worst" else None
+    family = [pair for ours, theirs in wanted if (pair := pair_up(arms[ours], arms[theirs], metric, worst)).differences]
+    if not family:
+        raise ConfigurationError(_no_pair(arms[baseline], list(arms.values())[1:], left_out) + _advice(grouped, alike, metric))
     return Comparison(
         metric=metric,
-        judge=judge,
+        judge=metric.judge(reference) if reference else "",
+        evaluated=evaluated_as(reference) if reference and metric.k is not None else "",
+        problems=max((len(run.answers.ids) for run in grouped.runs if run.answers), default=0) if metric.k is not None else 0,
         test=test,
         baseline=baseline,
-        arms=[_summary(arm, metric, 1 - test.alpha) for arm in (base, *others)],
-        contrasts=_family(base, paired, metric, test),
+        arms=[_summary(arm, metric, 1 - test.alpha) for arm in arms.values()],
+        contrasts=_contrasts(family, metric, test, worst_value(arms.values(), metric, test)),
+        to_come=grouped.to_come,
         left_out=left_out,
-        notes=list(_notes(grouped, base, others, metric, asked=metric_name is not None)),
+        notes=[*notes, *comparison_notes(grouped, arms, baseline, family, metric, asked=asked)],
     )
 
 
+def _measured_alike(
+    conditions: Mapping[str, Mapping[int, StoredRun]],
+    reference: StoredRun | None,
+    metric: Metric,
+    left_out: list[str],
+    otherwise: list[str],
+    *,
+    insist: bool,
+) -> dict[str, dict[int, StoredRun]]:
+    """The runs that the reference's reward judged and, for a held-out metric, that were evaluated as it was."""
+    if reference is None:
+        return {label: dict(runs) for label, runs in conditions.items()}
+    judge = metric.judge(reference)
+    alike = {label: judged_by(label, runs, metric, judge, left_out) for label, runs in conditions.items()}
+    if metric.k is None:
+        return alike
+    way = evaluated_as(reference)
+    return {label: evaluated_alike(label, runs, way, otherwise, insist=insist) for label, runs in alike.items()}
+
+
+def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> float | None:
+    """What a failed run counts as: 0 or 1 of a rate, else the worst value of any run; None for a metric without a direction."""
+    better = "lower" if test.lower_is_better else metric.better
+    if better is None:
+        return None
+    if metric.is_rate:
+        return 0.0 if better == "higher" else 1.0
+    values = [value for arm in arms for value in arm.values.values()]
+    if not values:
+        return None
+    return min(values) if better == "higher" else max(values)
+
+
 def check_sizes(test: TestSettings, metric: Metric) -> None:
-    """Raises ConfigurationError for a level, margin or effect outside its range."""
+    """Raises ConfigurationError for a level, margin or effect outside its range, and for a worst value of a metric without a direction."""
     for name, value, example in (("alpha", test.alpha, 0.05), ("power", test.power, 0.8)):
         if not 0 < value < 1:
             raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
@@ -151,6 +238,8 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
             raise ConfigurationError(
                 f"--{name} {size:g} is not a possible difference in {metric.name}, which lies between 0 and 1; two points are 0.02."
             )
+    if test.failed == "worst" and metric.better is None and not test.lower_is_better:
+        raise ConfigurationError(f"--failed worst needs a metric with a better and a worse end, and {metric.name} has none; leave it out.")
 
 
 def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
@@ -160,73 +249,65 @@ def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
     return f"there is no pair to compare: no usable run shares its seed with a usable run of the baseline (seeds of {found}).{because}"
 
 
+def _advice(grouped: RunsByCondition, alike: Mapping[str, Mapping[int, StoredRun]], metric: Metric) -> str:
+    """What to do where runs were measured in different ways."""
+    if all(len(alike[label]) == len(runs) for label, runs in grouped.conditions.items()):
+        return ""
+    if metric.k is None:
+        return " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
+    return " Train all arms with the same [evaluation] section."
+
+
 def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
     values = list(arm.values.values())
     return ArmSummary(
         label=arm.label,
         runs=len(values),
+        failed=len(arm.failed),
         mean=statistics.mean(values) if values else None,
         sd=statistics.sample_sd(values) if len(values) > 1 else None,
+        unjudged=arm.unjudged if metric.k is not None else 0,
+        answered=arm.answered if metric.k is not None else 0,
+        tokens=_per_run(arm, "tokens"),
+        hours=None if (seconds := _per_run(arm, "seconds")) is None else seconds / 3600,
         tasks=aggregate_tasks(arm.runs, confidence) if metric.k == 1 else None,
     )
 
 
-def _family(base: Arm, others: Sequence[Arm], metric: Metric, test: TestSettings) -> list[Contrast]:
-    """One contrast per arm; the p values are adjusted over all of them."""
-    by_arm = [statistics.paired_differences(arm.values, base.values) for arm in others]
-    conclusions = conclude([list(differences.values()) for differences in by_arm], test)
-    contrasts = []
-    for arm, differences, conclusion in zip(others, by_arm, conclusions, strict=True):
-        pairs = [(arm.runs[seed], base.runs[seed]) for seed in differences]
-        resampled = metric.k == 1 and len(pairs) > 1
-        contrasts.append(
-            Contrast(
-                condition=arm.label,
-                differences=differences,
-                conclusion=conclusion,
-                problem_interval=problem_interval(pairs, 1 - test.alpha) if resampled else None,
-                tasks=contrast_tasks(pairs, 1 - test.alpha) if resampled else None,
-                shared=Shared.of(pairs),
-                differing_keys=differing_keys(pairs),
-            )
-        )
-    return contrasts
+def _per_run(arm: Arm, name: str) -> float | None:
+    """The mean of a number of summary.json; None if no run has it."""
+    found = [value for run in arm.runs.values() if isinstance(value := run.summary.get(name), int | float)]
+    return float(np.mean(found)) if found else None
 
 
-# -- what a reader must know before believing the numbers ----------------------------------------------------------------
+def _contrasts(family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None) -> list[Contrast]:
+    """One contrast per candidate; the p values are adjusted over all of them."""
+    conclusions = conclude([pairs.paired(test.alpha, len(family)) for pairs in family], test, metric.better)
+    lost = worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family)
+    at_worst = _conclusions_at_worst(family, metric, test, worst) if lost else [None] * len(family)
+    return [
+        _contrast(pairs, conclusion, other if pairs.losses() else None, metric, test)
+        for pairs, conclusion, other in zip(family, conclusions, at_worst, strict=True)
+    ]
 
 
-def _notes(grouped: RunsByCondition, base: Arm, others: Sequence[Arm], metric: Metric, *, asked: bool) -> Iterator[str]:
-    if grouped.to_come:
-        yield f"Still to come: {counted(grouped.to_come, 'run')}. Peeking inflates the false-positive rate above alpha."
-    runs = [run for arm in (base, *others) for run in arm.runs.values()]
-    if metric.k is None and not asked:
-        yield (
-            "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on training problems "
-            "while the model learns; [evaluation] at_end = true gives the better number."
-        )
-    if base.runs and all(map(trained_on_chance, base.runs.values())):
-        yield (
-            f"{base.label} is a control, trained on random rewards: a difference from it is what an informative reward adds to "
-            "training as such."
-        )
-    ends = sorted({run.steps for run in runs})
-    if len(ends) > 1:
-        yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for different lengths."
-    if metric.k is not None:
-        yield from _held_out_notes(runs)
-    lonely = [f"{arm.label} ({', '.join(map(str, seeds))})" for arm in others if (seeds := [s for s in arm.values if s not in base.values])]
-    if lonely:
-        yield f"Seeds without a run of the baseline count in the means but in no difference: {'; '.join(lonely)}."
-    unpaired = [arm.label for arm in others if not any(seed in base.values for seed in arm.values)]
-    if unpaired:
-        yield f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it."
+def _conclusions_at_worst(family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None) -> list[Conclusion]:
+    again = [pair_up(pairs.candidate, pairs.baseline, metric, worst) for pairs in family]
+    return conclude([pairs.paired(test.alpha, len(family)) for pairs in again], replace(test, failed="worst"), metric.better)
 
 
-def _held_out_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
-    early = [run for run in runs if run.final_evaluation and run.final_evaluation.step < run.steps]
-    if early:
-        yield f"{len(early)} of {len(runs)} runs trained on after their last held-out evaluation; [evaluation] at_end = true adds one."
-    unjudged = sum(item.could_not_judge for run in runs if run.final_evaluation for item in run.final_evaluation.problems)
-    if unjudged:
-        yield f"{counted(unjudged, 'held-out answer')} could not be judged: counted neither as right nor as wrong."
+def _contrast(pairs: Pairs, conclusion: Conclusion, at_worst: Conclusion | None, metric: Metric, test: TestSettings) -> Contrast:
+    several = len(pairs.runs) > 1
+    return Contrast(
+        condition=pairs.candidate.label,
+        baseline=pairs.baseline.label,
+        differences=pairs.differences,
+        conclusion=conclusion,
+        at_worst=at_worst,
+        wide=pairs.wide_interval(1 - test.alpha),
+        parts=pairs.two_way(),
+        pairing=pairs.pairing(),
+        losses=pairs.losses(),
+        tasks=contrast_tasks(pairs.runs, 1 - test.alpha) if metric.k == 1 and several else None,
+        shared=Shared.of(pairs.runs),
+    )

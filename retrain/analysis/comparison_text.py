@@ -1,4 +1,7 @@
-"""A comparison for its readers: aligned text for a terminal, Markdown, and one JSON object with stable keys."""
+"""A comparison for its readers: aligned text for a terminal, Markdown, and one JSON object with stable keys.
+
+All of them begin with the answer; then the arms, every seed, the contrasts, what qualifies the verdicts, and how it was computed.
+"""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -6,18 +9,16 @@ from dataclasses import asdict
 from typing import Any
 
 from retrain.analysis.compare import ArmSummary, Comparison, Contrast
-from retrain.analysis.measures import Metric
+from retrain.analysis.explanation import caveats, computed, explanation, sharing
+from retrain.analysis.headline import answer, difference_words, interval_words, name_of, p_words, size_words
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
-from retrain.analysis.verdict import Conclusion, Verdict
-from retrain.records.printing import GAP, counted, markdown_lines, table_lines
+from retrain.records.printing import GAP, markdown_lines, table_lines
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """(head, rows)"""
 
-_ENOUGH_RUNS = 10
-"""From here on percentile intervals of resampled runs have about their nominal coverage (Colas et al., arXiv 1806.08295)."""
-_SHOWN = (0, 1, 2, 3, 5, 8)
-"""Columns of `contrast_table` on a terminal: condition, pairs, difference, interval, adjusted p, verdict. The sentences have the others."""
+_HIDDEN = ("for new problems", "p", "d_z")
+"""Columns of `contrast_table` that a terminal has no room for; the sentences have them."""
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -25,33 +26,25 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def _markdown(comparison: Comparison) -> Iterator[str]:
-    yield f"# Conditions against {comparison.baseline}"
-    yield ""
-    yield heading(comparison)
+    yield f"**{answer(comparison)}**"
     yield ""
     yield from markdown_lines(*arm_table(comparison))
+    yield ""
+    for contrast in comparison.contrasts:
+        yield f"- {seed_line(contrast, comparison)}"
     yield ""
     head, rows = contrast_table(comparison)
     yield from markdown_lines(head, [(*cells, f"**{verdict}**") for *cells, verdict in rows])
     yield ""
-    shared = {sharing(contrast) for contrast in comparison.contrasts}
-    if len(shared) == 1:
-        yield from (*shared, "")
     for contrast in comparison.contrasts:
-        yield f"- **{contrast.condition}**: {explanation(contrast, comparison)}"
-        if len(shared) > 1:
-            yield f"  {sharing(contrast)}"
-        yield from (f"  {line}" for line in details(contrast, comparison))
+        yield f"- **{name_of(contrast, comparison)}**: {explanation(contrast, comparison)}"
+        yield from (f"  {line}" for line in caveats(contrast, comparison))
     if any(arm.tasks for arm in comparison.arms):
-        yield ""
-        yield task_heading(comparison)
-        yield ""
+        yield from ("", task_heading(comparison), "")
         yield from markdown_lines(*task_table(comparison))
-    for title, sentences in (("Notes", comparison.notes), ("Left out", comparison.left_out)):
-        if sentences:
-            yield ""
-            yield f"{title}:"
-            yield from (f"- {sentence}" for sentence in sentences)
+    for title, sentences in sections(comparison):
+        yield from ("", f"{title}:")
+        yield from (f"- {sentence}" for sentence in sentences)
 
 
 def to_text(comparison: Comparison, width: int = 80) -> str:
@@ -60,31 +53,40 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
 
 
 def _text(comparison: Comparison, width: int) -> Iterator[str]:
-    yield f"Conditions against {comparison.baseline}"
-    yield from _wrapped(heading(comparison), width, after="")
+    yield from _wrapped(answer(comparison), width, after="")
     yield ""
     yield from _aligned(arm_table(comparison), width)
     yield ""
-    head, rows = contrast_table(comparison)
-    yield from _aligned(([head[column] for column in _SHOWN], [[row[column] for column in _SHOWN] for row in rows]), width)
+    for contrast in comparison.contrasts:
+        yield from _wrapped(seed_line(contrast, comparison), width)
     yield ""
-    shared = {sharing(contrast) for contrast in comparison.contrasts}
-    if len(shared) == 1:
-        yield from _wrapped(next(iter(shared)), width, after="")
+    head, rows = contrast_table(comparison)
+    shown = [column for column, name in enumerate(head) if name not in _HIDDEN]
+    yield from _aligned(([head[column] for column in shown], [[row[column] for column in shown] for row in rows]), width)
+    yield ""
     for contrast, row in zip(comparison.contrasts, rows, strict=True):
-        yield from _wrapped(f"{contrast.condition}: {explanation(contrast, comparison)}", width)
-        hidden = [f"{head[column]} {cell}" for column, cell in enumerate(row) if column not in _SHOWN and cell]
-        said = [*([sharing(contrast)] if len(shared) > 1 else []), f"Also: {', '.join(hidden)}.", *details(contrast, comparison)]
+        yield from _wrapped(f"{name_of(contrast, comparison)}: {explanation(contrast, comparison)}", width)
+        hidden = [f"{name} {cell}" for name, cell in zip(head, row, strict=True) if name in _HIDDEN and cell]
+        said = [*caveats(contrast, comparison), f"Also: {', '.join(hidden)}."]
         yield from (line for sentence in said for line in _wrapped(sentence, width, "  "))
     if any(arm.tasks for arm in comparison.arms):
         yield ""
         yield from _wrapped(task_heading(comparison), width, after="")
         yield from _aligned(task_table(comparison), width)
-    for title, sentences in (("Notes", comparison.notes), ("Left out", comparison.left_out)):
+    for title, sentences in sections(comparison):
+        yield from ("", f"{title}:")
+        for sentence in sentences:
+            yield from _wrapped(f"- {sentence}", width)
+
+
+def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
+    """Title and sentences of what follows the verdicts."""
+    shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
+    together = [f"{name_of(contrast, comparison)}: {sharing(contrast)}" for contrast in comparison.contrasts] if len(shared) > 1 else shared
+    titles = ("Notes", "How it was computed", "What the runs of a pair had in common", "Left out")
+    for title, sentences in zip(titles, (comparison.notes, list(computed(comparison)), together, comparison.left_out), strict=True):
         if sentences:
-            yield from ("", f"{title}:")
-            for sentence in sentences:
-                yield from _wrapped(f"- {sentence}", width)
+            yield title, sentences
 
 
 def _wrapped(text: str, width: int, indent: str = "", after: str = "  ") -> list[str]:
@@ -106,157 +108,100 @@ def _aligned(table: Table, width: int) -> Iterator[str]:
         yield cells
 
 
-# -- sentences -----------------------------------------------------------------------------------------------------------
-
-
-def heading(comparison: Comparison) -> str:
-    """What is compared, by whose judgement, and how."""
-    words = comparison.metric.description
-    judge = f", judged by {comparison.judge}" if comparison.judge else ""
-    direction = "lower" if comparison.test.lower_is_better else "higher"
-    return f"{words[0].upper()}{words[1:]}{judge}; {direction} is better. The unit is the run; runs are paired by seed."
-
-
-def explanation(contrast: Contrast, comparison: Comparison) -> str:
-    """What may be concluded from one contrast, and what may not."""
-    metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    shown = f"{_difference(found.mean, metric)} in {counted(found.pairs, 'pair')}"
-    match found.verdict:
-        case Verdict.IMPROVEMENT | Verdict.WORSE:
-            return f"{found.verdict}: {shown}, adjusted p {_p(found.p_adjusted)}."
-        case Verdict.EQUIVALENT:
-            return f"equivalent within {_size(test.margin, metric)}: {shown}, adjusted p {_p(found.equivalence_p_adjusted)} (TOST)."
-        case Verdict.INCONCLUSIVE:
-            return f"inconclusive: {shown}. {_why_inconclusive(found, comparison)}"
-
-
-def _why_inconclusive(found: Conclusion, comparison: Comparison) -> str:
-    metric, test = comparison.metric, comparison.test
-    pairs, family = counted(found.pairs, "pair"), counted(len(comparison.contrasts), "comparison")
-    if not found.can_conclude(test.alpha):
-        return (
-            f"No result of {pairs} could be significant: the smallest possible adjusted p is {_p(found.smallest_p_adjusted)}; "
-            f"at least {comparison.seeds_to_conclude} seeds are needed for {family} at {test.alpha:g}."
-        )
-    if not found.sd:
-        return "All differences are equal, so they show nothing about chance."
-    if found.minimal_detectable_effect is None:
-        return f"With only {pairs}, this contrast can be significant only after another one is."
-    interval_alone = ""
-    if found.interval and not found.interval[0] <= 0 <= found.interval[1]:
-        p = f"adjusted p over {family}" if len(comparison.contrasts) > 1 else "p"
-        interval_alone = f"Its own interval excludes 0, but the {p}, {_p(found.p_adjusted)}, is not below {test.alpha:g}. "
-    detectable = _size(found.minimal_detectable_effect, metric)
-    return (
-        f"{interval_alone}A true difference of {detectable} would be found in {100 * test.power:g}% of such campaigns, "
-        "a smaller one less often."
-    )
-
-
-def details(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    """What else there is to say about a contrast, one sentence each."""
-    metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    if contrast.problem_interval:
-        yield f"For new problems and samples as well: {_interval(contrast.problem_interval, metric)}."
-    if found.seeds_needed is not None:
-        yield (
-            f"To find {_size(test.effect, metric)} with a power of {100 * test.power:g}%, {found.seeds_needed} seeds are needed "
-            f"at the sd of the differences seen here ({_size(found.sd, metric)})."
-        )
-    if contrast.differing_keys:
-        yield f"The arms differ in {', '.join(contrast.differing_keys)}."
-    else:
-        yield "The arms differ in no key: an A/A comparison."
-
-
-def sharing(contrast: Contrast) -> str:
-    """What the runs of a pair had in common; the more they share, the less luck is in their difference."""
-    shared = contrast.shared
-    if shared.noise == shared.prompts == shared.pairs:
-        return "The arms of every pair saw the same prompts and shared their sampling noise."
-    prompts, noise = (
-        "no" if count == 0 else "all" if count == shared.pairs else f"{count} of {shared.pairs}" for count in (shared.prompts, shared.noise)
-    )
-    return f"Same prompts in {prompts} pairs, shared sampling noise in {noise}."
-
-
 def task_heading(comparison: Comparison) -> str:
-    few = min(arm.runs for arm in comparison.arms if arm.tasks) < _ENOUGH_RUNS
-    caution = f", too narrow below about {_ENOUGH_RUNS} runs" if few else ""
     confidence = f"{100 * (1 - comparison.test.alpha):g}%"
-    return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval from runs resampled within tasks{caution}):"
+    return f"Over tasks (interquartile mean of runs x tasks, {confidence} interval for new runs):"
 
 
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
+def seed_line(contrast: Contrast, comparison: Comparison) -> str:
+    """Every seed's difference, and the one that speaks most against the mean."""
+    metric, found = comparison.metric, contrast.differences
+    unit = " pp" if metric.is_rate else ""
+    values = " ".join(difference_words(value, metric).removesuffix(" pp") for value in found.values())
+    upwards = contrast.conclusion.mean >= 0
+    seed = (min if upwards else max)(found, key=lambda seed: found[seed])
+    end = f"{'least' if upwards else 'most'} {difference_words(found[seed], metric)}, seed {seed}"
+    return f"{name_of(contrast, comparison)}, seeds {' '.join(map(str, found))}: {values}{unit}; {end}"
+
+
 def arm_table(comparison: Comparison) -> Table:
+    failed, unjudged = any(arm.failed for arm in comparison.arms), any(arm.unjudged for arm in comparison.arms)
+
     def row(arm: ArmSummary) -> tuple[str, ...]:
         mean = "" if arm.mean is None else f"{100 * arm.mean:.1f}%" if comparison.metric.is_rate else f"{arm.mean:.4g}"
-        return arm.label, str(arm.runs), mean, _size(arm.sd, comparison.metric)
+        done = f"{arm.runs} / {arm.failed}" if failed else str(arm.runs)
+        missing = f"{arm.unjudged:,} of {arm.answered:,}" if unjudged else ""
+        tokens = "" if arm.tokens is None else f"{arm.tokens:,.0f}"
+        return (
+            arm.label,
+            done,
+            mean,
+            size_words(arm.sd, comparison.metric),
+            missing,
+            tokens,
+            "" if arm.hours is None else f"{arm.hours:.2g}",
+        )
 
-    return ("condition", "runs", "mean", "sd between runs"), [row(arm) for arm in comparison.arms]
+    head = ("condition", "done / failed" if failed else "runs", "mean", "sd between runs", "unjudged", "tokens per run", "hours per run")
+    rows = [row(arm) for arm in comparison.arms]
+    kept = [column for column in range(len(head)) if any(cells[column] for cells in rows)]
+    return [head[column] for column in kept], [[cells[column] for column in kept] for cells in rows]
 
 
 def contrast_table(comparison: Comparison) -> Table:
     """One row per contrast, the verdict last."""
     metric, test = comparison.metric, comparison.test
-    confidence, detectable = f"{100 * (1 - test.alpha):g}% interval", f"detectable ({100 * test.power:g}%)"
+    confidence = f"{100 * (1 - test.alpha):g}%"
+    wide = any(contrast.wide for contrast in comparison.contrasts)
     rows = []
     for contrast in comparison.contrasts:
         found = contrast.conclusion
         rows.append(
-            (
-                contrast.condition,
+            [
+                name_of(contrast, comparison),
                 str(found.pairs),
-                _difference(found.mean, metric),
-                _interval(found.interval, metric) if found.interval else "",
-                _p(found.p),
-                _p(found.p_adjusted),
+                difference_words(found.mean, metric),
+                interval_words(found.interval, metric),
+                *([interval_words(contrast.wide.interval if contrast.wide else None, metric)] if wide else []),
+                p_words(found.p),
+                p_words(found.p_adjusted),
+                *([p_words(found.equivalence_p_adjusted)] if test.margin is not None else []),
                 "" if found.d_z is None else f"{found.d_z:.2f}",
-                _size(found.minimal_detectable_effect, metric) if found.can_conclude(test.alpha) else "none",
-                str(found.verdict),
-            )
+                found.word(test.alpha),
+            ]
         )
-    return ("condition", "pairs", "difference", confidence, "p", "adjusted p", "d_z", detectable, "verdict"), rows
+    head = [
+        "condition" if comparison.one_baseline else "contrast",
+        "pairs",
+        "difference",
+        f"{confidence} interval",
+        *(["for new problems"] if wide else []),
+        "p",
+        "adjusted p",
+        *(["p (TOST)"] if test.margin is not None else []),
+        "d_z",
+        "verdict",
+    ]
+    return head, rows
 
 
 def task_table(comparison: Comparison) -> Table:
     """One row per arm whose held-out problems come from several tasks."""
     metric = comparison.metric
-    contrasts = {contrast.condition: contrast.tasks for contrast in comparison.contrasts}
+    contrasts = {contrast.condition: contrast.tasks for contrast in comparison.contrasts if contrast.baseline == comparison.baseline}
     rows = []
     for arm in comparison.arms:
         if arm.tasks:
-            low, high = arm.tasks.interval
-            shown = f"{100 * arm.tasks.iqm:.1f}% ({100 * low:.1f} to {100 * high:.1f})"
+            ends = f" ({100 * arm.tasks.interval[0]:.1f} to {100 * arm.tasks.interval[1]:.1f})" if arm.tasks.interval else ""
             difference = chance = ""
             if against := contrasts.get(arm.label):
-                difference = f"{_difference(against.iqm_difference, metric)} ({_interval(against.interval, metric)})"
+                difference = f"{difference_words(against.iqm_difference, metric)} ({interval_words(against.interval, metric)})"
                 chance = f"{100 * against.probability_of_improvement:.0f}%"
-            rows.append((arm.label, str(len(arm.tasks.tasks)), shown, difference, chance))
+            rows.append((arm.label, str(len(arm.tasks.tasks)), f"{100 * arm.tasks.iqm:.1f}%{ends}", difference, chance))
     return ("condition", "tasks", "IQM", "difference", "a run beats the baseline's"), rows
-
-
-def _difference(value: float, metric: Metric) -> str:
-    return f"{100 * value:+.1f} pp" if metric.is_rate else f"{value:+.4g}"
-
-
-def _size(value: float | None, metric: Metric) -> str:
-    if value is None:
-        return ""
-    return f"{100 * value:.1f} pp" if metric.is_rate else f"{value:.4g}"
-
-
-def _interval(interval: tuple[float, float], metric: Metric) -> str:
-    low, high = interval
-    return f"{100 * low:+.1f} to {100 * high:+.1f} pp" if metric.is_rate else f"{low:+.4g} to {high:+.4g}"
-
-
-def _p(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2g}" if value < 0.995 else "1"
 
 
 # -- as data -------------------------------------------------------------------------------------------------------------
@@ -266,20 +211,24 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     """Differences and means in the metric's own units; what does not exist is null."""
     test = comparison.test
     return {
+        "answer": answer(comparison),
         "metric": comparison.metric.name,
         "metric_description": comparison.metric.description,
+        "better": "lower" if test.lower_is_better else comparison.metric.better,
         "judge": comparison.judge or None,
+        "evaluated": comparison.evaluated or None,
+        "problems": comparison.problems or None,
         "lower_is_better": test.lower_is_better,
         "baseline": comparison.baseline,
         "alpha": test.alpha,
         "margin": test.margin,
         "effect": test.effect,
         "power": test.power,
+        "correction": test.correction,
+        "failed": test.failed,
         "seeds_to_conclude": comparison.seeds_to_conclude,
-        "arms": [
-            {"condition": arm.label, "runs": arm.runs, "mean": arm.mean, "sd": arm.sd, "tasks": _tasks_json(arm.tasks)}
-            for arm in comparison.arms
-        ],
+        "to_come": comparison.to_come,
+        "arms": [asdict(arm) | {"condition": arm.label, "tasks": _tasks_json(arm.tasks)} for arm in comparison.arms],
         "contrasts": [_contrast_json(contrast, comparison) for contrast in comparison.contrasts],
         "notes": list(comparison.notes),
         "left_out": list(comparison.left_out),
@@ -287,29 +236,40 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]:
-    found, shared, tasks = contrast.conclusion, contrast.shared, contrast.tasks
+    found, shared, alpha = contrast.conclusion, contrast.shared, comparison.test.alpha
     return {
         "condition": contrast.condition,
+        "baseline": contrast.baseline,
         "verdict": found.verdict.value,
+        "word": found.word(alpha),
         "explanation": explanation(contrast, comparison),
         "pairs": found.pairs,
         "differences": {str(seed): value for seed, value in contrast.differences.items()},
         "mean_difference": found.mean,
         "sd": found.sd,
         "interval": found.interval,
-        "problem_interval": contrast.problem_interval,
+        "problem_interval": contrast.wide.interval if contrast.wide else None,
+        "problem_interval_without_covariate": contrast.wide.without_covariate if contrast.wide else None,
+        "unjudged_bounds": found.bounds,
         "p": found.p,
         "p_adjusted": found.p_adjusted,
         "smallest_p_adjusted": found.smallest_p_adjusted,
-        "can_conclude": found.can_conclude(comparison.test.alpha),
+        "can_conclude": found.can_conclude(alpha),
         "d_z": found.d_z,
-        "minimal_detectable_effect": found.minimal_detectable_effect,
+        "detectable": found.detectable,
         "seeds_needed": found.seeds_needed,
         "equivalence_p_adjusted": found.equivalence_p_adjusted,
+        "within_margin": found.within_margin,
+        "failed_at_worst": contrast.at_worst.word(alpha) if contrast.at_worst else None,
+        "losses": asdict(contrast.losses) if contrast.losses else None,
+        "pairing": asdict(contrast.pairing) if contrast.pairing else None,
+        "noise_sd": contrast.parts.noise_variance**0.5 if contrast.parts else None,
+        "luck_sd": contrast.parts.luck_variance**0.5 if contrast.parts else None,
         "same_prompts": shared.prompts,
         "shared_noise": shared.noise,
-        "differing_keys": list(contrast.differing_keys),
-        "tasks": asdict(tasks) if tasks else None,
+        "differing_keys": list(shared.differing_keys),
+        "differing_environment": list(shared.environment),
+        "tasks": asdict(contrast.tasks) if contrast.tasks else None,
     }
 
 

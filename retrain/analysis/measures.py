@@ -13,12 +13,13 @@ from retrain.analysis.runs import StoredRun
 from retrain.analysis.statistics import Floats
 from retrain.config.judging import judge_words, judging_rewards, training_rewards
 from retrain.errors import ConfigurationError
-from retrain.records.entries import StepRecord
+from retrain.records.entries import Direction, StepRecord
 
 WINDOW = 50
 """Steps at the end of training over which a training metric is averaged."""
 _PASS_AT = re.compile(r"pass@([1-9]\d*)")
-_FIELDS = tuple(field.name for field in fields(StepRecord) if field.type in (int | None, float | None))
+DIRECTIONS: dict[str, Direction] = {field.name: field.metadata["better"] for field in fields(StepRecord) if "better" in field.metadata}
+"""The numeric fields of metrics.jsonl."""
 _RATES = frozenset({"correct_rate", "auc", "informative_fraction", "max_token_hit_rate", "clip_fraction"})
 _BY_REWARD = frozenset({"correct_rate", "auc", "mean_reward", "truncated_reward_mean", "informative_fraction"})
 """Training metrics that depend on the training reward."""
@@ -31,6 +32,7 @@ class Metric:
     description: str
     is_rate: bool
     """Between 0 and 1, shown as a percentage."""
+    better: Direction = "higher"
 
     @property
     def k(self) -> int | None:
@@ -77,19 +79,26 @@ def choose_metric(name: str | None, runs: Sequence[StoredRun]) -> Metric:
         return Metric(name, "mean of the training correct rate over all steps (area under the learning curve)", is_rate=True)
     if name == "running_correct_rate":
         raise ConfigurationError(f"--metric {name} is a cumulative mean, which lags and favours early learning; use correct_rate or auc.")
-    if name not in _FIELDS:
+    if name not in DIRECTIONS:
         raise ConfigurationError(
             f"--metric {name} is no metric; use pass@1 (or another pass@K), correct_rate, auc, "
             "or a numeric field of metrics.jsonl such as mean_reward."
         )
     what = "training correct rate" if name == "correct_rate" else name
     short = max((run.steps for run in runs), default=WINDOW) <= WINDOW
-    return Metric(name, f"mean {what} of {'all' if short else f'the last {WINDOW}'} steps", is_rate=name in _RATES)
+    return Metric(name, f"mean {what} of {'all' if short else f'the last {WINDOW}'} steps", name in _RATES, DIRECTIONS[name])
 
 
 def held_out(run: StoredRun, k: int) -> float | None:
-    """pass@k at the run's last evaluation of trained weights; None without one."""
-    return run.final_evaluation.pass_at.get(k) if run.final_evaluation else None
+    """pass@k at the run's last evaluation of trained weights, over the problems with k judged samples; None without one.
+
+    It is computed from the stored samples, so any k that they suffice for can be asked for, whatever `[evaluation] k` said.
+    """
+    if run.answers is None:
+        return None
+    rates = run.answers.rates(k)
+    known = rates[~np.isnan(rates)]
+    return float(known.mean()) if len(known) else None
 
 
 def trained_on_chance(run: StoredRun) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from retrain.analysis.held_out import Answers
 from retrain.analysis.statistics import Floats
 from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
@@ -127,6 +128,19 @@ class StoredRun:
         records = [EvaluationRecord.from_json(line) for line in problems]
         return Evaluation(step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k}))
 
+    @cached_property
+    def answers(self) -> Answers | None:
+        """The held-out answers of `final_evaluation`."""
+        return Answers.of(self.final_evaluation.problems) if self.final_evaluation else None
+
+    @cached_property
+    def base_answers(self) -> Answers | None:
+        """The held-out answers of the untrained model; None unless the run was evaluated before its first step."""
+        if not self.folder.evaluation.is_file():
+            return None
+        first = list(takewhile(lambda line: line["step"] == 0, read_jsonl(self.folder.evaluation)))
+        return Answers.of([EvaluationRecord.from_json(line) for line in first]) if first else None
+
     def curve(self, name: str) -> Floats:
         """[2, steps] step numbers and values of a numeric field, without the steps that have no value."""
         table = read_metrics(self.folder.metrics, ("step", name))
@@ -209,7 +223,8 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
                 yield from _walk(child)
 
 
-_KINDS = {field.name: field.type for field in fields(StepRecord)}
+_KINDS = {field.name: field.type for field in fields(StepRecord) if field.name != "environment_metrics"}
+"""Fields that are one value."""
 _NO_OBJECT = re.compile(rb"^[^{]", re.MULTILINE)
 """A line that does not begin as a line of metrics.jsonl does."""
 

@@ -1,19 +1,36 @@
 """From paired differences to verdicts: pure numbers, no runs.
 
-A contrast is an improvement (or worse) only if its t interval excludes 0 and its sign-flip p, adjusted over all contrasts by Holm, is
-below alpha; equivalent only within a stated margin; otherwise inconclusive. The verdict is never "no effect".
+A contrast is an improvement (or worse) only if
+
+- its t interval over the seeds excludes 0,
+- its sign-flip p, adjusted over all contrasts, is below alpha,
+- both still hold with every answer that could not be judged counted against it, and
+- with few held-out problems, the interval for new problems excludes 0 as well.
+
+It is equivalent only within a stated margin; otherwise inconclusive. The verdict is never "no effect".
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from retrain.analysis import power, statistics
+from retrain.analysis.power import Correction
+from retrain.analysis.sign_flips import max_t
+from retrain.records.entries import Direction
+
+Interval = tuple[float, float]
+
+FEW_PROBLEMS = 500
+"""With fewer held-out problems a verdict needs the interval for new problems too: a few of them can carry an effect."""
 
 
 class Verdict(StrEnum):
     IMPROVEMENT = "improvement"
     WORSE = "worse"
+    DIFFERENT = "different"
+    """Of a metric without a direction."""
     EQUIVALENT = "equivalent"
     INCONCLUSIVE = "inconclusive"
 
@@ -29,6 +46,52 @@ class TestSettings:
     """The difference for which the number of seeds is computed; None: not computed."""
     power: float = 0.8
     lower_is_better: bool = False
+    """Overrides the metric's own direction."""
+    correction: Correction = "maxt"
+    failed: Literal["exclude", "worst"] = "exclude"
+    """Leave pairs with a failed run out, or give that run the worst value."""
+
+    def adjusted(self, family: Sequence[Mapping[int, float]]) -> list[float]:
+        """p of each contrast, adjusted over the family."""
+        if self.correction == "maxt":
+            return max_t(family)
+        return statistics.holm([statistics.sign_flip_p(list(contrast.values())) for contrast in family])
+
+    def smallest_adjusted(self, pairs: Sequence[int]) -> list[float]:
+        """The smallest adjusted p that any differences of so many pairs in each contrast could give."""
+        smallest = [statistics.smallest_p(count) for count in pairs]
+        return smallest if self.correction == "maxt" else statistics.holm(smallest)
+
+    def seeds_to_conclude(self, comparisons: int) -> int:
+        """Fewest pairs with which any contrast of the family can be significant."""
+        return power.seeds_to_conclude(self.alpha, comparisons, self.correction)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The differences of one contrast, one pair or more."""
+
+    by_seed: Mapping[int, float]
+    least: Mapping[int, float] | None = None
+    """With every unjudged answer counted against the candidate; None where all answers were judged."""
+    most: Mapping[int, float] | None = None
+    """With every unjudged answer counted for it."""
+    problem_interval: Interval | None = None
+    """For new problems as well, where a verdict needs it."""
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> "Paired":
+        return cls(dict(enumerate(differences)))
+
+    @property
+    def values(self) -> list[float]:
+        return list(self.by_seed.values())
+
+    @property
+    def at_worst(self) -> Mapping[int, float]:
+        """The differences with every unjudged answer counted against the sign of their mean."""
+        bound = self.least if statistics.mean(self.values) > 0 else self.most
+        return self.by_seed if bound is None else bound
 
 
 @dataclass(frozen=True)
@@ -38,7 +101,7 @@ class Conclusion:
     pairs: int
     mean: float
     sd: float | None
-    interval: tuple[float, float] | None
+    interval: Interval | None
     """Student's t, at confidence 1 - alpha."""
     p: float
     p_adjusted: float
@@ -46,69 +109,124 @@ class Conclusion:
     """The smallest that any differences could give with this many pairs in every contrast."""
     d_z: float | None
     """With Hedges' correction, which is 0 for two pairs: None below three."""
-    minimal_detectable_effect: float | None
-    """None also if nothing could be significant or all differences are equal."""
+    detectable: Interval | None
+    """The difference found with the stated power, over the 95% interval of the sd; None if nothing could be significant or all
+    differences are equal."""
     seeds_needed: int | None
     """Seeds that find the stated effect at this sd; None without an effect or out of reach."""
     equivalence_p_adjusted: float | None
     """None without a margin."""
+    bounds: Interval | None
+    """The mean with every unjudged answer counted against the candidate, and for it; None where all were judged."""
+    unsure: str
+    """Why a verdict that the seeds alone would give is withheld: "unjudged" or "problems"; else ""."""
+    within_margin: bool
+    """A difference that is also smaller than the margin."""
     verdict: Verdict
 
     def can_conclude(self, alpha: float) -> bool:
         return self.smallest_p_adjusted < alpha
 
+    def word(self, alpha: float) -> str:
+        """The verdict, or whether nothing could be concluded by design or was looked for and not decided."""
+        if self.verdict is not Verdict.INCONCLUSIVE:
+            return str(self.verdict)
+        return "undecided" if self.can_conclude(alpha) else "cannot conclude"
 
-def conclude(family: Sequence[Sequence[float]], test: TestSettings) -> list[Conclusion]:
-    """One conclusion per contrast of n >= 1 differences; the p values are adjusted over the whole family."""
-    p = [statistics.sign_flip_p(d) for d in family]
-    adjusted = statistics.holm(p)
-    smallest = statistics.holm([statistics.smallest_p(len(d)) for d in family])
+
+def conclude(family: Sequence[Paired], test: TestSettings, better: Direction = "higher") -> list[Conclusion]:
+    """One conclusion per contrast; the p values are adjusted over the whole family. `better` is the metric's own direction."""
+    adjusted = test.adjusted([paired.by_seed for paired in family])
+    at_worst = adjusted
+    if any(paired.least is not None for paired in family) and min(adjusted) < test.alpha:
+        at_worst = test.adjusted([paired.at_worst for paired in family])
+    smallest = test.smallest_adjusted([len(paired.by_seed) for paired in family])
     equivalence = _equivalence(family, test.margin)
-    return [
-        _conclusion(d, test, len(family), raw, adjusted_p, least, same)
-        for d, raw, adjusted_p, least, same in zip(family, p, adjusted, smallest, equivalence, strict=True)
-    ]
+    better = "lower" if test.lower_is_better else better
+    rows = zip(family, adjusted, at_worst, smallest, equivalence, strict=True)
+    return [_conclusion(*row, test, len(family), better) for row in rows]
 
 
 def _conclusion(
-    d: Sequence[float], test: TestSettings, family: int, p: float, p_adjusted: float, smallest: float, equivalence_p: float | None
+    paired: Paired,
+    p_adjusted: float,
+    p_at_worst: float,
+    smallest: float,
+    equivalence_p: float | None,
+    test: TestSettings,
+    family: int,
+    better: Direction,
 ) -> Conclusion:
-    mean = statistics.mean(d)
-    sd = statistics.sample_sd(d) if len(d) > 1 else None
-    interval = statistics.t_interval(d, 1 - test.alpha) if len(d) > 1 else None
-    seeds = None
-    if test.effect is not None and sd and not power.out_of_reach(test.effect, sd, test.alpha, test.power, family):
-        seeds = power.seeds_needed(test.effect, sd, test.alpha, test.power, family)
+    d = paired.values
+    mean, sd = statistics.mean(d), statistics.sample_sd(d) if len(d) > 1 else None
+    equivalent = equivalence_p is not None and equivalence_p < test.alpha and smallest < test.alpha
+    differs = _excludes_zero(d, test.alpha) and p_adjusted < test.alpha
+    unsure = _unsure(paired, p_at_worst, test.alpha) if differs else ""
+    verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
+    if differs and not unsure:
+        verdict = Verdict.DIFFERENT if better is None else Verdict.IMPROVEMENT if (mean < 0) == (better == "lower") else Verdict.WORSE
     return Conclusion(
         pairs=len(d),
         mean=mean,
         sd=sd,
-        interval=interval,
-        p=p,
+        interval=statistics.t_interval(d, 1 - test.alpha) if len(d) > 1 else None,
+        p=statistics.sign_flip_p(d),
         p_adjusted=p_adjusted,
         smallest_p_adjusted=smallest,
         d_z=statistics.corrected_dz(d) if len(d) > 2 else None,
-        minimal_detectable_effect=power.minimal_detectable_effect(len(d), sd, test.alpha, test.power, family) if sd else None,
-        seeds_needed=seeds,
+        detectable=_detectable(len(d), sd, test, family) if sd else None,
+        seeds_needed=_seeds_needed(sd, test, family) if sd else None,
         equivalence_p_adjusted=equivalence_p,
-        verdict=_verdict(mean, interval, p_adjusted, equivalence_p, test),
+        bounds=(statistics.mean([*paired.least.values()]), statistics.mean([*paired.most.values()]))
+        if paired.least and paired.most
+        else None,
+        unsure=unsure,
+        within_margin=equivalent and verdict is not Verdict.EQUIVALENT,
+        verdict=verdict,
     )
 
 
-def _equivalence(family: Sequence[Sequence[float]], margin: float | None) -> list[float | None]:
-    """Adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a single pair."""
+def _excludes_zero(differences: Sequence[float], alpha: float) -> bool:
+    if len(differences) < 2:
+        return False
+    low, high = statistics.t_interval(differences, 1 - alpha)
+    return low > 0 or high < 0
+
+
+def _unsure(paired: Paired, p_at_worst: float, alpha: float) -> str:
+    """Why differences that are significant on their own make no verdict; "" if they do."""
+    mean, worst = statistics.mean(paired.values), list(paired.at_worst.values())
+    if p_at_worst >= alpha or not _excludes_zero(worst, alpha) or mean * statistics.mean(worst) <= 0:
+        return "unjudged"
+    if paired.problem_interval is not None and paired.problem_interval[0] <= 0 <= paired.problem_interval[1]:
+        return "problems"
+    return ""
+
+
+def _detectable(pairs: int, sd: float, test: TestSettings, family: int) -> Interval | None:
+    low, high = power.sd_interval(sd, pairs - 1)
+    found = [power.minimal_detectable_effect(pairs, end, test.alpha, test.power, family, test.correction) for end in (low, high)]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def _seeds_needed(sd: float, test: TestSettings, family: int) -> int | None:
+    if test.effect is None or power.out_of_reach(test.effect, sd, test.alpha, test.power, family):
+        return None
+    return power.seeds_needed(test.effect, sd, test.alpha, test.power, family, test.correction)
+
+
+def _equivalence(family: Sequence[Paired], margin: float | None) -> list[float | None]:
+    """Holm-adjusted p of the claim |mean| < margin, per contrast; None without a margin and for a single pair.
+
+    No p is below 2^-n, which n pairs can give by sign flips: equal and nearly equal differences are treated alike. Unjudged answers are
+    counted in the direction that takes the mean away from 0.
+    """
     if margin is None:
         return [None] * len(family)
-    p = iter(statistics.holm([statistics.tost(d, margin) for d in family if len(d) > 1]))
-    return [next(p) if len(d) > 1 else None for d in family]
 
+    def p_of(paired: Paired) -> float:
+        ends = [list(end.values()) for end in (paired.least, paired.most) if end] or [paired.values]
+        return max(2.0 ** -len(paired.by_seed), *(statistics.tost(end, margin) for end in ends))
 
-def _verdict(
-    mean: float, interval: tuple[float, float] | None, p_adjusted: float, equivalence_p: float | None, test: TestSettings
-) -> Verdict:
-    excludes_zero = interval is not None and (interval[0] > 0 or interval[1] < 0)
-    if excludes_zero and p_adjusted < test.alpha:
-        return Verdict.IMPROVEMENT if (mean < 0) == test.lower_is_better else Verdict.WORSE
-    if equivalence_p is not None and equivalence_p < test.alpha:
-        return Verdict.EQUIVALENT
-    return Verdict.INCONCLUSIVE
+    p = iter(statistics.holm([p_of(paired) for paired in family if len(paired.by_seed) > 1]))
+    return [next(p) if len(paired.by_seed) > 1 else None for paired in family]

@@ -40,6 +40,17 @@ class BackendCapabilities:
 
 LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
 
+TINKER_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
+"""Log-probs are of softmax(logits), whatever temperature is asked for."""
+TINKER = BackendCapabilities(
+    per_token_advantages=True,
+    synchronous_loss=True,
+    exact_resume=False,
+    entropy=False,
+    loss_reduction="sum",
+    losses=("importance_sampling", "ppo", "cispo"),
+    sampler=TINKER_SAMPLER,
+)
 PRIME_RL = BackendCapabilities(
     per_token_advantages=True,
     synchronous_loss=False,
@@ -51,12 +62,12 @@ PRIME_RL = BackendCapabilities(
     sampler=PRIME_RL_SAMPLER,
 )
 
-BACKENDS: dict[str, BackendCapabilities | None] = {
+BACKENDS: dict[str, BackendCapabilities] = {
     "local": LOCAL,
-    "tinker": None,
+    "tinker": TINKER,
     "prime_rl": PRIME_RL,
 }
-"""The built-in backends and what they can do; None for one that is not built yet. `config/support.py` says what they do with each key."""
+"""The built-in backends and what they can do. `config/support.py` says what they do with each key."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def choices(self) -> MachineChoices | None:
-        """What was chosen from the machine; None for a remote backend."""
+        """The choices made from the machine; None for a remote backend."""
 
     @property
     @abstractmethod

@@ -42,16 +42,13 @@ class Entry:
     """Against what its tests run. contract: a stand-in written from the documented API."""
 
     @property
-    def capabilities(self) -> BackendCapabilities | EngineCapabilities | None:
-        """None for one that is not built yet."""
+    def capabilities(self) -> BackendCapabilities | EngineCapabilities:
         return BACKENDS[self.name] if self.kind == "backend" else ENGINES[self.name]
 
     @property
     def words(self) -> str:
         """Its capabilities in a few words."""
         declared = self.capabilities
-        if declared is None:
-            return "not built yet"
         return backend_words(declared) if isinstance(declared, BackendCapabilities) else engine_words(declared)
 
     @property
@@ -70,8 +67,7 @@ class Entry:
         return [KeyRow(path, row.use, row.because, row.values) for path, rows in found for row in rows[: _first_for_all(rows)]]
 
     def to_json(self) -> dict[str, Any]:
-        declared = self.capabilities
-        more = {"installed": self.installed, "capabilities": asdict(declared) if declared else None}
+        more = {"installed": self.installed, "capabilities": asdict(self.capabilities)}
         return asdict(self) | more | {"keys": [asdict(row) for row in self.keys]}
 
 

@@ -43,20 +43,19 @@ def _check_declaration(found: type, wanted: type, where: str) -> None:
 
 
 def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
-    """The sampler of a backend that brings its own; None where it is not known or the engine is not built yet."""
+    """The sampler of a backend that brings its own; None where a plugin does not say."""
     if config.backend.backend != "local":
-        backend = declared_backend(config)
-        return backend.sampler if backend else None
+        return declared_backend(config).sampler
     name = config.inference.engine
     return ENGINES[name] if name in ENGINES else engine_class(config).capabilities
 
 
-def declared_backend(config: "TrainConfig") -> BackendCapabilities | None:
-    """None for one that is not built yet."""
+def declared_backend(config: "TrainConfig") -> BackendCapabilities:
+    """The capabilities of `[backend] backend`, built in or a plugin."""
     name = config.backend.backend
     found = BACKENDS[name] if name in BACKENDS else backend_class(config).capabilities
     ahead = name == "local" and len(config.backend.device_list) > 1
-    return replace(found, samples_ahead=True) if found and ahead else found
+    return replace(found, samples_ahead=True) if ahead else found
 
 
 def incapable(config: "TrainConfig") -> list[str]:
@@ -64,9 +63,7 @@ def incapable(config: "TrainConfig") -> list[str]:
     from retrain.config.outcomes import key_refusals, per_token_refusals
 
     backend, engine = declared_backend(config), declared_engine(config)
-    problems = key_refusals(config)
-    if backend:
-        problems += [*per_token_refusals(config, backend.per_token_advantages), *_loss_problems(config, backend)]
+    problems = [*key_refusals(config), *per_token_refusals(config, backend.per_token_advantages), *_loss_problems(config, backend)]
     return [*problems, *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ())]
 
 
@@ -88,7 +85,7 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
 
     where = f'[inference] engine = "{config.inference.engine}"'
     yield from kept_set_refusals(config, engine.kept_set)
-    if config.inference.engine in ENGINE_CLASSES and not config.inference.urls:
+    if config.inference.engine in ENGINE_CLASSES and config.inference.engine != "max" and not config.inference.urls:
         yield f"{where} needs the address of its server; set [inference] url, such as http://127.0.0.1:8000."
     if not (engine.in_process or engine.adapter_reload):
         yield f"{where} cannot load a new adapter, so it would always sample from the untrained model; choose another engine."
@@ -111,9 +108,9 @@ def _uncertainty(config: "TrainConfig") -> str:
 def capability_notes(config: "TrainConfig") -> Iterator[str]:
     """What a run says about an engine or a backend that does less than the local ones, one sentence each."""
     backend, engine = declared_backend(config), declared_engine(config)
-    if backend and not backend.synchronous_loss:
+    if not backend.synchronous_loss:
         yield f'[backend] backend = "{config.backend.backend}" reports a placeholder for the loss: read the rewards instead.'
-    if backend and not backend.exact_resume:
+    if not backend.exact_resume:
         yield f'[backend] backend = "{config.backend.backend}" does not resume byte for byte: a resumed run differs from a straight one.'
     local = config.backend.backend == "local"
     sampler = f'[inference] engine = "{config.inference.engine}"' if local else f'[backend] backend = "{config.backend.backend}"'

@@ -173,7 +173,7 @@ class BackpressureController:
         return Regime.NEAR_TARGET, self.batch_size
 
     def _last_growth_paid(self) -> bool:
-        """Whether throughput is well above the throughput at the next smaller concurrency observed; True if there is none."""
+        """True if throughput is well above the throughput at the next smaller concurrency observed; True if there is none."""
         p = self.batch_size * self.group_size
         smaller = max((seen for seen, _ in self.observations if seen < p), default=None)
         if smaller is None:

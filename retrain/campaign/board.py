@@ -40,7 +40,7 @@ _ORDER = (Status.RUNNING, Status.FAILED, Status.INTERRUPTED, Status.DONE, Status
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one run is; None where there is no number yet."""
+    """The progress of one run; None where there is no number yet."""
 
     name: str
     status: Status

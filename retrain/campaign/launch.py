@@ -7,7 +7,7 @@ import gc
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,12 +25,12 @@ OUTPUT = "output.log"
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     status: Status
     """DONE, FAILED or INTERRUPTED."""
     reason: str = ""
-    """Why the run is not done, in one sentence."""
+    """One sentence saying why the run is not done."""
     lost: bool = False
     """The worker ended without an answer: it was killed, or its machine is gone. A restart may help."""
     stopped_by: int | None = None
@@ -41,7 +41,7 @@ class Job(Protocol):
     """A started run."""
 
     def poll(self) -> RunOutcome | None:
-        """How the run ended; None while it is running."""
+        """The run's outcome; None while it is running."""
 
     def stop(self, signal_number: int) -> None:
         """Ask the run to save a checkpoint and end."""
@@ -107,15 +107,20 @@ def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
     return RunOutcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
 
 
+def _shared_models() -> AbstractContextManager[None]:
+    from retrain.model.load import shared_models
+
+    return shared_models()
+
+
 class InProcess:
     """Trains one run after the other in this process, and keeps the base model loaded between them."""
 
     workers = 1
 
-    def __init__(self) -> None:
-        from retrain.model.load import shared_models
-
-        self._models = shared_models()
+    def __init__(self, *, loads_models: bool = True) -> None:
+        """`loads_models` is False where a remote service holds the model, so that no model library is imported."""
+        self._models = _shared_models() if loads_models else nullcontext()
         self._models.__enter__()
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:

@@ -54,7 +54,7 @@ class RunEntry:
     started: str | None = None
     ended: str | None = None
     reason: str | None = None
-    """Why it failed or was interrupted."""
+    """The reason why it failed or was interrupted."""
 
 
 @dataclass

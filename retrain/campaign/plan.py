@@ -73,7 +73,7 @@ def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
     steps = max_steps(config)
     views = arms(config)
     runs = [
-        _run(view, label=condition.label, seed=seed, steps=steps, folder=folder, judge=_shared_judge(view, config))
+        _run(view, label=condition.label, seed=seed, steps=steps, folder=folder, shared=_shared_evaluation(view, config))
         for seed in settings.seeds
         for condition, view in zip(config.conditions, views, strict=True)
     ]
@@ -112,7 +112,22 @@ def _shared_judge(view: TrainConfig, base: TrainConfig) -> str:
     return "" if len(base.reward.types) > 1 or base.reward.types == ["random"] else base.reward.types[0]
 
 
-def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, judge: str) -> CampaignRun:
+def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
+    """Keys of [evaluation] that a condition takes from the base: the judge, and how held-out answers are sampled.
+
+    A condition that trains at another temperature, say, is still measured at the base's. What the condition says itself stays.
+    """
+    echoed = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
+    pinned = {
+        name: getattr(base.training, name)
+        for name in echoed
+        if getattr(view.evaluation, name) is None and getattr(view.training, name) != getattr(base.training, name)
+    }
+    judge = _shared_judge(view, base)
+    return pinned | ({"reward": judge} if judge else {})
+
+
+def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, shared: dict[str, Any]) -> CampaignRun:
     """One run; `view` is the campaign's configuration with this condition alone."""
     name = run_name(label, seed)
     data = given_values(view)
@@ -125,8 +140,8 @@ def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, 
     _put(data, "logging", log_dir=str(folder / RUNS / name), label=label, **_tracking(view, label, name, seed))
     if not view.is_set("evaluation.at_end"):
         _put(data, "evaluation", at_end=True)
-    if judge:
-        _put(data, "evaluation", reward=judge)
+    if shared:
+        _put(data, "evaluation", **shared)
     if view.backend.adapter_path:
         _put(data, "backend", adapter_path=str(Path(view.backend.adapter_path) / folder.resolve().name))
     if view.backend.backend == "tinker" and not view.backend.throttle_dir:

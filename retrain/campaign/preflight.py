@@ -1,16 +1,19 @@
 """Checks and notes before a campaign's first run: once for all runs, or with the conditions that they concern."""
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from retrain.campaign.plan import CampaignPlan
 from retrain.config import TrainConfig, replaced
 from retrain.data.load import NoHeldOutSplit, load_examples
-from retrain.run.notes import notes, preflight_lines, refuse_not_built
+from retrain.environments.problems import environment_name, load_problems
+from retrain.environments.providers import load_environment
+from retrain.run.notes import notes, preflight_lines
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks found."""
+    """The findings of the checks."""
 
     lines: tuple[str, ...]
     """Sentences to print before the first run."""
@@ -20,13 +23,24 @@ class Checked:
 
 def check(plan: CampaignPlan) -> Checked:
     """Raises ConfigurationError if a run could not start; NoHeldOutSplit if an evaluation was asked for that has no held-out split."""
-    refuse_not_built(plan.config)
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
-    missing = [f"No held-out evaluation at the end: [data] source = {name!r} holds nothing out." for name in sources]
-    return Checked((*lines, *condition_notes(plan), *missing), frozenset(lacking))
+    missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
+    return Checked((*lines, *condition_notes(plan), *missing, *_design(plan)), frozenset(lacking))
+
+
+def _design(plan: CampaignPlan) -> list[str]:
+    """What the campaign can conclude, said before it costs anything."""
+    comparisons = len(plan.conditions) - 1
+    if comparisons == 0:
+        return []
+    from retrain.analysis.power import design_line
+
+    evaluation = plan.runs[0].config.evaluation
+    problems = evaluation.max_examples if evaluation.asked_for else 0
+    return [design_line(len(plan.seeds), comparisons, problems, evaluation.samples)]
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:
@@ -55,18 +69,28 @@ def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
     for run in plan.runs[: len(plan.conditions)]:
         if not run.config.evaluation.asked_for:
             continue
-        source = repr((run.config.data, run.config.evaluation.source))
+        source = repr((run.config.data, run.config.evaluation.source, run.config.environment))
         if source not in known:
             known[source] = _has_held_out(run.config, plan.config)
         if not known[source]:
-            lacking[run.condition] = run.config.data.source
+            lacking[run.condition] = _problems_of(run.config)
     return lacking
+
+
+def _problems_of(config: TrainConfig) -> str:
+    if config.environment.provider:
+        return f"[environment] {environment_name(config)}"
+    return f"[data] source = {config.data.source!r}"
 
 
 def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
     """Raises NoHeldOutSplit if the user asked for an evaluation; the campaign's own default is no reason to refuse."""
     try:
-        load_examples(config, "heldout")
+        if config.environment.provider:
+            with closing(load_environment(config)) as environment:
+                load_problems(environment, config, "evaluation")
+        else:
+            load_examples(config, "heldout")
     except NoHeldOutSplit:
         if campaign.is_set("evaluation.at_end") or config.evaluation.every or config.evaluation.at_start:
             raise

@@ -132,7 +132,7 @@ class RayJob:
         self._task = task
 
     def poll(self) -> RunOutcome | None:
-        """How the run ended; None while it is running."""
+        """The run's outcome; None while it is running."""
         done, _ = self._ray.wait([self._task], timeout=0)
         if not done:
             return None

@@ -20,7 +20,7 @@ from retrain.campaign.manifest import Manifest, Status, open_campaign
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
 from retrain.config import TrainConfig, replaced
-from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed
+from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed, Untrained
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
 from retrain.records.run_folder import RunFolder
@@ -76,7 +76,7 @@ def _launcher(plan: CampaignPlan) -> Launcher:
         from retrain.campaign.subprocesses import Subprocesses
 
         return Subprocesses(share_devices(plan))
-    return InProcess()
+    return InProcess(loads_models=any(run.config.backend.backend != "tinker" for run in plan.runs))
 
 
 def _first_line(plan: CampaignPlan) -> str:
@@ -235,9 +235,6 @@ class AutoSqueeze:
                 self._squeeze(run)
 
     def _squeeze(self, run: CampaignRun) -> None:
-        from retrain.squeeze import squeeze_adapter
-        from retrain.squeeze.analysis import Untrained
-
         if run.name in self._untrained:
             return
         self._due = False
@@ -246,6 +243,8 @@ class AutoSqueeze:
         config = replaced(run.config, {f"squeeze.{name}": value for name, value in given.items()})
         adapter = stored_checkpoints(RunFolder(run.folder)) / FINAL
         try:
+            from retrain.squeeze import squeeze_adapter
+
             squeezed = squeeze_adapter(config, adapter, progress=self._say)
             track_squeeze(config, RunFolder(self._plan.folder / SQUEEZE_RUN), squeezed.analysis.summary(), self._say)
         except Untrained as error:

@@ -59,7 +59,7 @@ class Worker:
             self._process.stdin.flush()
 
     def poll(self) -> RunOutcome | None:
-        """How the run ended; None while it is running."""
+        """The run's outcome; None while it is running."""
         code = self._process.poll()
         if code is None:
             return None

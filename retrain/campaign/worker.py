@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from retrain.processes import spin_briefly
+from retrain.processes import prepare_torch
 
 
 def main() -> None:
     """Train the run and answer with its outcome."""
-    spin_briefly()
+    prepare_torch()
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     request = json.loads(sys.stdin.buffer.readline())

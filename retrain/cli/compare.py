@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -47,7 +47,12 @@ SETTINGS = {"cls": BaselineTakesSeveral}
 
 
 def command(
-    targets: Annotated[list[Path], typer.Argument(metavar="CAMPAIGN_DIR | RUN...", help="A campaign's folder, or folders of runs.")],
+    targets: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="CAMPAIGN_DIR | RUN... | EVALUATION", help="A campaign's folder, folders of runs, or what `retrain eval` left."
+        ),
+    ],
     baseline: Annotated[
         list[str] | None,
         typer.Option(metavar="LABEL | RUN...", help="A campaign's condition (the first unless given), or the baseline's runs."),
@@ -62,17 +67,30 @@ def command(
     effect: Annotated[float | None, typer.Option(help="Show how many seeds would find this difference, such as 0.02.")] = None,
     power: Annotated[float, typer.Option(help="Power for the detectable difference and the seeds needed.")] = 0.8,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
+    correction: Annotated[
+        Literal["maxt", "holm"], typer.Option(help="Adjust p by joint sign flips of whole seeds (maxt), or by Holm.")
+    ] = "maxt",
+    contrast: Annotated[
+        list[str] | None, typer.Option(metavar="A:B", help="Compare condition A with condition B; repeat it for a family of pairs.")
+    ] = None,
+    failed: Annotated[
+        Literal["exclude", "worst"], typer.Option(help="Leave pairs with a failed run out, or count that run as the worst result.")
+    ] = "exclude",
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
 ) -> None:
-    """Compare conditions across seeds: paired differences, intervals, exact p values adjusted by Holm, and a verdict."""
+    """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over all of them, and a verdict."""
     from retrain.analysis.comparison_text import to_json, to_markdown, to_text
     from retrain.analysis.verdict import TestSettings
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
+    from retrain.run.evaluation_folder import is_evaluation
 
-    test = TestSettings(alpha=alpha, margin=margin, effect=effect, power=power, lower_is_better=lower_is_better)
-    comparison = _compare(targets, baseline or [], control, metric, test)
+    if any(map(is_evaluation, targets)):
+        _print_evaluations(targets, baseline or [], metric, alpha, as_json=as_json or form is Format.JSON)
+        return
+    test = TestSettings(alpha, margin, effect, power, lower_is_better, correction, failed)
+    comparison = _compare(targets, baseline or [], control, metric, test, [_pair(text) for text in contrast or []])
     if as_json or form is Format.JSON:
         print(json.dumps(finite(to_json(comparison)), indent=2))
     elif form is Format.MARKDOWN:
@@ -81,7 +99,32 @@ def command(
         print(clean(to_text(comparison, shutil.get_terminal_size().columns)), end="")
 
 
-def _compare(targets: list[Path], baseline: list[str], control: bool, metric: str | None, test: "TestSettings") -> "Comparison":
+def _print_evaluations(targets: list[Path], baseline: list[str], metric: str | None, alpha: float, *, as_json: bool) -> None:
+    """Two folders of `retrain eval`, paired by problem."""
+    from retrain.analysis.evaluations import compare_evaluations, evaluation_json, evaluation_lines, open_evaluation
+    from retrain.analysis.measures import choose_metric
+    from retrain.records.jsonl import finite
+    from retrain.records.terminal import clean
+    from retrain.run.evaluation_folder import is_evaluation
+
+    if len(targets) != 1 or len(baseline) != 1 or not is_evaluation(Path(baseline[0])):
+        raise ConfigurationError(f"{targets[0]} is an evaluation, and is compared with one other: --baseline EVALUATION.")
+    one, other = open_evaluation(targets[0]), open_evaluation(Path(baseline[0]))
+    found = compare_evaluations(one, other, choose_metric(metric or "pass@1", []), alpha)
+    print(json.dumps(finite(evaluation_json(found)), indent=2) if as_json else clean("\n".join(evaluation_lines(found))))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Raises ConfigurationError unless the text is two labels with a colon between them."""
+    candidate, colon, baseline = text.partition(":")
+    if not (candidate and colon and baseline) or candidate == baseline:
+        raise ConfigurationError(f"--contrast {text} is not two conditions as A:B; A is compared with B.")
+    return candidate, baseline
+
+
+def _compare(
+    targets: list[Path], baseline: list[str], control: bool, metric: str | None, test: "TestSettings", pairs: list[tuple[str, str]]
+) -> "Comparison":
     from retrain.analysis.compare import compare_campaign, compare_runs
     from retrain.analysis.runs import is_campaign, open_run
 
@@ -94,7 +137,9 @@ def _compare(targets: list[Path], baseline: list[str], control: bool, metric: st
     if campaigns:
         if len(targets) > 1 or len(baseline) > 1:
             raise ConfigurationError(f"{campaigns[0]} is a campaign, and one is compared at a time, with one condition as --baseline.")
-        return compare_campaign(campaigns[0], test, baseline[0] if baseline else None, metric, control=control)
+        return compare_campaign(campaigns[0], test, baseline[0] if baseline else None, metric, control=control, pairs=pairs)
+    if pairs:
+        raise ConfigurationError(f"--contrast {':'.join(pairs[0])} names conditions of a campaign, and {targets[0]} is none.")
     if not baseline:
         needs = "--control takes a campaign" if control else "runs need --baseline RUN... to be compared with"
         raise ConfigurationError(f"{targets[0]} is no campaign (no manifest.json with runs), and {needs}.")

@@ -17,6 +17,9 @@ def command(
     context: typer.Context,
     target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="A run's folder, or a configuration for its untrained model.")],
     checkpoint: Annotated[int | None, typer.Option(help="The checkpoint after this many steps; by default the newest.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the answers; by default evaluations/ in the run's folder, or in logs/.")
+    ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Run the Python code that the run's folder names.")] = False,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
@@ -33,7 +36,19 @@ def command(
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
     from retrain.run.evaluate import evaluate_run
-    from retrain.tracking.console import evaluation_line
+    from retrain.run.evaluation_folder import EvaluationFolder
+    from retrain.tracking.console import evaluation_line, task_lines
 
-    result = evaluate_run(target, checkpoint=checkpoint, overrides=overrides, say=print_progress, trust=trust)
-    print(json.dumps(finite(result.summary())) if as_json or form == "json" else clean(evaluation_line(result)))
+    folder = EvaluationFolder.new(output, target)
+    result = evaluate_run(
+        target,
+        checkpoint=checkpoint,
+        overrides=overrides,
+        say=print_progress,
+        trust=trust,
+        keep=folder.write,
+    )
+    if as_json or form == "json":
+        print(json.dumps(finite(result.summary() | {"folder": str(folder.path)})))
+    else:
+        print(clean("\n".join([evaluation_line(result), *task_lines(result), f"Answers: {folder.path}"])))

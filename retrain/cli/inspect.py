@@ -36,6 +36,8 @@ def command(
     prompt: Annotated[int | None, typer.Option(help="Position of the prompt in the step; by default one with advantages.")] = None,
     sample: Annotated[int | None, typer.Option(help="One completion of the prompt; by default all.")] = None,
     by: Annotated[By, typer.Option(help="What colours a token.")] = By.ADVANTAGE,
+    detectors: Annotated[bool, typer.Option("--detectors", help="Show the masks of both planning detectors side by side.")] = False,
+    planning_model: Annotated[str, typer.Option(help="With --detectors: the sentence encoder, in place of the run's own.")] = "",
     table: Annotated[bool, typer.Option("--table", help="One line per token; the default where there is no colour.")] = False,
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
@@ -48,7 +50,7 @@ def command(
     from retrain.inspect.shading import Quantity
     from retrain.inspect.terminal import show
 
-    credit = read_step(open_run(run), step, against or [])
+    credit = read_step(open_run(run), step, against or [], detectors=detectors, planning_model=planning_model)
     numbers = _chosen(credit, prompt, sample)
     if as_json or form is Format.JSON:
         print(json.dumps(to_json(credit, numbers)))
@@ -95,8 +97,10 @@ def to_json(credit: "StepCredit", numbers: list[int]) -> dict[str, Any]:
                 "truncated": completion.truncated,
                 "token_ids": completion.token_ids.tolist(),
                 "text": completion.pieces,
+                "turns": [{"start": turn.start, "context": turn.context, "restarts": turn.restarts} for turn in completion.turns],
                 "surprisal": completion.surprisals.tolist(),
                 **{name: None if values is None else values.tolist() for name, values in optional.items()},
+                "detectors": {name: mask.tolist() for name, mask in completion.detectors.items()},
                 "advantages": {
                     label: {stage: values.tolist() for stage, values in stages.items()} for label, stages in completion.stages.items()
                 },

@@ -15,14 +15,14 @@ from types import TracebackType
 
 from retrain.cli.usage import COMMANDS, usage
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
-from retrain.processes import spin_briefly
+from retrain.processes import prepare_torch
 from retrain.records.disk import is_reader_gone, path_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An exception that is a bug propagates: Python prints it and exits with 1."""
     _tolerate_any_text()
-    spin_briefly()
+    prepare_torch()
     sys.excepthook = _masked_traceback
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))

@@ -21,6 +21,7 @@ def command(
     comparisons: Annotated[int | None, typer.Option(help="Conditions beside the baseline; the pilot's, or 1.")] = None,
     alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
+    correction: Annotated[Literal["maxt", "holm"], typer.Option(help="How `retrain compare` will adjust p over the comparisons.")] = "maxt",
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
@@ -32,7 +33,7 @@ def command(
     found = read_pilot(pilot, metric) if pilot else None
     sd = found.sd if found else sd
     assert sd is not None
-    plan = SeedPlan(effect, sd, alpha, power, comparisons or (found.comparisons if found else 1))
+    plan = SeedPlan(effect, sd, alpha, power, comparisons or (found.comparisons if found else 1), correction)
     _check(plan, comparisons)
     if as_json or form == "json":
         print(json.dumps(_as_json(plan, found), indent=2))
@@ -57,7 +58,7 @@ def _check(plan: "SeedPlan", comparisons: int | None) -> None:
 def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     from retrain.records.printing import counted, table_lines
 
-    family = f"{counted(plan.comparisons, 'comparison')}{' (Holm)' if plan.comparisons > 1 else ''}"
+    family = f"{counted(plan.comparisons, 'comparison')}{f' ({plan.correction})' if plan.comparisons > 1 else ''}"
     yield f"Paired by seed, two-sided, alpha {plan.alpha:g} over {family}, power {100 * plan.power:g}%."
     if pilot:
         low, high = pilot.sd_interval
@@ -65,8 +66,10 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
         yield f"Sd of the differences: {_number(pilot.sd)} (95% interval {_number(low)} to {_number(high)}), from {pilot.source}."
     else:
         yield f"Sd of the differences: {_number(plan.sd)}, as given."
+    if pilot and len(pilot.sd_by_contrast) > 1:
+        yield f"By contrast: {', '.join(f'{label} {_number(sd)}' for label, sd in pilot.sd_by_contrast.items())}."
     if plan.effect is not None:
-        yield f"Seeds needed for a difference of {_number(plan.effect)}: {_count(plan.seeds(plan.sd))}" + _range(plan, pilot)
+        yield from _seed_lines(plan, pilot)
         if pilot and pilot.held_out:
             held_out = pilot.held_out
             yield (
@@ -78,11 +81,23 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     yield from table_lines([("seeds", "detectable difference"), *rows], right=(0,))
 
 
-def _range(plan: "SeedPlan", pilot: "Pilot | None") -> str:
+def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
+    """The assured number first: at the sd that a pilot shows, the true power is often far below the stated one."""
+    from retrain.analysis.power import ASSURANCE
+
+    wanted = f"Seeds needed for a difference of {_number(plan.effect or 0.0)}"
     if not pilot:
-        return "."
+        yield f"{wanted}: {_count(plan.seeds(plan.sd))}."
+        return
     low, high = (_count(plan.seeds(sd)) for sd in pilot.sd_interval)
-    return f" ({low} to {high} over that interval)."
+    yield (
+        f"{wanted}: {_count(plan.seeds(pilot.assured_sd))}, at an sd of {_number(pilot.assured_sd)}, an upper limit that holds in "
+        f"{100 * ASSURANCE:g}% of pilots."
+    )
+    yield (
+        f"At the pilot's own sd {_count(plan.seeds(plan.sd))} ({low} to {high} over its interval); about half of such plans have less "
+        "power than stated."
+    )
 
 
 def _count(seeds: int | None) -> str:
@@ -105,6 +120,10 @@ def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
         "alpha": plan.alpha,
         "power": plan.power,
         "comparisons": plan.comparisons,
+        "correction": plan.correction,
+        "sd_by_contrast": dict(pilot.sd_by_contrast) if pilot else None,
+        "sd_assured": pilot.assured_sd if pilot else None,
+        "seeds_assured": plan.seeds(pilot.assured_sd) if pilot and wanted else None,
         "seeds_needed": plan.seeds(plan.sd) if wanted else None,
         "seeds_needed_interval": [plan.seeds(sd) for sd in pilot.sd_interval] if pilot and wanted else None,
         "detectable": {str(seeds): difference for seeds, difference in plan.detectable().items()},

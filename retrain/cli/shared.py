@@ -1,4 +1,4 @@
-"""What several commands share: the .env file, and lines of progress on standard error."""
+"""Shared by several commands: the .env file, and lines of progress on standard error."""
 
 import sys
 from pathlib import Path

@@ -53,7 +53,7 @@ def _show(text: str, *, clear: bool) -> None:
 
 
 def lines(seen: "Overview", width: int | None = None) -> list[str]:
-    """What a person reads: a table for each campaign and one for the other runs, then what stopped and what a small loss means."""
+    """The text for a person: a table for each campaign and one for the other runs, then what stopped and what a small loss means."""
     if not seen.all_runs and not seen.campaigns:
         return [f"No runs in {seen.folder}."]
     printed: list[str] = []

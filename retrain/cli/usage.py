@@ -1,4 +1,4 @@
-"""What `retrain --help` prints. Plain text and no imports, so that it answers at once."""
+"""The text of `retrain --help`. Plain text and no imports, so that it answers at once."""
 
 COMMANDS = {
     "init": "write a configuration to start from",
@@ -9,8 +9,10 @@ COMMANDS = {
     "compare": "conditions across seeds: differences, intervals, p values, verdicts",
     "report": "one HTML page of a run or campaign: curves, differences, completions",
     "inspect": "the credit of every token of a step, in colour",
+    "audit": "how often a reward calls right answers wrong and wrong ones right",
     "power": "how many seeds it takes to find a difference",
     "help": "this page; `retrain help config` lists every key with its flag",
+    "serve": "the command that starts an inference server as a configuration needs it",
     "backends": "engines and backends: versions, capabilities, what they were verified against",
     "version": "print the version",
 }

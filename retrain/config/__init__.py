@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrain.config.load import config_from_mapping, config_from_toml, load_config, load_stored, replaced, with_drawn_seed
-    from retrain.config.outcomes import not_built, unused_keys
+    from retrain.config.outcomes import unused_keys
     from retrain.config.schema import Condition, TrainConfig
     from retrain.config.stored import config_hash, dump_toml, resume_differences
 
@@ -18,7 +18,6 @@ __all__ = [
     "dump_toml",
     "load_config",
     "load_stored",
-    "not_built",
     "replaced",
     "resume_differences",
     "unused_keys",
@@ -34,7 +33,6 @@ _HOMES = {
     "load_config": "load",
     "load_stored": "load",
     "config_from_toml": "load",
-    "not_built": "outcomes",
     "replaced": "load",
     "resume_differences": "stored",
     "unused_keys": "outcomes",

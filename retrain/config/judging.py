@@ -42,7 +42,7 @@ def with_judging_reward(config: TrainConfig) -> TrainConfig:
 
 
 def judging_note(judging: TrainConfig) -> str:
-    """What a run says at its start when another reward than training's judges held-out answers."""
+    """The start-up line of a run whose held-out answers are judged by another reward than training's."""
     because = "as [evaluation] reward says" if judging.evaluation.reward else "the random reward says nothing about them"
     return f"Held-out answers are judged by {' + '.join(judging.reward.types)}: {because}."
 
@@ -51,7 +51,8 @@ def judge_words(judges: list[tuple[str, float]], reward: Reward) -> str:
     """Judges with every parameter that decides what is right: match, custom (custom_module = "mine"), 0.9 math + 0.1 match."""
     named = " + ".join(kind if weight == 1 else f"{weight:g} {kind}" for kind, weight in sorted(judges))
     kinds = {kind if kind in builtin_names("reward") else "plugin" for kind, _ in judges}
-    relevant = [key for key in all_keys() if kinds & {*key.traits.parameter_of} or key.path == "reward.correct_threshold"]
+    deciding = (key for key in all_keys() if not key.traits.may_change_at_resume)
+    relevant = [key for key in deciding if kinds & {*key.traits.parameter_of} or key.path == "reward.correct_threshold"]
     given = [(key, getattr(reward, key.name)) for key in relevant]
     parts = [f"{key.name} = {toml_value(value)}" for key, value in given if value != key.default]
     return f"{named} ({', '.join(parts)})" if parts else named

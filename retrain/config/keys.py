@@ -60,7 +60,7 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """What the key takes, in words."""
+        """The allowed values in words."""
         return describe_field(self.field)
 
     @property
@@ -70,7 +70,7 @@ class Key:
 
     @property
     def takes_plugin(self) -> bool:
-        """Whether a value may be the name of a plugin."""
+        """True if a value may name a plugin."""
         return any(name.startswith("plugin ") for name in choices_of(self.field, lambda kind: (f"plugin {kind}",)))
 
     @property
@@ -122,7 +122,7 @@ def keys_by_path() -> dict[str, Key]:
 @cache
 def _homes() -> dict[str, tuple[str, ...]]:
     homes: dict[str, tuple[str, ...]] = {}
-    for key in all_keys():
+    for key in (key for key in all_keys() if not key.traits.echoes_training):
         homes[key.name] = (*homes.get(key.name, ()), key.path)
     return homes
 
@@ -133,7 +133,7 @@ def homes_of(name: str) -> tuple[str, ...]:
 
 
 CONDITION_KEYS = tuple(field.alias or name for name, field in Condition.model_fields.items() if name != "sets")
-"""What a condition says about itself; everything else in its table is a key of a run that it sets."""
+"""The keys that describe a condition itself; everything else in its table is a key of a run that it sets."""
 
 
 def condition_homes(name: str) -> list[str]:
@@ -142,7 +142,7 @@ def condition_homes(name: str) -> list[str]:
 
 
 def is_settable(path: str) -> bool:
-    """Whether a condition may set the key "section.key"."""
+    """True if a condition may set the key "section.key"."""
     key = keys_by_path().get(path)
     return key is not None and not key.traits.whole_campaign and not key.traits.not_for_a_condition
 
@@ -179,7 +179,7 @@ def choices_of(field: FieldInfo, names: Callable[[str], tuple[str, ...]] = built
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What a field takes, in words: "an integer of at least 1", '"mean" or "min"'."""
+    """The allowed values of a field in words: "an integer of at least 1", '"mean" or "min"'."""
     return _describe(field.annotation, list(field.metadata))
 
 

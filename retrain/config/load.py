@@ -83,7 +83,7 @@ def with_drawn_seed(config: TrainConfig) -> TrainConfig:
 
 
 def given_values(config: TrainConfig) -> Sections:
-    """What was given, as TOML would hold it: defaults left out, `from` under its TOML name."""
+    """The given values, as TOML would hold them: defaults left out, `from` under its TOML name."""
     values: Sections = config.model_dump(exclude_unset=True, by_alias=True)
     return {name: section for name, section in values.items() if section is not None}
 

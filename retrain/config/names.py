@@ -59,6 +59,7 @@ _TABLES: dict[str, str] = {
     "data": "retrain.data.sources.SOURCES",
     "engine": "retrain.inference_engine.base.ENGINES",
     "backend": "retrain.backends.base.BACKENDS",
+    "environment": "retrain.environments.providers.PROVIDERS",
 }
 """Kind -> the table beside the functions, which is the only list of its names and their traits.
 
@@ -109,7 +110,7 @@ def names_of(kind: str) -> tuple[str, ...]:
 
 
 def is_known(kind: str, name: str) -> bool:
-    """Whether the configuration accepts `name`."""
+    """True if the configuration accepts `name`."""
     if name in table(kind) or name in _registered.get(kind, ()) or is_dotted(name):
         return True
     if kind == "data" and is_data_location(name):
@@ -124,12 +125,12 @@ def _entry_point_names(search_path: tuple[str, ...]) -> frozenset[str]:  # noqa:
 
 
 def is_dotted(name: str) -> bool:
-    """Whether `name` has the form of a plugin's path, such as my_module.my_advantage."""
+    """True if `name` has the form of a plugin's path, such as my_module.my_advantage."""
     return _DOTTED.fullmatch(name) is not None
 
 
 def is_data_location(source: str) -> bool:
-    """Whether `source` is a hub data set (hub:NAME), a file or a folder rather than a name."""
+    """True if `source` is a hub data set (hub:NAME), a file or a folder rather than a name."""
     if source.startswith("hub:"):
         return len(source) > len("hub:")
     return "/" in source or source.endswith(DATA_FILE_SUFFIXES)

@@ -1,6 +1,6 @@
-"""What becomes of a key that is allowed and still does nothing: it is unused in this run, or asks for what is not built or not possible.
+"""Keys that are allowed and still do nothing: they are unused in this run, or ask for something that its backend or engine cannot do.
 
-The first two are data: a row names its keys and says when it holds. A feature that gets built loses its row.
+The unused ones are data: a row names its keys and says when it holds.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ from typing import Any
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
 from retrain.config.load import arms
-from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, table, transforms_with
+from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, transforms_with
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
-from retrain.config.schema import PrimeRLOptions, TrainConfig
+from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.support import support_of, tables_of
 from retrain.parsing import toml_value
 
@@ -58,6 +58,8 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
         value = config.value(key.path)
         if value is None or value == key.default or (key.section == "campaign" and config.campaign is None):
             continue
+        if key.path == "model.base_url" and squeezes_remote_adapter(config):
+            continue
         reason = next((row.because for row in UNUSED if row.covers(key) and row.when(config)), None)
         if reason := reason or _without_effect(config, key.path):
             yield key.path, f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
@@ -71,17 +73,23 @@ def _without_effect(config: TrainConfig, path: str) -> str:
     return next((row.because for row in rows if row and row.use in ("serve", "unused")), "")
 
 
+def squeezes_remote_adapter(config: TrainConfig) -> bool:
+    """A squeeze job whose adapter is with a Tinker service."""
+    return config.kind == "squeeze" and config.squeeze.adapter_path.startswith("tinker://")
+
+
 def _unused_options(config: TrainConfig) -> Iterator[str]:
     if config.kind == "squeeze" or config.backend.backend not in builtin_names("backend"):
         return
-    defaults = PrimeRLOptions().model_dump()
+    owners = {name: owner for owner, model in BACKEND_OPTIONS.items() for name in model.model_fields}
     backend = config.backend.backend
     for name, value in config.backend.options.items():
-        if value == defaults[name]:
+        owner = owners[name]
+        if value == BACKEND_OPTIONS[owner]().model_dump()[name]:
             continue
         shown = f"[backend.options] {name} = {toml_value(value)} is unused here"
-        if backend != "prime_rl":
-            yield f'{shown}: it is an option of prime_rl, and backend is "{backend}".'
+        if backend != owner:
+            yield f'{shown}: it is an option of {owner}, and backend is "{backend}".'
         elif name.startswith("zmq_") and config.backend.prime_rl.transport == "filesystem":
             yield f'{shown}: transport is "filesystem".'
 
@@ -163,6 +171,13 @@ UNUSED: tuple[Unused, ...] = (
         but=("reward.correct_threshold", "reward.max_failure_rate"),
     ),
     Unused(("environment.*",), lambda c: not c.environment.provider, "no environment provider is set"),
+    Unused(("environment.id",), lambda c: c.environment.provider not in builtin_names("environment"), "the plugin is the environment"),
+    Unused(("environment.auto_install",), lambda c: c.environment.provider != "verifiers", "only verifiers environments come from the hub"),
+    Unused(
+        ("evaluation.source", "evaluation.reward"),
+        lambda c: bool(c.environment.provider),
+        "the evaluation set of [environment] is used, and its rubric scores",
+    ),
     Unused(("data.path",), lambda c: c.data.source == "lab" or is_data_location(c.data.source), "this source reads no other file"),
     Unused(("data.difficulty",), lambda c: c.data.source != "lab" and c.evaluation.source != "lab", 'it belongs to source = "lab"'),
     Unused(
@@ -178,7 +193,7 @@ UNUSED: tuple[Unused, ...] = (
         for key in all_keys()
         if key.traits.parameter_of
     ),
-    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random"}, "these rewards need no worker"),
+    Unused(("reward.deadline_s", "reward.workers"), lambda c: _rewards(c) <= {"match", "random", "judge"}, "these rewards need no worker"),
     Unused(("algorithm.advantage_mode", "algorithm.transform_mode"), _campaign, "the conditions of the campaign say it"),
     Unused(
         ("algorithm.advantage_mode", "algorithm.transform_mode"), lambda c: bool(c.algorithm.algorithm_mode), "algorithm_mode replaces it"
@@ -233,50 +248,6 @@ UNUSED: tuple[Unused, ...] = (
     Unused(("campaign.ray_address",), _campaign_where(lambda c: c.launcher != "ray"), 'launcher is not "ray"'),
 )
 """In the order in which reasons are preferred."""
-
-
-# -- features that are not built yet -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NotBuilt:
-    """A feature that the schema knows and this version refuses when a run starts."""
-
-    key: str
-    when: Test
-    instead: str
-
-
-def not_built(config: TrainConfig) -> list[str]:
-    """One sentence for each feature that the configuration asks for and this version lacks; a run refuses them at its start."""
-    problems = [
-        f"[{row.key.replace('.', '] ', 1)} = {toml_value(arm.value(row.key))} is not built yet; {row.instead}."
-        for arm in arms(config)
-        for row in NOT_BUILT
-        if row.when(arm) and is_read(arm, row.key)
-    ]
-    return list(dict.fromkeys(problems))
-
-
-def _is_planned(kind: str, name: str) -> bool:
-    """A name in the table of engines or backends that declares nothing yet."""
-    return name in table(kind) and table(kind)[name] is None
-
-
-NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("backend.backend", lambda c: _is_planned("backend", c.backend.backend), 'use backend = "local"'),
-    NotBuilt(
-        "inference.engine",
-        lambda c: c.backend.backend == "local" and _is_planned("engine", c.inference.engine),
-        'use engine = "pytorch"',
-    ),
-    NotBuilt("environment.provider", lambda c: bool(c.environment.provider), "use [data] and [reward]"),
-    NotBuilt(
-        "reward.type", lambda c: not c.environment.provider and "judge" in c.reward.types, "use match, math, custom, random or a plugin"
-    ),
-    NotBuilt("evaluation.reward", lambda c: c.evaluation.reward == "judge", "use match, math, custom or a plugin"),
-    NotBuilt("planning.detector", lambda c: c.planning.detector == "semantic", 'use detector = "regex"'),
-)
 
 
 # -- what a backend or its engine cannot do ------------------------------------------------------------------------------

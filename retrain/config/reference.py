@@ -98,7 +98,7 @@ def _cells(*cells: str) -> str:
 
 
 def help_text(section: str | None = None) -> str:
-    """What `retrain help config [SECTION]` prints: every key with its flag, default, allowed values and documentation."""
+    """The text of `retrain help config [SECTION]`: every key with its flag, default, allowed values and documentation."""
     return "\n".join(line for name in section_models() if section in (None, name) for line in _help_section(name)) + "\n" + _help_footer()
 
 

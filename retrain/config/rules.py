@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from retrain.config.names import builtin_names, canonical_uncertainty, fixed_aggregation, table, transforms_with
 from retrain.config.suggestions import nearest
@@ -45,7 +45,7 @@ _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """About a campaign as a whole; the others are about its runs."""
 EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
-"""What a squeeze job with evaluate reads."""
+"""The sections that a squeeze job with evaluate reads."""
 
 
 def _rule(function: Rule) -> Rule:
@@ -67,7 +67,7 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
 
 
 def is_read(config: "TrainConfig", path: str) -> bool:
-    """Whether the section of a key is read: a squeeze job does not train, and reads few without evaluate."""
+    """True if the section of a key is read; a squeeze job does not train, and reads few sections without evaluate."""
     section = path.partition(".")[0]
     if config.kind != "squeeze":
         return True
@@ -135,7 +135,7 @@ def _has_entropies(engine: str) -> bool:
 
 @_rule
 def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
-    """That torchrun started the run is seen when it starts."""
+    """The run itself checks at its start that torchrun started it."""
     if not config.backend.shard_base:
         return
     wanted = "[backend] shard_base = true"
@@ -314,6 +314,11 @@ def _rewards_have_what_they_need(config: "TrainConfig") -> Iterator[Violation]:
         yield Violation(
             ("reward.judge_model", "reward.type"), '[reward] type = "judge" needs judge_model, the model that judges, such as "gpt-4o-mini"'
         )
+    if reward.judge_template and "{completion}" not in reward.judge_template:
+        yield Violation(
+            ("reward.judge_template",),
+            "[reward] judge_template has no {completion} in it, so the judge would not see what it judges; put it where the answer goes",
+        )
     if "custom" in (*reward.types, held_out) and not reward.custom_module:
         yield Violation(
             ("reward.custom_module", "reward.type"),
@@ -354,13 +359,17 @@ def _template_has_a_place(config: "TrainConfig") -> Iterator[Violation]:
         )
 
 
+_AN_ID = {"verifiers": "primeintellect/gsm8k", "reasoning_gym": "chain_sum", "textarena": "GuessTheNumber-v0"}
+
+
 @_rule
 def _environments_are_complete(config: "TrainConfig") -> Iterator[Violation]:
     environment = config.environment
-    if environment.provider and not environment.id:
+    if environment.provider in builtin_names("environment") and not environment.id:
         yield Violation(
             ("environment.id", "environment.provider"),
-            f'[environment] provider = "{environment.provider}" needs id, the environment to load, such as "primeintellect/gsm8k"',
+            f'[environment] provider = "{environment.provider}" needs id, the environment to load, such as '
+            f'"{_AN_ID[environment.provider]}"',
         )
     if environment.id and not environment.provider:
         yield Violation(
@@ -472,31 +481,33 @@ def _prime_rl_trains_one_run(config: "TrainConfig") -> Iterator[Violation]:
 
 @_rule
 def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
-    """The options of prime_rl are checked whatever the backend, so that a file can be switched over."""
+    """The options of every backend are checked whatever the backend, so that a file can be switched over."""
     if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
-    try:
-        options = config.backend.prime_rl
-    except ValidationError as error:
-        yield from _option_violations(error)
-        return
-    if not options.strict_advantages:
+    from retrain.config.schema import BACKEND_OPTIONS
+
+    known = {name: model for model in BACKEND_OPTIONS.values() for name in model.model_fields}
+    for name in config.backend.options:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
+            yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+    for backend, model in BACKEND_OPTIONS.items():
+        try:
+            model.model_validate(config.backend.options_of(backend))
+        except ValidationError as error:
+            yield from _option_violations(error, model)
+    if config.backend.options.get("strict_advantages") is False:
         yield Violation(
             ("backend.options",),
             "[backend.options] strict_advantages = false is refused, since it would average per-token advantages in silence; leave it true",
         )
 
 
-def _option_violations(error: ValidationError) -> Iterator[Violation]:
+def _option_violations(error: ValidationError, model: type[BaseModel]) -> Iterator[Violation]:
     from retrain.config.keys import describe_field
-    from retrain.config.schema import PrimeRLOptions
 
     for problem in error.errors(include_url=False)[:MOST_SENTENCES]:
         name, value = str(problem["loc"][0]), problem["input"]
-        if problem["type"] == "extra_forbidden":
-            near = nearest(name, PrimeRLOptions.model_fields)
-            hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(PrimeRLOptions.model_fields)}"
-            yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
-        else:
-            allowed = describe_field(PrimeRLOptions.model_fields[name])
-            yield Violation(("backend.options",), f"[backend.options] {name} = {toml_value(value)} is refused; allowed: {allowed}")
+        allowed = describe_field(model.model_fields[name])
+        yield Violation(("backend.options",), f"[backend.options] {name} = {toml_value(value)} is refused; allowed: {allowed}")

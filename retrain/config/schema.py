@@ -36,9 +36,11 @@ from retrain.config.values import (
     check_holdable,
     check_label,
     check_path,
+    check_prices,
     check_server_url,
     check_svd_device,
     check_table,
+    check_variable,
     parse_devices,
     parse_grams,
     table_from_json,
@@ -58,7 +60,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is true of a key, or of every key of a section, beside its values. Lists of keys are made from these (`Key.traits`)."""
+    """Properties of a key, or of every key of a section, besides its values. Lists of keys are derived from them (`Key.traits`)."""
 
     meaningful_unset: bool = False
     """Leaving the key out does something that no value can say, so a written configuration leaves it out too."""
@@ -73,7 +75,9 @@ class Traits:
     whole_campaign: bool = False
     """Says something about a campaign as a whole, so a condition cannot set it."""
     not_for_a_condition: str = ""
-    """Why a condition cannot set it, and what does."""
+    """The reason why a condition cannot set it, and the key that does."""
+    echoes_training: bool = False
+    """Unset, it is the key of that name in [training], which a bare name means."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
@@ -115,7 +119,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     traits: ClassVar[Traits] = NO_TRAITS
-    """Those of every key of the section."""
+    """The traits of every key of the section."""
 
     @field_validator("*")
     @classmethod
@@ -150,7 +154,9 @@ class Backend(Section):
         may_change_at_resume=True,
     )
     options: Table = key(
-        {}, "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire, output_dir and trainer_ranks."
+        {},
+        "Options of one backend; prime_rl knows transport, zmq_*, strict_advantages, sync_*, wire, output_dir and trainer_ranks; tinker "
+        "knows base_model, loss_reduction and timeout_s.",
     )
     max_concurrent: int = key(4, "Most simultaneous Tinker calls, over all workers of a campaign.", ge=1, may_change_at_resume=True)
     throttle_dir: PathText = key("", "Folder of the locks that Tinker workers share; campaigns set it.", may_change_at_resume=True)
@@ -163,7 +169,16 @@ class Backend(Section):
     @property
     def prime_rl(self) -> "PrimeRLOptions":
         """The options as the prime_rl backend reads them, with defaults filled in."""
-        return PrimeRLOptions.model_validate(self.options)
+        return PrimeRLOptions.model_validate(self.options_of("prime_rl"))
+
+    @property
+    def tinker(self) -> "TinkerOptions":
+        """The same for the tinker backend."""
+        return TinkerOptions.model_validate(self.options_of("tinker"))
+
+    def options_of(self, backend: str) -> dict[str, Any]:
+        """The given options that belong to a backend."""
+        return {name: value for name, value in self.options.items() if name in BACKEND_OPTIONS[backend].model_fields}
 
 
 class PrimeRLOptions(Section):
@@ -181,6 +196,21 @@ class PrimeRLOptions(Section):
         "", "The trainer's output_dir, on a file system that both see; unset means [backend] adapter_path, else <log_dir>/prime_rl."
     )
     trainer_ranks: int = key(1, "Data ranks of the trainer: its GPUs, unless it shards sequences too.", ge=1)
+
+
+class TinkerOptions(Section):
+    """What `[backend.options]` may hold with backend = "tinker"."""
+
+    base_model: str = key("", "Name of the base model at the service; empty means [model] model.")
+    loss_reduction: Literal["sum", "mean"] = key(
+        "sum",
+        "How the service adds up a loss: sum, as the hosted one does, or mean over positions and rows (SkyRL's JAX backend); the gradient "
+        "is normalised by [loss] aggregation either way.",
+    )
+    timeout_s: float = key(1800, "Longest wait for one answer, in seconds.", gt=0)
+
+
+BACKEND_OPTIONS: dict[str, type[Section]] = {"prime_rl": PrimeRLOptions, "tinker": TinkerOptions}
 
 
 class Model(Section):
@@ -263,7 +293,9 @@ class Training(Section):
     batch_size: int = key(8, "Prompts per step.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
     group_size: int = key(16, "Completions sampled per prompt.", ge=1, le=MOST_COMPLETIONS, sets_step_time=True)
     max_tokens: int = key(10240, "Most new tokens per completion.", ge=1, sets_step_time=True)
-    temperature: float = key(0.7, "Sampling temperature; the trained policy is the model at this temperature.", gt=0)
+    temperature: float = key(
+        0.7, "Sampling temperature; the trained policy is the model at this temperature. Unset with backend tinker it is 1.", gt=0
+    )
     top_k: int = key(0, "Sample from, and train over, the k most probable tokens at each position, renormalised; 0 is off.", ge=0)
     top_p: float = key(
         1.0,
@@ -302,7 +334,7 @@ class Training(Section):
 
     @property
     def truncated(self) -> bool:
-        """Whether the policy that is sampled and trained leaves out improbable tokens."""
+        """True if the policy that is sampled and trained leaves out improbable tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -410,12 +442,44 @@ class Evaluation(Section):
     samples: int = key(1, "Completions sampled per problem.", ge=1, le=MOST_COMPLETIONS)
     temperature: float | None = key(
         None,
-        "Sampling temperature, 0 for greedy; unset means training's. Above 0, [training] top_k, top_p and min_p apply too.",
+        "Sampling temperature, 0 for greedy; unset means training's. Above 0, top_k, top_p and min_p apply too.",
         ge=0,
         meaningful_unset=True,
         example=1.0,
     )
+    max_tokens: int | None = key(
+        None, "Most new tokens per completion; unset means training's.", ge=1, meaningful_unset=True, echoes_training=True, example=1024
+    )
+    top_k: int | None = key(
+        None,
+        "As [training] top_k, for held-out samples; unset means training's.",
+        ge=0,
+        meaningful_unset=True,
+        echoes_training=True,
+        example=0,
+    )
+    top_p: float | None = key(
+        None,
+        "As [training] top_p, for held-out samples; unset means training's.",
+        gt=0,
+        le=1,
+        meaningful_unset=True,
+        echoes_training=True,
+        example=1.0,
+    )
+    min_p: float | None = key(
+        None,
+        "As [training] min_p, for held-out samples; unset means training's.",
+        ge=0,
+        lt=1,
+        meaningful_unset=True,
+        echoes_training=True,
+        example=0.0,
+    )
     k: list[Positive] = key([1], "Values of k for which pass@k is reported.", min_length=1)
+    covariate: Literal["auto", "off"] = key(
+        "auto", "Use the base model's pass rate per problem at step 0 in the interval for new problems where it narrows it."
+    )
 
     @property
     def asked_for(self) -> bool:
@@ -454,7 +518,7 @@ class Planning(Section):
     """Which tokens are planning."""
 
     detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
-    model: str = key("all-MiniLM-L6-v2", "Sentence-transformer model of the semantic detector.", min_length=1)
+    model: str = key("all-MiniLM-L6-v2", "Sentence-transformers model of the semantic detector: its name or folder.", min_length=1)
     threshold: float = key(0.02, "Margin by which a window must be nearer to planning than to execution (semantic).", ge=-2, le=2)
     min_similarity: float = key(0.25, "Smallest similarity to planning (semantic).", ge=-1, le=1)
     strategic_grams: Annotated[str | Strings, AfterValidator(check_grams)] = key(
@@ -483,11 +547,15 @@ class Inference(Section):
         own_to_a_run=True,
     )
     served_model: str = key("", "Name of the base model on the server; empty takes the only one it has.")
-    api_key_env: str = key(
+    api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
         "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
     )
     timeout_s: float = key(300.0, "Seconds until a request to the server is given up.", gt=0, may_change_at_resume=True, own_to_a_run=True)
-    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key("default", "Attention implementation.")
+    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
+        "default",
+        "Attention implementation. default: torch's flash kernel where it runs, else torch's choice. flash: that or nothing. cutlass: "
+        "torch's other CUDA kernel. triton and tk are refused.",
+    )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = key("auto", "Data type of inference.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = key("auto", "Data type of the KV cache.")
     prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")
@@ -534,11 +602,14 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(table_from_json), AfterVal
 class Environment(Section):
     """Problems with a rubric, possibly over several turns."""
 
-    provider: Literal["", "verifiers"] = key("", "Environment provider; empty is none.")
-    id: str = key("", "Environment id, such as primeintellect/gsm8k.")
+    provider: Annotated[str, OpenName("environment", may_be_empty=True)] = key(
+        "", "Environment provider, built in or a plugin (a dotted path); empty is none."
+    )
+    id: str = key("", "Environment id: such as primeintellect/gsm8k, a task of reasoning_gym, or a game of textarena.")
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(-1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
+    timeout_s: float = key(600.0, "Seconds that the environment itself may take for a trajectory; one over it could not be judged.", gt=0)
 
 
 RewardType = Annotated[str, OpenName("reward")]
@@ -552,11 +623,54 @@ class Reward(Section):
     )
     weights: list[float] = key([], "Weights of the rewards in the list; empty means 1 each.")
     judge_model: str = key("", "Model of the judge reward, such as gpt-4o-mini.", parameter_of=("judge",))
+    judge_base_url: ServerURL = key(
+        "",
+        "Where the judge is served, such as http://127.0.0.1:8000/v1; empty means https://api.openai.com/v1.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
+        "OPENAI_API_KEY",
+        "Environment variable that holds the judge's API key.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_template: str = key(
+        "",
+        "What the judge is asked, with {question}, {reference} and {completion} in their places; empty is the built-in question.",
+        parameter_of=("judge",),
+    )
+    judge_concurrency: int = key(
+        8, "Most requests to the judge at a time.", ge=1, le=4096, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+    )
+    judge_cache: bool = key(
+        True,
+        "Keep the judge's verdicts in the run's folder, and ask only once for equal completions.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
+    judge_timeout_s: float = key(
+        60.0, "Seconds for one answer of the judge.", gt=0, parameter_of=("judge",), may_change_at_resume=True, own_to_a_run=True
+    )
+    judge_prices: Annotated[list[Annotated[float, Field(ge=0)]], AfterValidator(check_prices)] = key(
+        [],
+        "Price of a million tokens that the judge reads, and of a million that it writes, for judge_cost in metrics.jsonl.",
+        parameter_of=("judge",),
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
     custom_module: str = key("", "Python module of the custom reward.", parameter_of=("custom",))
     custom_function: str = key("score", "Function in that module.", min_length=1, parameter_of=("custom",))
     random_p: float = key(0.5, "Probability of 1 in the random reward.", ge=0, le=1, parameter_of=("random",))
     params: Table = key({}, "Parameters of a custom or plugin reward.", parameter_of=("custom", "plugin"))
-    after_think: bool = key(True, "Count a box only after the last </think>, where there is one.", parameter_of=("match", "math"))
+    after_think: bool = key(
+        True,
+        "Count a box, and show the judge, only what follows the last </think>, where there is one.",
+        parameter_of=("match", "math", "judge"),
+    )
     normalize: Literal["none", "hendrycks"] = key(
         "none", "Normalisation of both sides before match compares them.", parameter_of=("match",)
     )
@@ -601,7 +715,9 @@ class Squeeze(Section):
     traits = Traits(own_to_a_run=True, whole_campaign=True, acts_by_presence=True)
 
     min_variance_retention: float = key(0.95, "Fraction of the variance that the recommended rank must keep.", gt=0, le=1)
-    adapter_path: PathText = key("", "Adapter to analyse; a file with this key and no [campaign] is a squeeze job.")
+    adapter_path: PathText = key(
+        "", "Adapter to analyse, a PEFT folder or a tinker:// path; a file with this key and no [campaign] is a squeeze job."
+    )
     source_rank: int = key(0, "Expected rank of the adapter; 0 reads it from the weights.", ge=0)
     target_ranks: list[Positive] = key([], "Ranks to evaluate; empty means powers of two.")
     output_path: PathText = key("", "Folder for the compressed adapter; empty does not compress.")
@@ -744,7 +860,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: Any) -> Any:
-        """Aliases under their canonical key, and the aggregation that an algorithm such as dr_grpo brings along."""
+        """Aliases under their canonical key, the aggregation that an algorithm such as dr_grpo brings along, Tinker's temperature."""
         if not isinstance(data, dict):
             return data
         data, both_given = moved_aliases(data)
@@ -757,6 +873,9 @@ class TrainConfig(Section):
         aggregation = fixed_aggregation(mode) if isinstance(mode, str) else ""
         if aggregation and isinstance(loss, dict):
             data["loss"] = {"aggregation": aggregation, **loss}
+        backend, training = data.get("backend"), data.get("training", {})
+        if isinstance(backend, dict) and backend.get("backend") == "tinker" and isinstance(training, dict):
+            data["training"] = {"temperature": 1.0, **training}  # the only one that its learner knows
         return data
 
     @model_validator(mode="after")
@@ -787,7 +906,7 @@ class TrainConfig(Section):
         return {path: given.get(path, "file" if self.is_set(path) else "default") for path in (k.path for k in all_keys())}
 
     def is_set(self, path: str) -> bool:
-        """Whether a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
+        """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""
         section, _, name = path.partition(".")
         if section not in self.model_fields_set or not name:
             return section in self.model_fields_set

@@ -157,7 +157,7 @@ def _condition_problem(loc: tuple[int | str, ...], details: list[ErrorDetails]) 
 
 
 def _unknown_setting(name: str) -> str:
-    """Why a condition cannot set `name`."""
+    """The reason why a condition cannot set `name`."""
     known = keys_by_path().get(name)
     if known is not None:
         reason = known.traits.not_for_a_condition or f"[{known.section}] belongs to the whole campaign"

@@ -1,4 +1,4 @@
-"""What an unknown name was meant to be: the nearest known one, or the key that has this name in other trainers."""
+"""Guess the meaning of an unknown name: the nearest known one, or the key that has this name in other trainers."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -86,7 +86,13 @@ LOCAL: Table = (
 """`backend.options` of another backend is said to be unused option by option."""
 
 TINKER: Table = (
-    used(*_FILES, *_TINKER_ONLY, "backend.options", *_SAMPLING, *_LOOP),
+    used(*_FILES, *_TINKER_ONLY, "backend.options", "training.seed", "training.max_tokens", *_LOOP),
+    Support("used", ("training.temperature",), values=(1.0,)),
+    refused(
+        "training.temperature",
+        because="Tinker's learner knows log-probs at temperature 1 only, so another policy would be sampled than is trained; set it to 1, "
+        "or leave it out",
+    ),
     unused("backend.devices", "model.dtype", "model.load_in_4bit", *_MEMORY, because="Tinker holds the model"),
     refused("backend.shard_base", because="the service holds the model, so there is nothing to shard; leave it false"),
     refused(*_CUTS, because="Tinker's losses are over the whole vocabulary, so a truncated policy cannot be trained; leave it off"),

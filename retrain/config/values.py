@@ -19,6 +19,7 @@ MOST_COMPLETIONS = 1_000_000
 """Most completions per step: their rows are held at once, and far more would exhaust any machine before the first is sampled."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
@@ -101,6 +102,19 @@ def check_svd_device(text: str) -> str:
     if not _SVD_DEVICE.fullmatch(text):
         raise refuse("is not a device")
     return text
+
+
+def check_variable(name: str) -> str:
+    """The name of an environment variable; empty for none. A key in place of its name would be stored with the configuration."""
+    if name and not _VARIABLE.fullmatch(name):
+        raise refuse("is no name of an environment variable; put the key itself into a variable, and name that one here")
+    return name
+
+
+def check_prices(prices: list[float]) -> list[float]:
+    if len(prices) not in (0, 2):
+        raise refuse("is not two prices: one of a million tokens read, and one of a million tokens written")
+    return prices
 
 
 def parse_grams(value: str | list[str]) -> list[str]:

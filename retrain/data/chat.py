@@ -3,8 +3,9 @@
 Nothing is re-encoded afterwards: token ids are the record, text is a view.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +22,11 @@ PLAIN_TEMPLATE = "{prompt}"
 DEFAULT_TEMPLATES: dict[str, str] = dict.fromkeys(("math", "gsm8k"), f"{{prompt}}\n\n{BOXED_INSTRUCTION}")
 """The prompt template of a data source if [data] prompt_template is unset; other sources have PLAIN_TEMPLATE."""
 
+_PLAIN_JOIN = "\n\n"
+"""Between the messages of a tokenizer without a chat template."""
+_MARK = "retrain-marks-this-reply"
+"""Stands for a reply, to find what a chat template writes behind it."""
+
 _OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_tensors", "return_dict")
 """Arguments of apply_chat_template that retrain sets itself."""
 
@@ -34,13 +40,13 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
     """
     messages = _messages(example, data)
     if tokenizer.chat_template:
-        return _apply_chat_template(tokenizer, messages, data)
+        return _apply_chat_template(tokenizer, messages, data.chat_template_args)
     if any(message["role"] not in ("system", "user") for message in messages):
         raise ConfigurationError(
             f"[data] source: the prompt of {example.example_id} is a conversation, and the tokenizer of {tokenizer.name_or_path} has no "
             "chat template; use an instruction-tuned model, or prompts that are text."
         )
-    return "\n\n".join(message["content"] for message in messages)
+    return _PLAIN_JOIN.join(message["content"] for message in messages)
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[Int32Array]:
@@ -83,19 +89,89 @@ def fill_template(template: str, prompt: str) -> str:
     return template.replace(PLAIN_TEMPLATE, prompt)
 
 
-def _apply_chat_template(tokenizer: "PreTrainedTokenizerBase", messages: list[ChatMessage], data: "Data") -> str:
+def _apply_chat_template(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[ChatMessage], arguments: Mapping[str, Any], tools: Sequence[Any] = ()
+) -> str:
     from jinja2 import TemplateError
 
-    if ours := sorted(set(data.chat_template_args) & set(_OURS)):
+    if ours := sorted(set(arguments) & set(_OURS)):
         raise ConfigurationError(
             f"[data] chat_template_args: {ours[0]} is set by retrain itself; give only variables of the model's template, such as "
             "{ enable_thinking = false }."
         )
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.chat_template_args))
+        given = {"tools": list(tools)} if tools else {}
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given, **arguments))
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigurationError(
             f"The chat template of {tokenizer.name_or_path} refuses a conversation of the roles {roles}: {first_line(error)}; change "
             "[data] system_prompt, chat_template_args or the prompts."
         ) from error
+
+
+# ---- conversations that go on -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The tokens in front of a further reply."""
+
+    text: str
+    """The whole conversation as the template writes it."""
+    token_ids: Int32Array
+    """[C] what continues the tokens so far; where it `restarts`, the whole prompt."""
+    restarts: bool
+
+
+class ChatRenderer:
+    """Messages as token ids: a conversation is opened, and then continued without encoding anything again.
+
+    After a reply only what the template writes behind it is encoded: the end of the turn, the new messages and the head of the next reply.
+    The sampled tokens stay what they are.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", eos_ids: Sequence[int], arguments: Mapping[str, Any]) -> None:
+        """`arguments`: `[data] chat_template_args`."""
+        self.tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._arguments = arguments
+
+    def text(self, messages: Sequence[ChatMessage], tools: Sequence[Any] = ()) -> str:
+        """A conversation up to the head of the next reply."""
+        if self.tokenizer.chat_template:
+            return _apply_chat_template(self.tokenizer, messages, self._arguments, tools)
+        return _PLAIN_JOIN.join(message["content"] for message in messages)
+
+    def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Any] = ()) -> Continuation:
+        """The whole conversation as a prompt."""
+        text = self.text(messages, tools)
+        return Continuation(text, encode_texts(self.tokenizer, [text])[0], restarts=True)
+
+    def continued(
+        self, text: str, history: Sequence[ChatMessage], new: Sequence[ChatMessage], last_token: int, tools: Sequence[Any] = ()
+    ) -> Continuation:
+        """What follows the reply that ends `history`.
+
+        `text`: the conversation before that reply, as the template wrote it; `last_token`: the reply's last token. It restarts where the
+        template writes the earlier conversation otherwise than before, as those do that drop old reasoning; white space does not count.
+        """
+        behind = self._behind_a_reply(new, tools)
+        expected = f"{text}{history[-1]['content']}{behind}"
+        whole = self.text([*history, *new], tools)
+        if _without_space(whole) != _without_space(expected):
+            return self.opening([*history, *new], tools)
+        ids: list[int] = self.tokenizer(behind, add_special_tokens=False)["input_ids"]
+        if ids and ids[0] == last_token and last_token in self._eos_ids:
+            ids = ids[1:]  # the model has ended its turn itself
+        return Continuation(whole, np.array(ids, np.int32), restarts=False)
+
+    def _behind_a_reply(self, new: Sequence[ChatMessage], tools: Sequence[Any]) -> str:
+        if not self.tokenizer.chat_template:
+            return _PLAIN_JOIN + self.text(new)
+        marked = [ChatMessage(role="user", content="question"), ChatMessage(role="assistant", content=_MARK), *new]
+        return self.text(marked, tools).rpartition(_MARK)[2]
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())

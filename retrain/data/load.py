@@ -37,7 +37,7 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
         raise ConfigurationError(f"{query.key} has no usable {kind} row: {details}; check the file, prompt_column and answer_column.")
     source = query.data.source
     named = [example if example.example_id else replace(example, example_id=f"{source}-{i}") for i, example in enumerate(result.examples)]
-    result.examples = _subset(named, config.training.max_examples if split == "train" else 0)
+    result.examples = subset(named, config.training.max_examples if split == "train" else 0)
     if result.dropped:
         result.notes.append(f"Dropped rows: {result.dropped_rows()}")
     if repeated := len(result.examples) - len({example.example_id for example in result.examples}):
@@ -53,7 +53,7 @@ def _query(config: "TrainConfig", split: Split) -> Query:
     return Query(config, data, split, named_for_evaluation=True)
 
 
-def _subset(examples: list[Example], limit: int) -> list[Example]:
+def subset(examples: list[Example], limit: int) -> list[Example]:
     """At most `limit` examples (0: all) in their order; the subset of a smaller limit is part of a larger limit's."""
     if not 0 < limit < len(examples):
         return examples

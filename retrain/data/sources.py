@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reason(StrEnum):
-    """Why a row became no example."""
+    """The reason why a row became no example."""
 
     MALFORMED = "malformed"
     NO_ANSWER = "without an answer"

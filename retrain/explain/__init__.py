@@ -1,4 +1,4 @@
-"""What a configuration would do, before anything starts: runs, settings, memory, time and cost."""
+"""Predictions for a configuration, before anything starts: runs, settings, memory, time and cost."""
 
 from retrain.explain.explanation import Explanation, explain
 

@@ -1,14 +1,12 @@
-"""What may surprise in a campaign: too few seeds to conclude anything, more workers than recommended, shared device memory."""
+"""Warnings about a campaign: too few seeds to conclude anything, more workers than recommended, shared device memory."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.analysis.power import minimal_detectable_effect
-from retrain.analysis.statistics import seeds_to_reach, smallest_p
+from retrain.analysis.power import design_line, minimal_detectable_effect, seeds_to_conclude
 from retrain.errors import ConfigurationError
-from retrain.records.printing import counted
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -21,7 +19,7 @@ ALPHA, POWER = 0.05, 0.8
 
 @dataclass(frozen=True)
 class Power:
-    """What the seeds of a campaign can find when every condition is compared with the first."""
+    """The effects that a campaign's seeds can detect if every condition is compared with the first."""
 
     seeds: int
     comparisons: int
@@ -44,7 +42,7 @@ def power_of(config: "TrainConfig", pilot: Path | None) -> Power | None:
     seeds, comparisons = len(config.campaign.seeds), len(config.conditions) - 1
     sd, metric = _pilot_sd(pilot)
     detectable = minimal_detectable_effect(seeds, sd, ALPHA, POWER, comparisons)
-    return Power(seeds, comparisons, max(2, seeds_to_reach(ALPHA, comparisons)), detectable, metric)
+    return Power(seeds, comparisons, max(2, seeds_to_conclude(ALPHA, comparisons)), detectable, metric)
 
 
 def _pilot_sd(pilot: Path | None) -> tuple[float, str | None]:
@@ -64,11 +62,7 @@ def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory:
     if config.campaign is None:
         return
     if power and power.detectable is None:
-        yield (
-            f"{counted(power.seeds, 'seed')} can conclude nothing over {counted(power.comparisons, 'comparison')}: the smallest p that "
-            f"sign flips can give is {min(1.0, power.comparisons * smallest_p(power.seeds)):.2g} after Holm; "
-            f"at least {power.seeds_needed} seeds are needed for {ALPHA:g}."
-        )
+        yield design_line(power.seeds, power.comparisons, 0, 1, ALPHA, POWER)
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by their training correct rate."
     if schedule is None:

@@ -1,4 +1,4 @@
-"""What `retrain explain` shows, as data."""
+"""The data that `retrain explain` shows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
-from retrain.config.outcomes import not_built, unused_keys
+from retrain.config.outcomes import unused_keys
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
 from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign, schedule_run
@@ -60,7 +60,7 @@ class Explanation:
     unused: tuple[str, ...]
     """One sentence per key that was set but has no effect."""
     refused: tuple[str, ...]
-    """Why it would not start: one sentence per reason."""
+    """One sentence per reason why it would not start."""
     conditions: tuple[ExplainedCondition, ...] = ()
     runs: tuple[CampaignRun, ...] = ()
     """In starting order."""
@@ -109,15 +109,15 @@ def explain(
     memory_gib: float | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Explanation:
-    """What `config` would do. Nothing is started except the one step of `probe`, and nothing is written.
+    """Predict what `config` would do. Nothing is started except the one step of `probe`, and nothing is written.
 
     `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a device on another machine.
     Raises ConfigurationError for a pilot without steps, and with `probe` whatever a run raises before its first step ends.
     """
-    settings, unused, refused = tuple(_settings(config)), tuple(unused_keys(config)), not_built(config)
+    settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
     if config.kind == "squeeze":
         adapter, problems = _adapter_of(config)
-        return Explanation("squeeze", config, settings, unused, (*refused, *problems), adapter=adapter)
+        return Explanation("squeeze", config, settings, unused, tuple(problems), adapter=adapter)
     runs, plan = _runs(config)
     one_per_condition = runs[: len(config.conditions)]  # a campaign starts with all conditions of its first seed
     memory, unknown = _memory([run.config for run in one_per_condition], memory_gib)
@@ -132,7 +132,7 @@ def explain(
         config=config,
         settings=settings,
         unused=unused,
-        refused=tuple(dict.fromkeys((*refused, *problems, *incapacities))),
+        refused=tuple(dict.fromkeys((*problems, *incapacities))),
         conditions=tuple(_conditions(config, one_per_condition)),
         runs=runs,
         schedule=schedule,
@@ -146,7 +146,7 @@ def explain(
 
 
 def _capabilities(configs: Sequence[TrainConfig]) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str]]:
-    """What the engine and the backend declare, and a sentence for everything that the runs need beyond that."""
+    """The declarations of engine and backend, and one sentence for everything that the runs need beyond them."""
     try:
         problems = [problem for config in configs for problem in incapable(config)]
         return declared_engine(configs[0]), declared_backend(configs[0]), problems

@@ -119,7 +119,7 @@ def _conditions(seen: "Explanation") -> Iterator[str]:
     power = seen.power
     if power and power.detectable is not None:
         unit = f"in {power.metric}" if power.metric else "standard deviations of the paired differences"
-        family = f"{counted(power.comparisons, 'comparison')}{' (Holm)' if power.comparisons > 1 else ''}"
+        family = counted(power.comparisons, "comparison")
         found = f"{power.detectable:.3g} {unit} with probability {POWER:.0%}, over {family}"
         yield f"{GAP}{counted(power.seeds, 'seed')} find a difference of {found}."
 

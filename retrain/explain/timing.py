@@ -1,4 +1,4 @@
-"""How long a step takes, from earlier runs or from one step measured now, and what a run or a campaign takes in all."""
+"""The duration of a step, from earlier runs or from one step measured now, and of a whole run or campaign."""
 
 import os
 import tempfile
@@ -34,7 +34,7 @@ _NO_TRACE: dict[str, object] = {
 class StepTime:
     seconds: float
     source: str
-    """How it was measured, in words."""
+    """The kind of measurement, in words."""
     peak_memory_gib: float | None = None
     """Measured peak: of the device on CUDA, of the whole process elsewhere."""
 
@@ -91,7 +91,7 @@ def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
 
 @dataclass(frozen=True)
 class Workers:
-    """How many runs a campaign could make at once, and what limits it."""
+    """The number of runs that a campaign could make at once, and its limit."""
 
     count: int
     because: str
@@ -109,7 +109,7 @@ class Schedule:
     devices: int
     """In use at the same time."""
     step_time: StepTime | None
-    """Of one step of one run; None if nothing was measured."""
+    """Seconds for one step of one run; None if nothing was measured."""
     price_per_hour: float
     """Per device; 0 if not known."""
 

@@ -57,6 +57,8 @@ class SampleRequest:
     noise: NoiseKey
     first_sample: int = 0
     """Samples are numbered first_sample .. first_sample + count - 1."""
+    first_position: int = 0
+    """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled in the turns before."""
     adapter_slot: int = 0
     truncation: Truncation = WHOLE_VOCABULARY
     """Without effect on a greedy request."""
@@ -99,22 +101,31 @@ VLLM = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampl
 OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
 """What the training needs; a server that lacks any of it is refused when a run begins."""
 
+MLX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", token_ids_in=False, n=False, prefix_cache=True)
+
+SGLANG = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", prefix_cache=True)
+
+MAX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True)
+"""Adapters, and with them training, on a GPU only; there without the prefix cache."""
 PRIME_RL_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True)
 """Of the servers that come with the prime_rl backend."""
 
-ENGINES: dict[str, EngineCapabilities | None] = {
+ENGINES: dict[str, EngineCapabilities] = {
     "pytorch": PYTORCH,
-    "max": None,
+    "max": MAX,
     "vllm": VLLM,
-    "sglang": None,
-    "mlx": None,
+    "sglang": SGLANG,
+    "mlx": MLX,
     "openai": OPENAI,
 }
-"""The built-in engines and what they can do; None for one that is not built yet."""
+"""The built-in engines and what they can do."""
 
 ENGINE_CLASSES = {
     "vllm": "retrain.inference_engine.vllm.VLLMEngine",
     "openai": "retrain.inference_engine.openai.OpenAIEngine",
+    "mlx": "retrain.inference_engine.mlx.MLXEngine",
+    "sglang": "retrain.inference_engine.sglang.SGLangEngine",
+    "max": "retrain.inference_engine.max.MAXEngine",
 }
 """Where the built-in engines outside this process are defined; imported when a run uses one."""
 

@@ -5,7 +5,7 @@ Only the base model's forward is called, never `generate`, so nothing of a gener
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,8 @@ class Decoder:
     def __init__(
         self, model: nn.Module, flash: bool, fused: FusedDecoder | None = None, shards: World = ALONE, *, merge: bool = False
     ) -> None:
-        """`fused`: the fused forward of `model`; None builds one with `merge`, if the family has one.
+        """`flash`: prompts by torch's flash kernel. `fused`: the fused forward of `model`; None builds one with `merge`, if the family
+        has one.
 
         `shards`: the ranks that hold the model in parts, so that every pass is collective.
         """
@@ -46,16 +47,22 @@ class Decoder:
         base: Any = model
         self._base: Any = base.get_base_model() if hasattr(model, "peft_config") else base
         self._text_config: Any = self._base.config.get_text_config()
-        self._kernel: attention.Kernel = attention.FlashAttention() if flash else attention.FusedAttention()
+        self.kernel: attention.Kernel = attention.VarlenAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
         self._shards = shards
-        self._fused = fused or FusedDecoder.of(self._base, merge=merge)
+        self.fused = fused or FusedDecoder.of(self._base, merge=merge)
         self.slots = {0, BASE_MODEL}
         """Adapters that a request may name."""
 
     @property
     def device(self) -> torch.device:
         return next(self._model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of keys and values."""
+        dtype: torch.dtype = self._base.get_input_embeddings().weight.dtype
+        return dtype
 
     @property
     def context(self) -> int:
@@ -74,35 +81,44 @@ class Decoder:
     @property
     def mixes(self) -> bool:
         """True if rows under different adapters can share a batch."""
-        return self._fused is not None
+        return self.fused is not None
+
+    def adapters_of(self, slots: Collection[int]) -> Literal["own", "none", "mixed"]:
+        """What rows under the adapters `slots` need."""
+        if is_mixed(slots):
+            return "mixed"
+        return "none" if set(slots) == {BASE_MODEL} else "own"
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
         """Hold a further adapter as slot `slot` > 0."""
-        if self._fused is None:
+        if self.fused is None:
             raise ConfigurationError(
                 f"The pytorch engine holds one adapter of a {type(self._base).__name__}; several need a Llama, Qwen or Mistral model."
             )
-        self._fused.load_adapter(slot, layers)
+        self.fused.load_adapter(slot, layers)
         self.slots.add(slot)
 
     @contextmanager
     def sampling(self, slots: Collection[int]) -> Iterator[None]:
         """Evaluation mode, no gradient, our attention, the adapter of these slots; everything is put back on leaving.
 
+        The fused forward has neither modes nor the model's attention.
+
         no_grad and not inference_mode: some rotary embeddings store buffers on the module during a forward, and an inference
         tensor there would break the learner's backward.
         """
-        training = [module for module in self._modules if module.training]
+        training = [module for module in self._modules if module.training] if self.fused is None else []
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(attention.plugged_in(self._base))
+            if self.fused is None:
+                stack.enter_context(attention.plugged_in(self._base))
             if set(slots) == {BASE_MODEL} and hasattr(self._model, "disable_adapter"):
                 stack.enter_context(self._model.disable_adapter())  # type: ignore[operator]
             try:
                 for module in training:
                     module.training = False
-                if self._fused is not None:
-                    self._fused.refresh(sampling=True, mixed=is_mixed(slots))
+                if self.fused is not None:
+                    self.fused.refresh(sampling=True, mixed=is_mixed(slots))
                 yield
             finally:
                 for module in training:
@@ -110,19 +126,22 @@ class Decoder:
 
     def prefill(self, prompts: Sequence[Int32Array], slots: Slots | None = None) -> list[PromptState]:
         """Run the prompts packed into one row; the head sees only their last tokens. `slots` [prompts] of a mixed batch."""
+        batch = PromptPass([len(prompt) for prompt in prompts], self.kernel)
+        return batch.states(prompts, self.run_prompts(prompts, batch, slots))
+
+    def run_prompts(self, prompts: Sequence[Int32Array], batch: PromptPass, slots: Slots | None) -> Tensor:
+        """Logits [prompts, V] of what follows each; their keys and values go where `batch` puts them."""
         self._shards.any_rank(True)
         lengths = [len(prompt) for prompt in prompts]
-        batch = PromptPass(lengths, self._kernel)
         positions = np.concatenate([np.arange(length) for length in lengths])
         last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
         token_slots = None if slots is None else np.repeat(slots, lengths)
-        logits = self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last, token_slots)[0]
-        return batch.states(prompts, logits)
+        return self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last, token_slots)[0]
 
     def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], slots: Slots | None = None) -> Tensor:
         """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones. `slots` [R] of a mixed batch."""
         self._shards.any_rank(True)
-        batch = DecodePass(arena, lengths, self._kernel)
+        batch = DecodePass(arena, lengths, self.kernel)
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
 
     def run_dummy_passes(self) -> None:
@@ -131,7 +150,7 @@ class Decoder:
             return
         with self.sampling({0}):
             while self._shards.any_rank(False):
-                token = PromptPass([1], self._kernel)
+                token = PromptPass([1], self.kernel)
                 self._forward(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None)
 
     def _forward(
@@ -144,10 +163,10 @@ class Decoder:
     ) -> Tensor:
         """`slots` [N] of all tokens, row by row, or None where all are under the adapter that `sampling` set."""
         ids, positions = upload(token_ids.astype(np.int64), self.device), positions.to(self.device)
-        if self._fused is not None:
-            with nullcontext() if slots is None else self._fused.under_adapters(slots):
-                hidden = self._fused.hidden_states(ids, positions, batch, cache=batch)
-            return self._fused.logits(hidden[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
+        if self.fused is not None:
+            with nullcontext() if slots is None else self.fused.under_adapters(slots):
+                hidden = self.fused.hidden_states(ids, positions, batch, cache=batch)
+            return self.fused.logits(hidden[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
         outputs = self._base(
             input_ids=ids,
             position_ids=positions,

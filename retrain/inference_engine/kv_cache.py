@@ -18,6 +18,7 @@ from transformers import Cache
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.sampling import upload
 from retrain.model.attention import Kernel, RowLengths
+from retrain.model.varlen import Spans
 from retrain.types import Int32Array
 
 _SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -26,7 +27,7 @@ _SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True)
 class PromptState:
-    """What a prompt leaves behind: its keys and values in every layer, and the logits of its first answer token."""
+    """The state that a prompt leaves behind: its keys and values in every layer, and the logits of its first answer token."""
 
     token_ids: Int32Array
     """[P]"""
@@ -55,7 +56,7 @@ class Stored:
     def begin(self, rows: Tensor, prompt: Tensor) -> None:
         """Store a prompt [H, P, D] as the first tokens of `rows`."""
         for tensor, values in zip(self._tensors(), self._stored(prompt), strict=True):
-            tensor[rows, :, : values.shape[1]] = values
+            _bits(tensor)[rows, :, : values.shape[1]] = _bits(values)
 
     def append(self, places: Tensor, token: Tensor) -> None:
         """Store one token of each row, [R, H, D], where `places` [R * H] says."""
@@ -87,7 +88,8 @@ class Stored:
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         for tensor in self._tensors():
-            tensor[target, :, :length] = tensor[source, :, :length]
+            bits = _bits(tensor)
+            bits[target, :, :length] = bits[source, :, :length]
 
     def grow(self, capacity: int, rows: int, length: int) -> None:
         """Make room for `capacity` tokens per row, keeping the first `length` tokens of the first `rows` rows."""
@@ -106,7 +108,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _grown(tensor: Tensor, capacity: int, rows: int, length: int) -> Tensor:
     larger = tensor.new_zeros(tensor.shape[0], tensor.shape[1], capacity, tensor.shape[3])
-    larger[:rows, :, :length] = tensor[:rows, :, :length]
+    _bits(larger)[:rows, :, :length] = _bits(tensor)[:rows, :, :length]
     return larger
 
 
@@ -147,17 +149,26 @@ class PromptPass(Cache):  # type: ignore[misc]
         self._kernel = kernel
         stops = np.cumsum(lengths)
         self.segments = [(int(stop) - length, int(stop)) for stop, length in zip(stops, lengths, strict=True)]
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.keys: dict[int, list[Tensor]] = {}
+        """Per layer and prompt [H, P, D]."""
+        self.values: dict[int, list[Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self.keys[layer_idx], self.values[layer_idx] = key_states, value_states
+        self.keys[layer_idx], self.values[layer_idx] = self._by_prompt(key_states), self._by_prompt(value_states)
         return key_states, value_states
+
+    def _by_prompt(self, states: Tensor) -> list[Tensor]:
+        """Copies: a view would keep the layer's queries, and the other prompts of the pass, alive."""
+        return [states[0, :, start:stop].clone(memory_format=torch.contiguous_format) for start, stop in self.segments]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        if kernel := self._kernel.packed_kernel(query, softcap):
+            lengths = [stop - start for start, stop in self.segments]
+            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            return kernel(q, k, v, Spans.of(lengths, lengths, query.device), scaling, window).transpose(0, 1).unsqueeze(0)
         parts = [
             self._kernel.causal(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], scaling, window, softcap)
             for start, stop in self.segments
@@ -170,11 +181,11 @@ class PromptPass(Cache):  # type: ignore[misc]
         return [
             PromptState(
                 prompt,
-                [self.keys[layer][0, :, start:stop].clone() for layer in layers],  # a view would keep the whole pass alive
-                [self.values[layer][0, :, start:stop].clone() for layer in layers],
+                [self.keys[layer][number] for layer in layers],
+                [self.values[layer][number] for layer in layers],
                 last,
             )
-            for prompt, (start, stop), last in zip(prompts, self.segments, logits, strict=True)
+            for number, (prompt, last) in enumerate(zip(prompts, logits, strict=True))
         ]
 
 

@@ -6,6 +6,7 @@ depend on what else is in the batch.
 Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.model.budget import SAMPLING_CHUNK_BYTES
+from retrain.model.sums import running_sums
 from retrain.model.truncation import Cuts, KeptSets
 
 
@@ -27,18 +29,15 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 _BLOCK = 256
 """The CDF has two levels, blocks and the tokens of one block. Weights and the sum of a block are float32; running sums, over the blocks
 and within one, are float64: a single float32 running sum over 152k tokens would lose the small probabilities."""
-_SUMS_BY_PRODUCT = {"cuda"}
-"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`, which is set for the whole process while a learner
-on another device takes a step."""
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
 _LOG_SMALLEST = -87.0
-"""Of a normal float32. Below it lie numbers with which a processor computes many times slower, and which no uniform ever reaches."""
+"""The smallest normal float32. Processors compute many times slower with smaller numbers, and no uniform is that small."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What was drawn for R rows. A log-prob that is not finite says that the row's logits held NaN or +inf."""
+    """The tokens drawn for R rows. A log-prob that is not finite says that the row's logits held NaN or +inf."""
 
     tokens: npt.NDArray[np.int64]
     """[R]"""
@@ -72,36 +71,15 @@ def draw(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: npt.ND
 
 def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms: Tensor, cuts: Cuts | None, out: Tensor) -> None:
     """Fill `out` [r, 3 or 4] with token, log-prob and entropy of each row, and with how many tokens the cuts keep."""
-    rows, vocabulary = logits.shape
-    size = min(_BLOCK, vocabulary)
-    blocks = -(-vocabulary // size)
-    shifted = torch.empty(rows, blocks * size, dtype=torch.float32, device=logits.device)
-    shifted[:, vocabulary:] = _LOG_FLOOR
-    z = _scaled(logits, temperatures)
-    torch.sub(z, z.amax(-1, keepdim=True), out=shifted[:, :vocabulary])
-    F.threshold(shifted, _LOG_SMALLEST, _LOG_FLOOR, inplace=True)
-    weights = shifted.exp()  # softmax times `total`
-    if cuts is not None:
-        kept = KeptSets.of_cuts(shifted[:, :vocabulary], weights.sum(-1, dtype=torch.float64), cuts)
-        weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
-        out[:, 3] = kept.counts
 
-    block_sums = weights.view(rows, blocks, size).sum(-1).double()
-    cumulative = F.pad(_running_sums(block_sums), (1, 0))
-    total = cumulative[:, -1:]
-    tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None]).clamp_(max=vocabulary - 1)
+    def keep(z: Tensor, weights: Tensor) -> KeptSets:
+        assert cuts is not None
+        return KeptSets.of_cuts(z, weights.sum(-1, dtype=torch.float64), cuts)
 
-    log_total = total.log()
-    logprobs = shifted.gather(1, tokens).double() - log_total
-    greedy = upload(temperatures == 0, logits.device)[:, None] if not temperatures.all() else None
-    best = _first_maximum(shifted[:, :vocabulary]) if greedy is not None else tokens
-    moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
-    entropies = (log_total - moments / total).clamp_(min=0.0)
-    if greedy is not None:
-        certain = greedy & logprobs.isfinite()
-        tokens = torch.where(greedy, best, tokens)
-        logprobs, entropies = logprobs.masked_fill(certain, 0.0), entropies.masked_fill(certain, 0.0)
-    out[:, 0:1], out[:, 1:2], out[:, 2:3] = tokens, logprobs, entropies
+    greedy = upload(temperatures == 0, logits.device) if not temperatures.all() else None
+    columns = draw_scaled(_scaled(logits, temperatures), uniforms, greedy, None if cuts is None else keep)
+    for number, column in enumerate(columns):
+        out[:, number : number + 1] = column
 
 
 def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
@@ -111,6 +89,44 @@ def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
         return z
     divisors = np.where(temperatures == 0, np.float32(1), temperatures)
     return z / upload(divisors, logits.device)[:, None]
+
+
+def draw_scaled(
+    z: Tensor, uniforms: Tensor, greedy: Tensor | None, keep: Callable[[Tensor, Tensor], KeptSets] | None
+) -> tuple[Tensor, ...]:
+    """Token, log-prob and entropy, [r, 1] each, and with `keep` the number of tokens kept, of z = logits / temperature [r, V] in float32.
+
+    `uniforms` [r]; `greedy` [r] bool, or None where no row is. `keep` is given z - max z [r, V] and its exponentials. Nothing here waits
+    for the host or has a shape that depends on a value, so a graph can be captured of it.
+    """
+    rows, vocabulary = z.shape
+    size = min(_BLOCK, vocabulary)
+    blocks = -(-vocabulary // size)
+    shifted = torch.empty(rows, blocks * size, dtype=torch.float32, device=z.device)
+    shifted[:, vocabulary:] = _LOG_FLOOR
+    torch.ops.aten.sub.out(z, z.amax(-1, keepdim=True), out=shifted[:, :vocabulary])
+    F.threshold(shifted, _LOG_SMALLEST, _LOG_FLOOR, inplace=True)
+    weights = shifted.exp()  # softmax times `total`
+    kept = None
+    if keep is not None:
+        kept = keep(shifted[:, :vocabulary], weights)
+        weights[:, :vocabulary].masked_fill_(kept.beyond(shifted[:, :vocabulary]), 0.0)
+
+    block_sums = weights.view(rows, blocks, size).sum(-1).double()
+    cumulative = F.pad(running_sums(block_sums), (1, 0))
+    total = cumulative[:, -1:]
+    tokens = _invert(weights.view(rows, blocks, size), cumulative, uniforms[:, None]).clamp_(max=vocabulary - 1)
+
+    log_total = total.log()
+    logprobs = shifted.gather(1, tokens).double() - log_total
+    best = _first_maximum(shifted[:, :vocabulary]) if greedy is not None else tokens
+    moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
+    entropies = (log_total - moments / total).clamp_(min=0.0)
+    if greedy is not None:
+        certain = greedy[:, None] & logprobs.isfinite()
+        tokens = torch.where(greedy[:, None], best, tokens)
+        logprobs, entropies = logprobs.masked_fill(certain, 0.0), entropies.masked_fill(certain, 0.0)
+    return (tokens, logprobs, entropies) if kept is None else (tokens, logprobs, entropies, kept.counts[:, None])
 
 
 def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
@@ -123,16 +139,9 @@ def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms * total, total)
     block = torch.searchsorted(cumulative[:, 1:].contiguous(), target).clamp_(max=blocks - 1)  # the clamp is for NaN rows
-    inner = _running_sums(weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double())
+    inner = running_sums(weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double())
     rest = torch.minimum(target - cumulative.gather(1, block), inner[:, -1:])
     return block * size + torch.searchsorted(inner, rest)
-
-
-def _running_sums(x: Tensor) -> Tensor:
-    """[r, n] sums of x [r, n] >= 0 up to each place, never falling."""
-    if x.device.type not in _SUMS_BY_PRODUCT:
-        return x.cumsum(-1)
-    return (x @ torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype, device=x.device).triu_()).cummax(-1).values
 
 
 def _first_maximum(shifted: Tensor) -> Tensor:

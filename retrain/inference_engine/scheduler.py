@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +16,15 @@ from retrain.inference_engine.base import WHOLE_VOCABULARY, SampleRequest, Trunc
 from retrain.inference_engine.decoder import Decoder, is_mixed
 from retrain.inference_engine.kv_cache import KVArena, PrefixStore, PromptKey, PromptState, prompt_key
 from retrain.inference_engine.sampling import Draws, draw
-from retrain.model.budget import DecodeLimits
+from retrain.model.budget import PREFILL_TOKENS, DecodeLimits
 from retrain.model.truncation import Cuts
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
 
+Prompted = TypeVar("Prompted")
+
 _FIRST_TOKENS = 64
 """Completion tokens for which a row has room at first; the arena doubles as completions grow."""
-_PREFILL_TOKENS = 8192
-"""Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
 _NOISE_BLOCK = 64
 """Positions whose noise is computed at once, for all rows."""
 
@@ -83,6 +83,9 @@ class DecodeRun:
         self._rows = Rows(self._max_rows, max(job.limit for job in jobs))
         self._prompts: dict[PromptKey, PromptState] = {}
         self._arena: KVArena | None = None
+
+    def close(self) -> None:
+        """Its memory goes with it."""
 
     @property
     def unfinished(self) -> bool:
@@ -162,35 +165,36 @@ class DecodeRun:
 
     def _prefill(self, jobs: Sequence[Job]) -> list[PromptState]:
         states: list[PromptState] = []
-        for batch in _prefill_batches(jobs):
+        for batch in prefill_batches(jobs, [len(job.request.prompt_ids) for job in jobs]):
             slots = np.array([job.request.adapter_slot for job in batch]) if self._mixed else None
             states += self._decoder.prefill([job.request.prompt_ids for job in batch], slots)
         return states
 
     def _check_finite(self, draws: Draws, rows: slice) -> None:
         wrong = np.flatnonzero(~(np.isfinite(draws.logprobs) & np.isfinite(draws.entropies)))
-        if not len(wrong):
-            return
-        row = rows.start + int(wrong[0])
-        job = self._rows.jobs[row]
-        key = job.request.noise
-        raise RunFailed(
-            f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample {job.sample}, completion token "
-            f"{int(self._rows.sampled[row])}: the adapter has diverged or the dtype is too narrow; lower [training] lr, or resume from an "
-            'earlier checkpoint, or set [model] dtype = "fp32".'
-        )
+        if len(wrong):
+            row = rows.start + int(wrong[0])
+            raise not_finite(self._rows.jobs[row], int(self._rows.sampled[row]))
 
 
-def _prefill_batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Consecutive jobs whose prompts go through the model in one packed pass."""
-    batch: list[Job] = []
+def not_finite(job: Job, position: int) -> RunFailed:
+    key = job.request.noise
+    return RunFailed(
+        f"The model's logits are not finite at step {key.step}, prompt slot {key.prompt}, sample {job.sample}, completion token "
+        f"{position}: the adapter has diverged or the dtype is too narrow; lower [training] lr, or resume from an "
+        'earlier checkpoint, or set [model] dtype = "fp32".'
+    )
+
+
+def prefill_batches(sequences: Sequence[Prompted], lengths: Sequence[int]) -> Iterator[list[Prompted]]:
+    """Consecutive sequences of `lengths` tokens that go through the model in one packed pass."""
+    batch: list[Prompted] = []
     tokens = 0
-    for job in jobs:
-        size = len(job.request.prompt_ids)
-        if batch and tokens + size > _PREFILL_TOKENS:
+    for sequence, size in zip(sequences, lengths, strict=True):
+        if batch and tokens + size > PREFILL_TOKENS:
             yield batch
             batch, tokens = [], 0
-        batch.append(job)
+        batch.append(sequence)
         tokens += size
     if batch:
         yield batch
@@ -214,7 +218,7 @@ class Rows:
         self._top_k = np.zeros(rows, dtype=np.int64)
         self._top_p = np.ones(rows)
         self._min_p = np.zeros(rows)
-        self._noise_keys = np.zeros((rows, 5), dtype=np.int64)
+        self._noise_keys = np.zeros((rows, 6), dtype=np.int64)
         self._noise = np.zeros((rows, _NOISE_BLOCK))
         self._noise_start = np.zeros(rows, dtype=np.int64)
         self._tokens = np.zeros((rows, longest), dtype=np.int32)
@@ -234,7 +238,7 @@ class Rows:
             self.cached[row], self.sampled[row], self.limits[row] = len(request.prompt_ids), 0, job.limit
             self.temperatures[row], self.slots[row] = request.temperature, request.adapter_slot
             self._top_k[row], self._top_p[row], self._min_p[row] = cut.top_k, cut.top_p, cut.min_p
-            self._noise_keys[row] = key.seed, key.stream, key.step, key.prompt, job.sample
+            self._noise_keys[row] = key.seed, key.stream, key.step, key.prompt, job.sample, request.first_position
         self.jobs += jobs
         self.count = added.stop
         self._refill_noise(np.arange(added.start, added.stop))
@@ -257,7 +261,7 @@ class Rows:
 
     def _refill_noise(self, rows: npt.NDArray[np.int64]) -> None:
         self._noise_start[rows] = self.sampled[rows]
-        positions = self.sampled[rows][:, None] + np.arange(_NOISE_BLOCK)
+        positions = (self._noise_keys[rows, 5] + self.sampled[rows])[:, None] + np.arange(_NOISE_BLOCK)
         seeds_streams = self._noise_keys[rows, :2]
         for seed, stream in np.unique(seeds_streams, axis=0):
             same = (seeds_streams == (seed, stream)).all(axis=1)

@@ -26,6 +26,7 @@ import psutil
 from retrain.errors import ConfigurationError, ServerFailure
 from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, SampleRequest
 from retrain.inference_engine.http import Json, Patience, Refused, Server, ServerPool, Unavailable
+from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Dialect(ABC):
     health: ClassVar[str] = "/health"
     concurrency: ClassVar[int] = 256
     """Requests under way per server; it queues those that it cannot run."""
+    spacing_s: ClassVar[float] = 0.0
+    """Seconds between two requests, for a server that breaks connections which arrive at once."""
 
     def __init__(self, config: "TrainConfig", eos_ids: Sequence[int]) -> None:
         """`eos_ids`: the tokens that end a completion."""
@@ -127,6 +130,7 @@ class ServedEngine(InferenceEngine):
         self._dialect = self.dialect_class(config, eos_ids)
         self._lines: deque[str] = deque()
         self._pool = _pool(self._dialect, config, self.patience, self._prepare, self._lines.append)
+        self._turn = asyncio.Lock()
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
         self._run = f"retrain-{token_hex(4)}"
         self._folder = _adapter_folder(Path(config.logging.log_dir))
@@ -144,7 +148,7 @@ class ServedEngine(InferenceEngine):
     @classmethod
     def preflight(cls, config: "TrainConfig") -> None:
         dialect = cls.dialect_class(config, ())
-        pool = _pool(dialect, config, cls.patience, None, [].append)  # the engine itself says it
+        pool = _pool(dialect, config, cls.patience, None, lambda _: None)  # the engine itself says it
         try:
             pool.run(pool.connect(dialect.look))
         finally:
@@ -183,6 +187,9 @@ class ServedEngine(InferenceEngine):
             return self._completions(index, request, server, await server.post(path, body))
 
         async with self._room:
+            if self._dialect.spacing_s:
+                async with self._turn:
+                    await asyncio.sleep(self._dialect.spacing_s)
             return await self._pool.ask(one_try)
 
     def _check_fits(self, request: SampleRequest, server: Server) -> None:
@@ -310,6 +317,12 @@ class ServedEngine(InferenceEngine):
 
         if adapter is not None and self._pool.alive:
             self._pool.run(self._pool.on_each(one))
+
+
+def sampling_seed(request: SampleRequest, sample: int) -> int:
+    """A seed of 31 bits for one completion, from the same coordinates as the noise of the pytorch engine."""
+    key = request.noise
+    return int(uniform(key.seed, key.stream, key.step, key.prompt, sample, 0) * 2**31)
 
 
 def _pool(

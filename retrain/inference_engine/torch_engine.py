@@ -5,6 +5,7 @@ KV tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
+from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
 from retrain.inference_engine.scheduler import DecodeRun, Job, pieces
 from retrain.model.budget import STORE_SHARE, DecodeLimits
 from retrain.model.devices import EngineOptions
@@ -71,9 +73,12 @@ class TorchEngine(InferenceEngine):
         self._limits = DecodeLimits(decode_rows, decode_tokens)
         self._prefixes = PrefixStore(decode_tokens // STORE_SHARE) if options.prefix_caching else None
         self._kv_storage = options.kv_storage
+        self._options = options
+        self._paged: PagedEngine | None = None
+        """While pages and captured steps are held."""
         self._pool = pool or Pool()
         self._forgets_prompts = pool is not None and torch.device(device).type == "cpu"
-        """Whether stored prompts are dropped before each piece. An earlier piece may have been another worker's, and a prompt computed
+        """True if stored prompts are dropped before each piece. An earlier piece may have been another worker's, and a prompt computed
         anew may differ in its bits; so also with one worker, for a run has the same bytes with any number of them."""
         self._decode = self._pool.shared(self._decode_piece)
         self._weights_version = weights_version(model)
@@ -82,7 +87,8 @@ class TorchEngine(InferenceEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under different adapters share the batch if the model's family supports it; else one slot follows the other."""
         jobs = [job for index, request in enumerate(requests) for job in self._jobs(index, request)]
-        for _, completion in self._decode(pieces(jobs, self._limits.rows, _MOST_PIECES.get(self._decoder.device.type, 1))):
+        most = 1 if self._is_paged else _MOST_PIECES.get(self._decoder.device.type, 1)
+        for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
             yield completion
         self._decoder.run_dummy_passes()
 
@@ -93,11 +99,26 @@ class TorchEngine(InferenceEngine):
         slots = sorted({job.request.adapter_slot for job in jobs}, reverse=True)
         for together in [slots] if self._decoder.mixes and slots else [[slot] for slot in slots]:
             batch = [job for job in jobs if job.request.adapter_slot in together]
-            run = DecodeRun(self._decoder, batch, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
-            while run.unfinished:
-                with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
-                    finished = run.advance()
-                yield from finished
+            with closing(self._run(batch)) as run:
+                while run.unfinished:
+                    with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
+                        finished = run.advance()
+                    yield from finished
+
+    @property
+    def _is_paged(self) -> bool:
+        return self._options.paged and self._decoder.fused is not None and self._kv_storage is None
+
+    def _run(self, jobs: Sequence[Job]) -> "DecodeRun | PagedRun":
+        """Pages and captured steps are held from one call to the next, as long as rows fit their tables."""
+        if not self._is_paged:
+            return DecodeRun(self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
+        longest, page, keeps = max(job.tokens for job in jobs) + 1, self._options.page_tokens, self._options.prefix_caching
+        wanted = DecodeLimits(min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page)))
+        if self._paged is None or not self._paged.serves(wanted, longest):
+            self._paged = None  # first, so that both are never held
+            self._paged = PagedEngine(self._decoder, wanted, self._eos_ids, longest, page, keeps_prompts=keeps)
+        return PagedRun(self._decoder, jobs, self._paged)
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
         """Serve a further LoRA adapter to the requests that name `slot` > 0, in the same batch as the others.
@@ -119,9 +140,21 @@ class TorchEngine(InferenceEngine):
         """Free the memory that is held between calls."""
         if self._prefixes is not None:
             self._prefixes.clear()
+        if self._paged is not None:
+            self._paged.forget_prompts()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the pages that are held between calls."""
+        return 0 if self._paged is None else self._paged.pool.nbytes
+
+    def free_pages(self) -> None:
+        """Give the memory of the pages back; the next call makes them, and captures its steps, anew."""
+        self._paged = None
 
     def close(self) -> None:
         self.release()
+        self.free_pages()
 
     def _jobs(self, index: int, request: SampleRequest) -> list[Job]:
         prompt_tokens = len(request.prompt_ids)

@@ -4,8 +4,9 @@ Another transform is computed by the training credit pipeline from the stored to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,20 +14,23 @@ import numpy.typing as npt
 
 from retrain.advantages.algorithms import recipe_of
 from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.planning import RegexDetector
+from retrain.advantages.semantic import SemanticDetector
 from retrain.advantages.sepa import linear_lambda
 from retrain.advantages.uncertainty import surprisal
 from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.config import TrainConfig, replaced
 from retrain.config.names import condition_label
 from retrain.errors import ConfigurationError
+from retrain.model.sentences import load_sentence_encoder
 from retrain.model.text import load_tokenizer
 from retrain.model.vocabulary import TokenIds, VocabularyTable
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import TokenTable, read_tokens
-from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Prompt, Score, Scored
+from retrain.types import Completion, Example, FinishReason, Float32Array, Group, Int32Array, Prompt, Score, Scored, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from retrain.config.schema import Model
+    from retrain.config.schema import Model, Planning
 
 
 class Pieces:
@@ -49,8 +53,20 @@ class Pieces:
 
 
 @dataclass(frozen=True)
+class TurnText:
+    """Where a reply begins, and what the environment said before it."""
+
+    start: int
+    """The place of the reply's first token among the T tokens."""
+    context: str
+    """With the names of special tokens; "" in a first turn, whose context is the prompt."""
+    restarts: bool
+    """`context` is all that the model had in sight."""
+
+
+@dataclass(frozen=True)
 class CompletionCredit:
-    """One completion of T tokens with everything that is known about each."""
+    """One completion, or the replies of one trajectory, of T tokens with everything that is known about each."""
 
     slot: int
     """The prompt's index in the step."""
@@ -67,12 +83,16 @@ class CompletionCredit:
     """[T] nats; None if the engine recorded none."""
     planning: npt.NDArray[np.bool_] | None
     """[T] True inside a planning phrase; None if no condition looks for them."""
+    detectors: Mapping[str, npt.NDArray[np.bool_]]
+    """Detector -> [T] its mask, where the detectors are compared."""
     log_ratios: Float32Array | None
     """[T] learner minus sampler log-prob before the step; None if the completion was not trained on."""
     kept: npt.NDArray[np.int32] | None
     """[T] size of the truncated distribution each token was drawn from; None without truncation."""
     stages: Mapping[str, Mapping[str, Float32Array]]
     """Condition -> stage -> [T] advantages, stages in the order of their application."""
+    turns: Sequence[TurnText]
+    """Empty where the trajectory is one reply to its prompt."""
 
     def advantages(self, label: str) -> Float32Array:
         """[T] as the loss uses them."""
@@ -91,6 +111,8 @@ class StepCredit:
     """[n]"""
     pieces: Pieces
     notes: Sequence[str]
+    detectors: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    """Detector -> [n] its mask; empty unless the detectors are compared."""
 
     @property
     def labels(self) -> list[str]:
@@ -138,9 +160,11 @@ class StepCredit:
             surprisals=surprisal(table.logprobs[part]),
             entropies=table.entropies[part] if table.entropies is not None else None,
             planning=self.planning[part] if self.planning is not None else None,
+            detectors={name: mask[part] for name, mask in self.detectors.items()},
             log_ratios=ratios if ratios is not None and not np.isnan(ratios).any() else None,
             kept=table.kept[part] if table.kept is not None else None,
             stages={label: {stage: values[part] for stage, values in stages.items()} for label, stages in self.stages.items()},
+            turns=[TurnText(start, "".join(self.pieces.of(context)), restarts) for start, _, context, restarts in turns_of(table, number)],
         )
 
 
@@ -150,10 +174,15 @@ def stored_steps(folder: RunFolder) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def read_step(run: StoredRun, step: int | None = None, against: Sequence[str] = ()) -> StepCredit:
+def read_step(
+    run: StoredRun, step: int | None = None, against: Sequence[str] = (), *, detectors: bool = False, planning_model: str = ""
+) -> StepCredit:
     """A step of `run`, by default the last one stored, under its own condition and those of `against`.
 
-    Each of `against` is a transform or "advantage+transform". Raises ConfigurationError for an unknown step or condition,
+    Each of `against` is a transform or "advantage+transform". With `detectors` the masks of both planning detectors are computed, with
+    the sentence encoder `planning_model` in place of the run's own where it is given.
+
+    Raises ConfigurationError for an unknown step or condition,
     EnvironmentFailure if the model's tokenizer cannot be loaded.
     """
     step = _chosen_step(run, step)
@@ -164,14 +193,17 @@ def read_step(run: StoredRun, step: int | None = None, against: Sequence[str] = 
     notes: list[str] = []
     for name in against:
         config = _under(run.config, name)
-        pipeline = CreditPipeline(config, pieces.vocabulary.pieces)
+        pipeline = CreditPipeline(config, pieces.vocabulary.pieces, load_sentence_encoder)
         sepa_lambda = _sepa_lambda(run, step, notes) if pipeline.uses_sepa_controller else 0.0
         credit = pipeline.assign(_groups(run, table), step, sepa_lambda)
         label = condition_label(config.algorithm.advantage_mode, config.algorithm.transform_mode)
         stages[f"{label} (computed)" if label in stages else label] = credit.stages_float32()
         if planning is None and pipeline.needs_planning:
             planning = credit.tokens.planning
-    return StepCredit(step, stages, table, planning, pieces, tuple(dict.fromkeys(notes)))
+    masks = _detected(run.config.planning, table, pieces, planning_model) if detectors else {}
+    if masks:
+        notes.append(agreement(masks))
+    return StepCredit(step, stages, table, planning, pieces, tuple(dict.fromkeys(notes)), masks)
 
 
 def _chosen_step(run: StoredRun, step: int | None) -> int:
@@ -187,6 +219,38 @@ def _chosen_step(run: StoredRun, step: int | None) -> int:
         shown = ", ".join(names if len(names) <= 8 else [*names[:4], "...", *names[-2:]])
         raise ConfigurationError(f"--step {step} has no tokens in {run.folder.tokens}; the stored steps are {shown}.")
     return step
+
+
+# -- both planning detectors ---------------------------------------------------------------------------------------------
+
+
+def _detected(planning: "Planning", table: TokenTable, pieces: Pieces, model: str) -> dict[str, npt.NDArray[np.bool_]]:
+    """Detector -> [n] its mask, with the run's own phrases, threshold and least similarity."""
+    ends = table.offsets.tolist()
+    completions = [pieces.vocabulary.pieces(table.token_ids[start:stop]) for start, stop in pairwise(ends)]
+    encode = load_sentence_encoder(model or planning.model)
+    detectors: dict[str, RegexDetector | SemanticDetector] = {
+        "regex": RegexDetector(planning.grams),
+        "semantic": SemanticDetector(encode, planning.threshold, planning.min_similarity),
+    }
+    return {
+        name: np.concatenate([np.zeros(0, np.uint8), *detector.detect_all(completions)]).astype(np.bool_)
+        for name, detector in detectors.items()
+    }
+
+
+def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
+    """How often two masks [n] agree, and Cohen's kappa: the agreement beyond that of two independent masks of the same rates."""
+    (one, first), (two, second) = masks.items()
+    if not len(first):
+        return "The step has no tokens to compare the planning detectors on."
+    rates, same = (float(first.mean()), float(second.mean())), float((first == second).mean())
+    by_chance = rates[0] * rates[1] + (1 - rates[0]) * (1 - rates[1])
+    kappa = f"Cohen's kappa {(same - by_chance) / (1 - by_chance):.2f}" if by_chance < 1 else "nothing to tell apart"
+    return (
+        f"Planning tokens of {len(first):,}: {one} {rates[0]:.1%}, {two} {rates[1]:.1%}, both {float((first & second).mean()):.1%}; "
+        f"the detectors agree on {same:.1%} of the tokens ({kappa})."
+    )
 
 
 # -- other transforms on the same completions ----------------------------------------------------------------------------
@@ -237,17 +301,42 @@ def _groups(run: StoredRun, table: TokenTable) -> list[Group]:
     threshold = run.config.reward.correct_threshold
     groups: dict[int, Group] = {}
     for number, (slot, sample) in enumerate(zip(table.slot.tolist(), table.sample.tolist(), strict=True)):
-        part = slice(int(table.offsets[number]), int(table.offsets[number + 1]))
         reward = float(table.rewards[number])
         group = groups.setdefault(slot, Group(_NO_PROMPT, slot, []))
-        completion = Completion(
-            request=slot,
+        group.members.append(Scored(_trajectory(table, number, sample), "", Score.of(reward, threshold)))
+    return list(groups.values())
+
+
+def turns_of(table: TokenTable, number: int) -> list[tuple[int, int, Int32Array, bool]]:
+    """(start, stop, context, restarts) of each turn of a trajectory, counted from its first token; empty for one reply to its prompt."""
+    turns = table.turns
+    if turns is None:
+        return []
+    found, start = [], 0
+    for turn in range(int(turns.offsets[number]), int(turns.offsets[number + 1])):
+        stop = start + int(turns.actions[turn])
+        context = turns.context_token_ids[turns.context_offsets[turn] : turns.context_offsets[turn + 1]]
+        found.append((start, stop, context, bool(turns.restarts[turn])))
+        start = stop
+    return found
+
+
+def _trajectory(table: TokenTable, number: int, sample: int) -> Trajectory:
+    first, last = int(table.offsets[number]), int(table.offsets[number + 1])
+    assert table.truncated is not None
+    reason = FinishReason.LENGTH if table.truncated[number] else FinishReason.STOP
+
+    def completion(start: int, stop: int) -> Completion:
+        part = slice(first + start, first + stop)
+        return Completion(
+            request=0,
             sample=sample,
             token_ids=table.token_ids[part],
             logprobs=table.logprobs[part],
             entropies=table.entropies[part] if table.entropies is not None else None,
-            finish_reason=FinishReason.LENGTH if table.truncated[number] else FinishReason.STOP,
+            finish_reason=reason,
             kept=table.kept[part] if table.kept is not None else None,
         )
-        group.members.append(Scored(completion, "", Score.of(reward, threshold)))
-    return list(groups.values())
+
+    turns = turns_of(table, number) or [(0, last - first, np.zeros(0, np.int32), False)]
+    return Trajectory(tuple(Turn(completion(start, stop), context, restarts) for start, stop, context, restarts in turns))

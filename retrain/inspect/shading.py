@@ -16,7 +16,7 @@ Values = npt.NDArray[np.floating] | None
 
 
 class Quantity(StrEnum):
-    """What can colour a token. Advantages and log-ratios have a sign; the others are 0 or more."""
+    """The quantities that can colour a token. Advantages and log-ratios have a sign; the others are 0 or more."""
 
     ADVANTAGE = "advantage"
     SURPRISAL = "surprisal"

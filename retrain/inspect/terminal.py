@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _POSITIVE = ("#d8e9f7", "#aed2ef", "#7db8e4", "#4a9ad6", "#1b75bc")
 _NEGATIVE = ("#fbe3d6", "#f7c4a8", "#f0a077", "#e57a48", "#cf5417")
 """Nearly everyone can tell blue from orange. Text is black, on the strongest shade white."""
+_DETECTOR_MARKS = {"regex": "underline bold", "semantic": "italic overline"}
+"""How tokens look that one of two compared detectors marks."""
 _MARKED = 8
 """Rows of the table below a coloured text."""
 
@@ -59,7 +61,8 @@ def heading(completion: CompletionCredit) -> str:
     """Such as: Sample 3, reward 1, 212 tokens, cut off by max_tokens."""
     reward = "" if completion.reward is None else f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
-    return f"Sample {completion.sample}{reward}, {counted(len(completion.pieces), 'token')}{end}"
+    turns = f" in {counted(len(completion.turns), 'turn')}" if completion.turns else ""
+    return f"Sample {completion.sample}{reward}, {counted(len(completion.pieces), 'token')}{turns}{end}"
 
 
 def most_marked(completion: CompletionCredit) -> list[int]:
@@ -89,9 +92,15 @@ def _text(credit: StepCredit, completion: CompletionCredit, by: Quantity, label:
 
     text = Text()
     shades = levels(values_of(completion, by, label), scale_of(credit, by), len(completion.pieces))
+    said = {turn.start: turn.context for turn in completion.turns if turn.context}
     for position, (piece, shade) in enumerate(zip(without_escapes(completion.pieces), shades, strict=True)):
+        if position in said:
+            text.append(f" [{one_line(said[position].strip(), 400)}] ", "dim italic")
         planning = completion.planning is not None and bool(completion.planning[position])
-        text.append(_shown(piece), _style(shade, planning))
+        marks = [
+            f"{mark} " for name, mark in _DETECTOR_MARKS.items() if name in completion.detectors and completion.detectors[name][position]
+        ]
+        text.append(_shown(piece), "".join(marks) + _style(shade, planning and not completion.detectors))
         text.append("\n" * piece.count("\n"))
     return text
 
@@ -123,7 +132,11 @@ def _legend(credit: StepCredit, by: Quantity) -> "Text":
     for shade in range(1, LEVELS + 1):
         text.append("  ", _style(shade, planning=False))
     text.append(f" {scale:+.3g} and beyond; ")
-    text.append("planning phrase", "underline bold")
+    if not credit.detectors:
+        text.append("planning phrase", "underline bold")
+    for name in credit.detectors:
+        text.append(name, _DETECTOR_MARKS[name])
+        text.append(" ")
     return text
 
 
@@ -149,15 +162,20 @@ def _columns(completion: CompletionCredit, positions: Sequence[int], advantages:
     """The token's text and mark on the left, numbers on the right."""
     pieces = without_escapes(completion.pieces)
     kept = ("kept",) if completion.kept is not None else ()
-    rows = [("token", "text", "plan", "surprisal", "entropy", "log-ratio", *kept, *map(one_line, advantages))]
+    marks = tuple(completion.detectors) or ("plan",)
+    rows = [("token", "text", *marks, "surprisal", "entropy", "log-ratio", *kept, *map(one_line, advantages))]
     for position in positions:
         given = (f"{values[position]:+.4f}" for values in advantages.values())
         rows.append((str(position), f"'{_shown(pieces[position])}'", *_numbers(completion, position), *given))
-    return list(table_lines(rows, right=[column for column in range(len(rows[0])) if column not in (1, 2)]))
+    words = range(1, 2 + len(marks))
+    return list(table_lines(rows, right=[column for column in range(len(rows[0])) if column not in words]))
 
 
 def _numbers(completion: CompletionCredit, position: int) -> Iterator[str]:
-    yield "plan" if completion.planning is not None and completion.planning[position] else ""
+    if completion.detectors:
+        yield from ("plan" if mask[position] else "" for mask in completion.detectors.values())
+    else:
+        yield "plan" if completion.planning is not None and completion.planning[position] else ""
     yield f"{completion.surprisals[position]:.3f}"
     yield "" if completion.entropies is None else f"{completion.entropies[position]:.3f}"
     yield "" if completion.log_ratios is None else f"{completion.log_ratios[position]:+.1e}"

@@ -6,9 +6,8 @@ place of a mask, transformers passes the width of the layer's sliding window (`_
 Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from retrain.errors import ConfigurationError
 from retrain.model.packed import computes_bf16
+from retrain.model.varlen import PackedKernel, PagedKernel, fits_flash, flash, flash_paged, plain_paged
 
 KERNEL = "retrain"
 """The name under which transformers knows this attention."""
@@ -27,7 +27,7 @@ _MASKED_QUERIES = 512
 
 
 class AttentionBatch(Protocol):
-    """What `attend` needs to know of the tokens in flight; passed to the model's forward as `attention_batch`."""
+    """The tokens in flight, as `attend` needs them; passed to the model's forward as `attention_batch`."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         """Queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq, T, D]."""
@@ -35,7 +35,7 @@ class AttentionBatch(Protocol):
 
 
 def missing(model: Any) -> str:
-    """What keeps `attend` from being a model's attention, in words; empty where nothing does.
+    """The reason why `attend` cannot compute a model's attention; empty if it can.
 
     A model whose layers do not go through transformers' attention interface would silently compute something else.
     """
@@ -116,9 +116,18 @@ class Kernel(Protocol):
         """Causal attention of the last T of L tokens: [B, Hq, T, D] over [B, Hk, L, D]; query t sees keys 0 .. L - T + t."""
         ...
 
+    @property
+    def paged(self) -> PagedKernel:
+        """One query per row over keys and values in pages."""
+        ...
+
+    def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
+        """One function for packed sequences of any lengths, if there is one for queries [.., D] of this dtype."""
+        ...
+
 
 class RowLengths:
-    """How many tokens each row sees, the one being decoded included, and the masks that follow, built once for all layers."""
+    """The number of tokens each row sees, including the one being decoded, and the resulting masks, built once for all layers."""
 
     def __init__(self, lengths: Tensor, longest: int, ragged: bool) -> None:
         self.lengths, self.longest, self._ragged = lengths, longest, ragged
@@ -136,6 +145,11 @@ class RowLengths:
 
 class FusedAttention:
     """PyTorch's fused attention, on every device; a soft cap takes plain matrix products, and so does decoding in float32 on a CPU."""
+
+    def __init__(self) -> None:
+        self._packed: PackedKernel | None = None
+        self._fits: Callable[[Tensor], bool] = fits_flash
+        self.paged: PagedKernel = plain_paged
 
     def decode(
         self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
@@ -171,40 +185,21 @@ class FusedAttention:
                 outputs.append(_softcapped(part, seen_key, seen_value, bias, scaling, softcap))
         return torch.cat(outputs, dim=2)
 
+    def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
+        return self._packed if self._packed is not None and softcap is None and self._fits(query) else None
 
-class FlashAttention:
-    """The flash-attn package (CUDA, bf16): reads ragged rows without a mask and knows windows and soft caps."""
 
-    def __init__(self) -> None:
-        flash = import_module("flash_attn")
-        self._causal, self._decode = flash.flash_attn_func, flash.flash_attn_with_kvcache
+class VarlenAttention(FusedAttention):
+    """`FusedAttention`, with packed sequences in one call wherever the kernel takes them; a soft cap it does not know."""
 
-    def decode(
-        self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        output: Tensor = self._decode(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            cache_seqlens=rows.lengths.int(),
-            **self._settings(scaling, window, softcap),
-        )
-        return output.transpose(1, 2)
-
-    def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        parts = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        output: Tensor = self._causal(*parts, **self._settings(scaling, window, softcap))
-        return output.transpose(1, 2)
-
-    @staticmethod
-    def _settings(scaling: float, window: int | None, softcap: float | None) -> dict[str, Any]:
-        """flash-attn counts the tokens before the query's own."""
-        left = -1 if window is None else window - 1
-        return {"softmax_scale": scaling, "causal": True, "window_size": (left, 0 if window else -1), "softcap": softcap or 0.0}
+    def __init__(self, kernel: PackedKernel = flash, fits: Callable[[Tensor], bool] = fits_flash, paged: PagedKernel = flash_paged) -> None:
+        """`fits`: whether the kernel takes queries of this shape and dtype."""
+        super().__init__()
+        self._packed, self._fits, self.paged = kernel, fits, paged
 
 
 def prefers_products(query: Tensor) -> bool:
-    """Whether matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
+    """True if matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
 
     Without values, as memory is predicted, it does not matter: both ways keep about the same.
     """

@@ -1,4 +1,4 @@
-"""How many rows and KV tokens decode together in a given amount of memory."""
+"""The rows and KV tokens that can decode together in a given amount of memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +7,10 @@ from retrain.errors import EnvironmentFailure
 
 SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits handled together: on a CPU they stay in the cache over the passes."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
+PAGE_TOKENS = 256
+"""Of a page of keys and values: the smallest that torch's flash kernel reads."""
 STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 _ROW_CAPS = {"cpu": 64, "cuda": 512}
@@ -20,13 +24,13 @@ _QUANTISED = ("int8", "fp8")
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """The budget of one batch. KV tokens are reserved for the longest completion, so a row never has to be thrown out."""
+    """The budget of one batch. Rows of one capacity reserve the longest completion, so that none has to be thrown out; pages do not."""
 
     rows: int
     tokens: int
 
     def rows_together(self, tokens_per_row: int, completions: int) -> int:
-        """How many of `completions` decode together when the longest of them comes to `tokens_per_row`; the others take turns."""
+        """The number of `completions` that decode together if the longest has `tokens_per_row`; the others wait their turn."""
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
 
@@ -40,20 +44,30 @@ def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: st
 
 
 def plan_decode(
-    model_config: Any, *, device_type: str, memory_bytes: int, tokens_per_row: int, compute_bytes: int, kv_cache_dtype: str = "auto"
+    model_config: Any,
+    *,
+    device_type: str,
+    memory_bytes: int,
+    tokens_per_row: int,
+    compute_bytes: int,
+    kv_cache_dtype: str = "auto",
+    paged: bool = False,
 ) -> DecodeLimits:
     """The budget that fits `memory_bytes`; `tokens_per_row` is the longest prompt and completion together.
 
+    In pages as many rows start as there are pages, up to the device's cap, and prompts that are kept are pages too.
     Raises EnvironmentFailure where not even one row fits. A quantised cache is unpacked one layer at a time, which is counted.
     """
     per_token = kv_bytes_per_token(model_config, compute_bytes, kv_cache_dtype)
     if kv_cache_dtype in _QUANTISED:
         per_token += kv_bytes_per_token(model_config, compute_bytes) // model_config.get_text_config().num_hidden_layers
-    tokens = int(memory_bytes / (per_token * _STORE_ALLOWANCE))
-    if tokens < tokens_per_row:
-        needed = per_token * _STORE_ALLOWANCE * tokens_per_row
+    allowance = 1.0 if paged else _STORE_ALLOWANCE
+    tokens = int(memory_bytes / (per_token * allowance))
+    if tokens < tokens_per_row + (2 * PAGE_TOKENS if paged else 0):
+        needed = per_token * allowance * tokens_per_row
         raise EnvironmentFailure(
             f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV cache and {memory_bytes / 2**30:.1f} GiB are "
             'left for it; lower [training] max_tokens, or set [inference] kv_cache_dtype = "int8".'
         )
-    return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, _ROW_CAPS["cpu"]), tokens // tokens_per_row), tokens=tokens)
+    rows = tokens // (PAGE_TOKENS if paged else tokens_per_row)
+    return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, _ROW_CAPS["cpu"]), rows), tokens=tokens)

@@ -1,14 +1,16 @@
 """The devices and dtypes of a run, and the options of its engine; what this machine lacks is refused or replaced."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
+from retrain.model.budget import PAGE_TOKENS
 from retrain.model.packed import computes_bf16
+from retrain.model.varlen import has_flash
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -26,8 +28,11 @@ class EngineOptions:
     kv_storage: torch.dtype | None = None
     """None: the dtype that the weights compute in."""
     flash: bool = False
-    """Attention by the flash-attn package instead of PyTorch's fused attention. Both compute the same function."""
+    """Attention by torch's flash kernel where it can. It computes the same function as torch's fused attention."""
     prefix_caching: bool = True
+    paged: bool = False
+    """Keys and values in pages and steps in fixed buffers, for models that have a fused forward; else rows of one capacity."""
+    page_tokens: int = PAGE_TOKENS
 
 
 def engine_options(inference: "Inference", device_type: str, model_dtype: torch.dtype) -> EngineOptions:
@@ -48,36 +53,48 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
     return EngineOptions(
         weights=weights,
         kv_storage=None if kv_storage == (weights or model_dtype) else kv_storage,
-        flash=inference.attention_kernel == "flash",
+        flash=inference.attention_kernel != "cutlass" and has_flash(device_type, weights or model_dtype),
         prefix_caching=inference.prefix_caching,
+        paged=has_flash(device_type, weights or model_dtype),
     )
 
 
+def attention_of(kernel: str, device_type: str, dtype: torch.dtype) -> Kernel:
+    """The learner's attention under `[inference] attention_kernel`, which holds for both."""
+    return VarlenAttention() if kernel != "cutlass" and has_flash(device_type, dtype) else FusedAttention()
+
+
+_ABSENT_KERNELS = {
+    "triton": 'attention kernels written in Triton, which PyTorch lacks; engine = "vllm" has them (attention backend TRITON_ATTN)',
+    "tk": "ThunderKittens' kernels, which are in no released package; they would be built from github.com/HazyResearch/ThunderKittens",
+}
+
+
 def _check_attention(kernel: str, device_type: str, dtype: torch.dtype) -> None:
-    if kernel in ("triton", "tk", "cutlass"):
+    if kernel in _ABSENT_KERNELS:
         raise ConfigurationError(
-            f'[inference] attention_kernel = "{kernel}" is not in the pytorch engine; use "default" (PyTorch\'s fused attention), "flash" '
-            "on a CUDA device with the flash-attn package, or a server engine that brings its own kernels."
+            f'[inference] attention_kernel = "{kernel}" asks for {_ABSENT_KERNELS[kernel]}; use "default" (PyTorch\'s best), "flash" or '
+            '"cutlass" (both in PyTorch, on a CUDA device).'
         )
-    if kernel == "flash" and device_type != "cuda":
+    if kernel in ("flash", "cutlass") and device_type != "cuda":
         raise ConfigurationError(
-            f'[inference] attention_kernel = "flash" needs a CUDA device and the flash-attn package, and this run is on {device_type}; '
-            'use "default", or [backend] devices = "gpu:0".'
+            f'[inference] attention_kernel = "{kernel}" needs a CUDA device, and this run is on {device_type}; use "default", or '
+            '[backend] devices = "gpu:0".'
         )
     if kernel == "flash" and dtype not in (torch.bfloat16, torch.float16):
         raise ConfigurationError(
             '[inference] attention_kernel = "flash" computes in bf16, and the model is in fp32; use "default", or [model] dtype = "bf16".'
         )
-    if kernel == "flash" and find_spec("flash_attn") is None:
+    if kernel == "flash" and not has_flash(device_type, dtype):
         raise EnvironmentFailure(
-            '[inference] attention_kernel = "flash" needs the flash-attn package, which is not installed; '
-            'pip install flash-attn --no-build-isolation, or use "default".'
+            f'[inference] attention_kernel = "flash" needs torch 2.12 and an NVIDIA GPU of compute capability 8.0 (Ampere) or later; '
+            f'here is torch {torch.__version__}. Use "default", which takes what there is.'
         )
 
 
 class DeviceChoice(NamedTuple):
     device: torch.device
-    """Of the learner, and of the sampler where it has none of its own."""
+    """The learner's device, and the sampler's unless it has its own."""
     note: str
     """One line to print where the default device is absent; empty otherwise."""
     sampler: torch.device | None = None
@@ -127,7 +144,7 @@ def present_devices() -> str:
 
 
 def choose_dtype(config: "TrainConfig", device: torch.device) -> torch.dtype:
-    """Of the frozen weights: auto is bf16 on CUDA and fp32 elsewhere. Adapter weights are fp32 always."""
+    """The dtype of the frozen weights: auto is bf16 on CUDA and fp32 elsewhere. Adapter weights are fp32 always."""
     if config.model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if config.model.dtype == "bf16" else torch.float32

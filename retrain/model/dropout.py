@@ -43,7 +43,7 @@ def uniform_words(seed: int, stream: int, a: Tensor | int, b: Tensor | int, c: T
 
 
 class DropoutKey:
-    """What the masks of the forward pass under way depend on; shared by all layers, inactive by default."""
+    """The coordinates of the current forward pass's masks; shared by all layers, inactive by default."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

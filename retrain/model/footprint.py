@@ -1,4 +1,4 @@
-"""What a model with its adapter takes in bytes, counted on the model itself or on one that was never allocated.
+"""The bytes of a model with its adapter, counted on the model itself or on one that was never allocated.
 
 On torch's meta device a model has shapes and no values. The same count runs on it, so what is predicted before the weights are
 loaded is what is measured afterwards.
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
-from retrain.model.attention import FusedAttention, missing, plugged_in
+from retrain.model.attention import Kernel, missing, plugged_in
+from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel
@@ -40,7 +41,7 @@ class NotPredictable(EnvironmentFailure):
 @dataclass(frozen=True)
 class Footprint:
     dtype: torch.dtype
-    """Of the frozen weights."""
+    """Bytes of the frozen weights."""
     weights: int
     """Bytes of the frozen weights that a process holds."""
     num_frozen: int
@@ -56,17 +57,22 @@ class Footprint:
     checkpointed_per_token: int
     """The same with gradient checkpointing: the input of every layer, and one layer's activations while it runs again."""
     gradients_per_token: int
-    """Bytes that live beside these in the backward pass: about what one layer keeps (measured on the lab model: 1.05 to 1.13 of it)."""
+    """Bytes that live beside these in the backward pass, and in a forward pass that keeps nothing: about what one layer keeps (measured on
+    the lab model: 1.05 to 1.13 of it)."""
 
 
-def footprint(base: BaseModel, config: "TrainConfig") -> Footprint:
-    """Of a model that carries its adapter. Its state is as before, but for fused layers whose weights lie in one tensor."""
+def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = None) -> Footprint:
+    """Measure a model that carries its adapter. Its state does not change, except that fused layers share one weight tensor.
+
+    `device_type`: the device on which a model without weights would run; its attention kernel is then counted.
+    """
+    kernel = attention_of(config.inference.attention_kernel, device_type or base.device.type, base.dtype)
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
     fused = None if four_bits or base.shards.size > 1 else FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
     with _dropping(base.model) if drops else nullcontext():  # then the model's own forward learns
-        kept = max(1, _kept_bytes(base, None if drops else fused) // _PROBE_TOKENS)
+        kept = max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
     text: Any = base.model.config.get_text_config()
     return Footprint(
@@ -106,8 +112,8 @@ def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = 
     return base
 
 
-def _kept_bytes(base: BaseModel, fused: FusedDecoder | None) -> int:
-    """Of the probe's tokens, in the storages that autograd holds; a storage counts once, and a parameter's not at all."""
+def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> int:
+    """Bytes of the storages that autograd keeps for the probe's tokens; each counts once, and parameters do not count."""
     own = {id(storage): storage for storage in (parameter.untyped_storage() for parameter in base.model.parameters())}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -118,13 +124,13 @@ def _kept_bytes(base: BaseModel, fused: FusedDecoder | None) -> int:
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        hidden = _forward(base, fused)
+        hidden = _forward(base, fused, kernel)
     del hidden
     return sum(storage.nbytes() for storage in kept.values())
 
 
 class _Factor(nn.Module):
-    """What dropout makes of its input: a factor for every element, and the product."""
+    """The tensors that dropout makes of its input: a factor for every element, and the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.ones_like(x)
@@ -146,11 +152,11 @@ def _dropping(model: nn.Module) -> Iterator[None]:
             place.update(modules)
 
 
-def _forward(base: BaseModel, fused: FusedDecoder | None) -> Tensor:
+def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> Tensor:
     """The probe's hidden states, computed as the learner does."""
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=base.device)
     positions = torch.arange(_PROBE_TOKENS, device=base.device).unsqueeze(0)
-    attention = PackedAttention([Segment(0, _PROBE_TOKENS)], _PROBE_TOKENS, FusedAttention(), base.device)
+    attention = PackedAttention([Segment(0, _PROBE_TOKENS)], _PROBE_TOKENS, kernel, base.device)
     if fused is not None:
         return fused.hidden_states(ids, positions, attention)
     packs = not missing(base.model)

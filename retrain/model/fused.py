@@ -26,7 +26,7 @@ _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
 """Families whose attention reads the sliding window from its configuration; elsewhere it has one of its own, or none."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
-"""Of a layer's hidden states on a probe, relative to a token's norm."""
+"""Largest deviation of a layer's hidden states on a probe, relative to a token's norm."""
 _PROBE_TOKENS = 16
 _SHRUNKEN_WINDOW = 6
 """Tokens: a probe reaches far past it."""
@@ -79,7 +79,7 @@ class _Layer:
 
 
 def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tuple[int, int]]:
-    """Of each linear layer's name in the model: the number of its projection, and its place in that."""
+    """Name of each linear layer in the model -> (number of its projection, its place within the projection)."""
     names = {id(module): name for name, module in model.named_modules()}
     return {
         names[id(module)]: (number, place)
@@ -144,12 +144,12 @@ class FusedDecoder:
 
     @property
     def adapter_copy_bytes(self) -> int:
-        """Of the adapter in the dtype and the layout of the products, after `refresh`."""
+        """Bytes of the adapter in the dtype and layout of the products, after `refresh`."""
         return sum(factor.nbytes for projection in self._projections for factor in projection.factors or ())
 
     @property
     def layer_weight_bytes(self) -> int:
-        """Of the frozen layers: what a copy with the adapter merged in takes."""
+        """Bytes of a copy of the frozen layers with the adapter merged in."""
         return sum(projection.weight.nbytes for projection in self._projections)
 
     def refresh(self, *, sampling: bool = False, mixed: bool = False) -> None:
@@ -160,11 +160,13 @@ class FusedDecoder:
         copy: Literal["none", "merged", "plain"] = "none"
         if sampling and self.merge:
             copy = "plain" if mixed or self._embed.weight.dtype != torch.float32 else "merged"
-        version = (copy, *((parameter.data_ptr(), parameter._version) for parameter in self._parameters))
+        version = (copy, mixed, *((parameter.data_ptr(), parameter._version) for parameter in self._parameters))
         if version == self._version:
             return
         for projection in self._projections:
             projection.refresh(copy)
+            if mixed:
+                projection.stack()
         if copy == "none" or type(self._head) is not nn.Linear:
             self._packed_head = None
         elif self._packed_head is None:
@@ -184,6 +186,7 @@ class FusedDecoder:
             parts.setdefault(number, {})[place] = layer
         for number, projection in enumerate(self._projections):
             projection.load(slot, parts.get(number, {}))
+        self._version = None
 
     @contextmanager
     def under_adapters(self, slots: npt.NDArray[np.int64]) -> Iterator[None]:
@@ -198,12 +201,48 @@ class FusedDecoder:
             for projection in self._projections:
                 projection.rows = None
 
+    @contextmanager
+    def under_row_adapters(self, slots: Tensor) -> Iterator[None]:
+        """`under_adapters` with `slots` [N] on the device, after `refresh` for a mixed batch."""
+        for projection in self._projections:
+            projection.row_slots = slots
+        try:
+            yield
+        finally:
+            for projection in self._projections:
+                projection.row_slots = None
+
+    @property
+    def kv_heads(self) -> list[tuple[int, int]]:
+        """(key-value heads, head size) of each layer."""
+        return [(layer.heads[1], layer.head_size) for layer in self._layers]
+
+    @torch.no_grad()
+    def rotary_table(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [length, D] of positions 0 .. length - 1, in a sequence of that length."""
+        like = self._embed.weight[:1, None]
+        cos, sin = self._rotary(like, torch.arange(length, device=like.device)[None])
+        return cos[0], sin[0]
+
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, *, cache: Cache | None = None, checkpointed: bool = False
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        *,
+        cache: Cache | None = None,
+        checkpointed: bool = False,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass."""
+        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass.
+
+        `rotary`: cos and sin [N, 1, D] of the positions, where the caller has them.
+        """
         rows = len(token_ids)
-        hidden, rotary = self._embedded(token_ids, positions)
+        if rotary is None:
+            hidden, rotary = self._embedded(token_ids, positions)
+        else:
+            hidden = self._embed(token_ids).flatten(0, 1)
         for number, layer in enumerate(self._layers):
             if checkpointed:
                 hidden = checkpoint(layer.forward, hidden, rotary, rows, batch, None, number, use_reentrant=False, preserve_rng_state=False)
@@ -255,8 +294,9 @@ class _Whole:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Largest ||found - expected|| / ||expected|| of a token; both [N, H]."""
-    return float(((found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)).max())
+    """Largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding token's embedding may be zero, in both."""
+    smallest = torch.finfo(torch.float32).tiny
+    return float(((found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(smallest)).max())
 
 
 def _linears(decoder: Any) -> list[nn.Module]:

@@ -17,8 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from retrain.model.truncation import keep_only
 
-CHUNK_BYTES = 64 * 2**20
-"""Bytes of one fp32 tensor [chunk rows, vocabulary]; a handful of them live at a time."""
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Bytes of one fp32 tensor [chunk rows, vocabulary], by device; a handful of them live at a time. On a GPU a chunk has to have enough rows
+that the product, and not the reading of the head, takes the time."""
+
+
+def chunk_bytes_on(device_type: str) -> int:
+    return CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"])
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class TokenScores(NamedTuple):
     """[N] float32, nats; None where they were not asked for."""
 
 
-def chunk_rows(vocabulary: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+def chunk_rows(vocabulary: int, chunk_bytes: int) -> int:
     """Rows of hidden states whose fp32 logits fit in `chunk_bytes`; at least one."""
     return max(1, chunk_bytes // (4 * vocabulary))
 
@@ -69,7 +74,7 @@ def score_tokens(
     *,
     kept: Tensor | None = None,
     entropy: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> TokenScores:
     """Log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and the entropies if wanted.
 
@@ -78,7 +83,7 @@ def score_tokens(
     """
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
-    rows = chunk_rows(head.weight.shape[0], chunk_bytes)
+    rows = chunk_rows(head.weight.shape[0], chunk_bytes or chunk_bytes_on(hidden.device.type))
     logprobs, entropies = _ChunkedHead.apply(hidden, targets, kept, head, temperature, entropy, rows)  # type: ignore[no-untyped-call]
     return TokenScores(logprobs, entropies if entropy else None)
 

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, asked once a process and answered within seconds.
+"""Test once per process, within seconds, if the Hugging Face hub can be reached.
 
 Left alone, the hub's clients retry for a minute without a network. After a negative answer they are switched to their own
 offline mode, so that everything later in the process uses the local cache or fails at once.
@@ -20,7 +20,7 @@ def reachable() -> bool:
 
 @lru_cache(maxsize=1)
 def why_unreachable() -> str:
-    """What was tried, as a clause of an error message; empty if the hub answers."""
+    """The failed attempt as a clause of an error message; empty if the hub answers."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

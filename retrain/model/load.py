@@ -128,14 +128,12 @@ def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.dev
         "use_safetensors": True,
         "trust_remote_code": config.model.trust_remote_code,
     }
-    if config.inference.attention_kernel == "flash":
-        options["attn_implementation"] = "flash_attention_2"  # else torch's fused attention, where the family supports it
     if config.model.revision:
         options["revision"] = config.model.revision
     if config.model.load_in_4bit:
         options |= {"quantization_config": _four_bits(device), "device_map": {"": device}}
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
     except (OSError, ValueError, ImportError) as error:
         raise EnvironmentFailure(
@@ -152,7 +150,7 @@ def choose_deterministic_experts(model: "PreTrainedModel") -> None:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """transformers shows one over the tensors of a file, which load at once."""
     from transformers.utils import logging
 

@@ -15,8 +15,10 @@ import torch
 
 from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure
-from retrain.model.budget import plan_decode
+from retrain.model.budget import PREFILL_TOKENS, plan_decode
+from retrain.model.devices import engine_options
 from retrain.model.footprint import Footprint, footprint
+from retrain.model.head import chunk_bytes_on
 from retrain.model.packed import computes_bf16
 from retrain.model.pool import can_fork
 from retrain.model.text import context_length
@@ -27,23 +29,29 @@ if TYPE_CHECKING:
     from retrain.model.load import BaseModel
 
 _LEARNING_SHARE = 0.35
-"""Of the memory beside the weights, for the activations of one micro-batch."""
+"""Share of the memory beside the weights that the activations of one micro-batch may take."""
 _DECODE_SHARE = 0.65
-"""Of the same, for keys and values, which take turns with the activations. What is left is for the optimizer, logits and fragmentation."""
+"""Share of the same for keys and values, which take turns with the activations. The rest is for the optimizer, logits and fragmentation."""
+_CUDA_SHARE = 0.92
+"""Share, on a GPU, of the memory beside all that stays: activations and pages take turns, so either may have it. The rest is for
+fragmentation and for captured steps."""
+_CUDA_CONTEXT = 5 << 28
+"""Bytes of the CUDA context, its kernels and the libraries' workspaces, 1.25 GiB: an estimate, not measured on every card."""
 _CPU_SHARE = 0.8
-"""Of a computer's memory, for all of this: it has other work."""
+"""Share of a computer's memory that a run may take in all; the computer has other work."""
 _MERGED_SHARE = 0.2
-"""Of the same, for a second copy of the weights that samples, in the layout of products with few rows; in float32 with the adapter."""
+"""Share for the sampler's copy of the weights, laid out for products with few rows; in float32 the adapter is merged into it."""
 _LARGE, _LARGE_ROWS = 64 << 20, 16
 """Bytes of a model whose products take longer than what is around them even for few rows, and the rows of its pieces: a step of 32
 completions then has work for two workers."""
 _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
-"""Of the speed-up that threads could bring at best. Workers bring nearly as much, and keep it when other work comes later."""
+"""Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it when other work arrives later."""
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
-_MOST_TOKENS = {"cpu": 1280, "cuda": 32768}
-"""Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens and its prompt."""
+_MOST_TOKENS = {"cpu": 1280, "cuda": 16384}
+"""Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens and its prompt. A GPU computes no faster
+with more (an estimate), and what they would take may hold pages."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Machine:
     memory: int
     """Bytes of the device, or of the computer."""
     threads: int
-    """Of torch on the processor."""
+    """torch's intra-op threads on the processor."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Machine":
@@ -65,7 +73,12 @@ class Machine:
     @property
     def usable(self) -> int:
         """Bytes that a run may take."""
-        return self.memory if self.device_type == "cuda" else int(self.memory * _CPU_SHARE)
+        return self.memory - self.context if self.device_type == "cuda" else int(self.memory * _CPU_SHARE)
+
+    @property
+    def context(self) -> int:
+        """Bytes that the device's libraries take."""
+        return min(_CUDA_CONTEXT, self.memory) if self.device_type == "cuda" else 0
 
 
 def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, stored: MachineChoices | None = None) -> MachineChoices:
@@ -84,7 +97,7 @@ def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, store
 
 @torch.no_grad()
 def threads_pay(base: "BaseModel") -> bool:
-    """Whether the threads of an operator bring most of what they could: its products are large, and no other process takes the cores."""
+    """True if an operator's threads reach most of the ideal speed-up: products are large and no other process takes the cores."""
     threads = torch.get_num_threads()
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
     seconds = {threads: math.inf, 1: math.inf}
@@ -110,20 +123,22 @@ def plan(
     _check_adapter(config, size, machine)
     spare = max(0, machine.usable - size.weights)
     longest = longest_row(config, model_config)
-    tokens, checkpointing = _learning_choices(config, size, longest, machine.device_type, int(spare * _LEARNING_SHARE))
+    learning, decoding = budgets(config, size, machine)
+    tokens, checkpointing = _learning_choices(config, size, longest, machine.device_type, learning)
     decode = plan_decode(
         model_config,
         device_type=machine.device_type,
-        memory_bytes=int(spare * _DECODE_SHARE),
+        memory_bytes=decoding,
         tokens_per_row=longest,
         compute_bytes=size.dtype.itemsize,
         kv_cache_dtype=config.inference.kv_cache_dtype,
+        paged=decodes_in_pages(config, size, machine.device_type),
     )
     multiplies = size.dtype == torch.float32 or computes_bf16()
     merges = machine.device_type == "cpu" and multiplies and size.weights <= spare * _MERGED_SHARE
     rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
     kept = size.checkpointed_per_token if checkpointing else size.kept_per_token
-    fitting = [decode.tokens // (rows * longest), int(spare * _LEARNING_SHARE) // (kept * max(tokens, longest))]
+    fitting = [decode.tokens // (rows * longest), learning // (kept * max(tokens, longest))]
     if merges:
         fitting.append(int(spare * _MERGED_SHARE) // size.weights)
     workers = min(machine.threads, *fitting)
@@ -143,6 +158,40 @@ def plan(
         merge_adapter=merges,
         workers=workers,
     )
+
+
+def budgets(config: "TrainConfig", size: Footprint, machine: Machine) -> tuple[int, int]:
+    """Bytes for the activations of a micro-batch, and for keys and values."""
+    spare = max(0, machine.usable - size.weights)
+    if machine.device_type != "cuda":
+        return int(spare * _LEARNING_SHARE), int(spare * _DECODE_SHARE)
+    stays = 4 * 4 * size.num_trainable + size.adapter_copies + 2 * chunk_bytes_on("cuda")
+    turns = int(max(0, spare - stays) * _CUDA_SHARE)
+    return turns, max(0, turns - prompt_pass_bytes(config, size))
+
+
+def prompt_pass_bytes(config: "TrainConfig", size: Footprint, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
+    """Bytes of a packed pass over prompts, beside their keys and values."""
+    return min(PREFILL_TOKENS, config.training.batch_size * prompt_tokens) * size.gradients_per_token
+
+
+def decodes_in_pages(config: "TrainConfig", size: Footprint, device_type: str) -> bool:
+    """Whether the sampler of a run on the local backend holds keys and values in pages; as `TorchEngine` decides it."""
+    options = engine_options(config.inference, device_type, size.dtype)
+    return options.paged and options.kv_storage is None and size.layer_weights > 0
+
+
+def learning_leaves(config: "TrainConfig", base: "BaseModel", choices: MachineChoices) -> int:
+    """Bytes that are left for pages while the learner's activations are held."""
+    size = footprint(base, config)
+    learning, _ = budgets(config, size, Machine.of(base.device))
+    return learning - activation_bytes(config, base.model.config, size, choices)
+
+
+def activation_bytes(config: "TrainConfig", model_config: Any, size: Footprint, choices: MachineChoices) -> int:
+    """Bytes at most of one micro-batch, or of the longest row where that alone is more."""
+    kept = size.checkpointed_per_token if choices.gradient_checkpointing else size.kept_per_token
+    return max(choices.micro_batch_tokens, longest_row(config, model_config)) * (kept + size.gradients_per_token)
 
 
 def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> None:
@@ -165,6 +214,7 @@ def longest_row(config: "TrainConfig", model_config: Any, prompt_tokens: int = P
 def _learning_choices(config: "TrainConfig", size: Footprint, longest: int, device_type: str, memory: int) -> tuple[int, bool]:
     """(micro_batch_tokens, gradient_checkpointing). Checkpointing is a third more work, so only where the longest row needs it."""
     wanted, tokens = config.training.gradient_checkpointing, config.training.micro_batch_tokens
-    checkpointing = size.kept_per_token * max(longest, tokens) > memory if wanted == "auto" else wanted
-    kept = size.checkpointed_per_token if checkpointing else size.kept_per_token
+    beside = size.gradients_per_token if device_type == "cuda" else 0  # a processor's share leaves room for them
+    checkpointing = (size.kept_per_token + beside) * max(longest, tokens) > memory if wanted == "auto" else wanted
+    kept = (size.checkpointed_per_token if checkpointing else size.kept_per_token) + beside
     return tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)), checkpointing

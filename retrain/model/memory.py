@@ -1,4 +1,4 @@
-"""How much memory a run takes, by part, before its weights are loaded: the line at its start, and what `explain` prints.
+"""Predict a run's memory by part, before its weights are loaded: the line at its start, and what `explain` prints.
 
 Sizes are counted on the model without weights, and the budgets are those that the run itself chooses from the machine.
 """
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrain.distributed import ALONE, World
-from retrain.model.budget import SAMPLING_CHUNK_BYTES, STORE_SHARE, DecodeLimits, kv_bytes_per_token
+from retrain.model.budget import PAGE_TOKENS, PREFILL_TOKENS, SAMPLING_CHUNK_BYTES, STORE_SHARE, DecodeLimits, kv_bytes_per_token
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
-from retrain.model.head import CHUNK_BYTES
-from retrain.model.machine import PROMPT_ALLOWANCE, Machine, longest_row, plan
+from retrain.model.head import chunk_bytes_on
+from retrain.model.machine import PROMPT_ALLOWANCE, Machine, decodes_in_pages, longest_row, plan, prompt_pass_bytes
 from retrain.model.packed import computes_bf16
 from retrain.types import MachineChoices
 
@@ -38,7 +38,7 @@ class Part:
     name: str
     bytes: int
     note: str
-    """What it is made of, in a few words."""
+    """Its composition in a few words."""
 
 
 @dataclass(frozen=True)
@@ -54,31 +54,36 @@ class Memory:
     adapter: Part
     optimizer: Part
     merged_copy: Part
+    context: Part
+    prompt_pass: Part
     kv_cache: Part
     activations: Part
     logits: Part
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        all_parts = (self.weights, self.adapter, self.optimizer, self.merged_copy, self.kv_cache, self.activations, self.logits)
+        all_parts = (
+            self.context, self.weights, self.adapter, self.optimizer, self.merged_copy, self.prompt_pass, self.kv_cache, self.activations,
+            self.logits,
+        )  # fmt: skip
         return tuple(part for part in all_parts if part.bytes)
 
     @property
     def fixed(self) -> int:
         """Bytes that the learner's device holds throughout."""
-        return self.weights.bytes + self.adapter.bytes + self.optimizer.bytes
+        return self.context.bytes + self.weights.bytes + self.adapter.bytes + self.optimizer.bytes
 
     @property
     def sampling(self) -> int:
         """Bytes that are held while completions are drawn, beside the model."""
-        return self.merged_copy.bytes + self.kv_cache.bytes
+        return self.merged_copy.bytes + self.prompt_pass.bytes + self.kv_cache.bytes
 
     @property
     def peaks(self) -> dict[str, int]:
         """Bytes by device. On one device sampling and learning take turns, so the larger of the two counts."""
         if self.sampler_device != self.device:
             return {
-                self.sampler_device: self.weights.bytes + self.adapter.bytes + self.sampling + self.logits.bytes,
+                self.sampler_device: self.context.bytes + self.weights.bytes + self.adapter.bytes + self.sampling + self.logits.bytes,
                 self.device: self.fixed + self.activations.bytes + self.logits.bytes,
             }
         return {self.device: self.fixed + max(self.sampling, self.activations.bytes) + self.logits.bytes}
@@ -116,7 +121,7 @@ def predict_memory(
     choices: MachineChoices | None = None,
     shards: World = ALONE,
 ) -> Memory:
-    """Of one process of a run on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
+    """Predict the memory of one process on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
 
     `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a run that goes on; `shards` are the
     processes that hold the base in parts (`sharding.shards_of`).
@@ -124,7 +129,7 @@ def predict_memory(
     """
     device, sampler, machine = _machine(config, memory_gib)
     base = weightless_model(config, choose_dtype(config, device), shards)
-    size = footprint(base, config)
+    size = footprint(base, config, device.type)
     model_config: Any = base.model.config
     choices = choices or plan(config, model_config, size, machine)
     estimate = _Estimate(config, model_config, size, choices, machine.device_type, prompt_tokens, shards.size)
@@ -138,6 +143,8 @@ def predict_memory(
         adapter=estimate.adapter(),
         optimizer=estimate.optimizer(),
         merged_copy=estimate.merged_copy(),
+        context=Part("CUDA", machine.context, "context, kernels and workspaces, an estimate"),
+        prompt_pass=estimate.prompt_pass(),
         kv_cache=estimate.kv_cache(),
         activations=estimate.activations(),
         logits=estimate.logits(),
@@ -161,7 +168,7 @@ def _machine(config: "TrainConfig", memory_gib: float | None) -> tuple[torch.dev
 class _Estimate:
     config: "TrainConfig"
     model_config: Any
-    """Of transformers."""
+    """The configuration that transformers reads."""
     size: Footprint
     choices: MachineChoices
     device_type: str
@@ -174,7 +181,7 @@ class _Estimate:
 
     @property
     def completions(self) -> int:
-        """Of a step."""
+        """Completions per step."""
         return self.config.training.batch_size * self.config.training.group_size
 
     @property
@@ -204,7 +211,7 @@ class _Estimate:
         return Part("optimizer", self.size.num_trainable * _FLOAT * (1 + _MOMENTS), "gradient and two moments in fp32")
 
     def merged_copy(self) -> Part:
-        """What the sampler reads on a CPU, made anew for every step."""
+        """The sampler's copy of the weights on a CPU, made anew for every step."""
         size = self.size
         cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
         makes = self.choices.merge_adapter and (not cast or computes_bf16())
@@ -216,18 +223,41 @@ class _Estimate:
     def _each(self) -> str:
         return f", in each of {self.choices.workers} processes" if self.choices.workers > 1 else ""
 
+    def prompt_pass(self) -> Part:
+        """On a GPU; on a CPU it is less than what a learning pass takes, and the two take turns."""
+        if self.device_type != "cuda":
+            return Part("prompt pass", 0, "")
+        plain = kv_bytes_per_token(self.model_config, self.size.dtype.itemsize)
+        tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.prompt_tokens)
+        kept = 0 if self.paged else tokens * plain
+        return Part(
+            "prompt pass", prompt_pass_bytes(self.config, self.size, self.prompt_tokens) + kept, f"{tokens:,} tokens of prompts at a time"
+        )
+
+    @property
+    def paged(self) -> bool:
+        return decodes_in_pages(self.config, self.size, self.device_type)
+
     def kv_cache(self) -> Part:
         """The rows that decode together, each at its longest, and the prompts of the step."""
         plain, inference = self.size.dtype.itemsize, self.config.inference
         per_token = kv_bytes_per_token(self.model_config, plain, inference.kv_cache_dtype)
         prompts = min(self.config.training.batch_size * min(self.prompt_tokens, self.longest), self.choices.decode_tokens // STORE_SHARE)
+        if self.paged:
+            wanted = prompts + self.completions * (self.longest + PAGE_TOKENS)
+            tokens = min(self.choices.decode_tokens, wanted)
+            rows = min(self.completions, tokens // self.longest)
+            note = f"{tokens:,} tokens in pages at {size_words(per_token)}: {rows:,} of {self.completions:,} completions"
+            if rows < self.completions:
+                note += " at their longest, more while they are shorter"
+            return Part("KV cache", tokens * per_token, note)
         kept = prompts * kv_bytes_per_token(self.model_config, plain) if inference.prefix_caching else 0
         turns = f"; {self.completions:,} completions take turns" if self.rows < self.completions else ""
         note = f"{self.rows:,} x {self.longest:,} tokens at {size_words(per_token)}{turns}"
         return Part("KV cache", self.rows * self.longest * per_token + kept, note)
 
     def activations(self) -> Part:
-        """Of one micro-batch, or of the longest row where that alone is more, with the gradients of a layer."""
+        """Activations of one micro-batch, or of the longest row if that is more, with the gradients of one layer."""
         size, checkpointing = self.size, self.choices.gradient_checkpointing
         tokens = min(max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers, self.longest * self.completions)
         per_token = size.gradients_per_token + (size.checkpointed_per_token if checkpointing else size.kept_per_token)
@@ -238,12 +268,12 @@ class _Estimate:
         """Chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
         vocabulary = self.model_config.get_text_config().vocab_size
         workers = self.choices.workers
-        chunk = min(workers * SAMPLING_CHUNK_BYTES.get(self.device_type, CHUNK_BYTES), self.rows * vocabulary * _FLOAT)
+        chunk = min(workers * SAMPLING_CHUNK_BYTES.get(self.device_type, SAMPLING_CHUNK_BYTES["cpu"]), self.rows * vocabulary * _FLOAT)
         truncating = _TRUNCATING_TENSORS if self.config.training.truncated else 0
         sampling = self.rows * vocabulary * self.size.dtype.itemsize + (_SAMPLING_TENSORS + truncating) * chunk
         actions = self.completions * self.config.training.max_tokens
         tensors = _LEARNING_ENTROPY_TENSORS if self.config.loss.entropy_coef else _LEARNING_TENSORS
-        learning = (tensors + truncating) * min(workers * CHUNK_BYTES, actions * vocabulary * _FLOAT)
+        learning = (tensors + truncating) * min(workers * chunk_bytes_on(self.device_type), actions * vocabulary * _FLOAT)
         return Part("logits", max(sampling, learning), f"chunks of {vocabulary:,} tokens of vocabulary")
 
 

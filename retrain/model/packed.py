@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FEWEST_ELEMENTS = 150_000
-"""Of a smaller weight the operator's own overhead is more than what it saves (two cores, 8 to 128 rows)."""
+"""For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to 128 rows)."""
 
 
 class PackedWeight:
@@ -33,7 +33,7 @@ class PackedWeight:
 
 @cache
 def computes_bf16() -> bool:
-    """Whether this processor has units for bfloat16 (AMX, avx512_bf16); without them oneDNN is many times slower than in float32."""
+    """True if this processor has units for bfloat16 (AMX, avx512_bf16); without them oneDNN is many times slower than in float32."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if platform.machine().lower() in ("x86_64", "amd64"):  # oneDNN says yes on every AVX-512 processor

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrain.model.attention import Kernel, prefers_products
 from retrain.model.prefix_attention import Block, attend
+from retrain.model.varlen import PackedKernel, Spans
 
 _LONGEST_AS_PRODUCTS = 512
 """Tokens of a segment. Of a longer one the fused kernel skips the scores that causality hides, nearly half of them, and is faster."""
@@ -66,14 +67,31 @@ class PackedAttention:
         if window is not None and window >= self._longest:
             window = None
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
-        if window is None and softcap is None and self._short and prefers_products(query):
+        if kernel := self._kernel.packed_kernel(query, softcap):
+            output = self._in_one_call(kernel, q, k, v, scaling, window)
+        elif window is None and softcap is None and self._short and prefers_products(query):
             output = attend(q, k, v, *self._blocks, scaling)
         else:
             output = self._kernel_attention((q, k, v), scaling, window, softcap)
         return output.transpose(0, 1).unsqueeze(0)
 
+    def _in_one_call(self, kernel: PackedKernel, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Nothing is gathered again in the backward pass: the kernel keeps its output and one number per query and head."""
+        spans, seen = self._spans
+        if seen is not None:
+            k, v = k.index_select(0, seen), v.index_select(0, seen)
+        return kernel(q, k, v, spans, scaling, window)
+
+    @cached_property
+    def _spans(self) -> tuple[Spans, Tensor | None]:
+        """The segments as sequences, and the packed tokens [Nk] of their keys; None where these are all tokens as they lie."""
+        keys = [np.r_[each.prompt_start : each.prompt_start + each.prompt_length, each.start : each.stop] for each in self._segments]
+        spans = Spans.of([segment.length for segment in self._segments], [len(seen) for seen in keys], self._device)
+        shares = any(segment.prompt_length for segment in self._segments)
+        return spans, torch.from_numpy(np.concatenate(keys)).to(self._device) if shares else None
+
     def _kernel_attention(self, packed: Sequence[Tensor], scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """What a call gathers is gathered again for its backward, not kept."""
+        """Gather again in the backward pass instead of keeping the gathered tensors."""
 
         def run(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             q, k, v = _rows(query, call.queries, call.rows), _rows(key, call.keys, call.rows), _rows(value, call.keys, call.rows)

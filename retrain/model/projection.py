@@ -18,7 +18,7 @@ from retrain.model.packed import PackedWeight
 
 
 class AdapterLayer(Protocol):
-    """What a LoRA adapter adds to one linear layer: scale * b @ a."""
+    """The low-rank update of one linear layer: scale * b @ a."""
 
     @property
     def name(self) -> str: ...
@@ -87,6 +87,10 @@ class Projection:
         """Further adapters, by slot."""
         self.rows: Mapping[int, Tensor] | None = None
         """During a mixed batch: the rows under each adapter slot, 0 for the model's own."""
+        self.row_slots: Tensor | None = None
+        """The same as [N] slots on the device."""
+        self._stack: tuple[_Factors, Tensor] | None = None
+        """All adapters as one pair of factors, and the slot of each rank [R]."""
 
     @property
     def adapted(self) -> bool:
@@ -115,6 +119,21 @@ class Projection:
         if updates:
             self._slots[slot] = self._stacked(updates)
 
+    @torch.no_grad()
+    def stack(self) -> None:
+        """Lay all adapters side by side for `row_slots`, in the same memory as before where they fit it."""
+        held = ({} if self.factors is None else {0: self.factors}) | self._slots
+        if not held:
+            self._stack = None
+            return
+        joined = _Factors(torch.cat([each.down for each in held.values()]), torch.cat([each.up for each in held.values()]))
+        owners = torch.tensor([slot for slot, each in held.items() for _ in range(len(each.down))], device=self.weight.device)
+        if self._stack is None or self._stack[0].down.shape != joined.down.shape:
+            self._stack = joined, owners
+            return
+        for old, new in zip((*self._stack[0], self._stack[1]), (*joined, owners), strict=True):
+            old.copy_(new)
+
     def _stacked(self, updates: Sequence[tuple[Tensor, Tensor, float, slice]], out: _Factors | None = None) -> _Factors:
         """All updates (a, b, scale, outputs) as one pair of factors, written into `out` if given."""
         ranks = [a.shape[0] for a, *_ in updates]
@@ -133,6 +152,8 @@ class Projection:
 
         `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no adapter to differentiate.
         """
+        if self.row_slots is not None:
+            return self._masked_product(x, self.row_slots), None
         if self.rows is not None:
             return self._mixed_product(x, self.rows), None
         if self.adapted and self.copy is not None and self._merged:
@@ -156,6 +177,14 @@ class Projection:
             if factors is not None:
                 y.index_add_(0, members, F.linear(x[members], factors.down) @ factors.up)
         return y
+
+    def _masked_product(self, x: Tensor, slots: Tensor) -> Tensor:
+        """The same by two products over the ranks of all adapters, of which a row uses its own: no shape depends on who uses which."""
+        y = self._frozen_product(x)
+        if self._stack is None:
+            return y
+        factors, owners = self._stack
+        return y.addmm_(F.linear(x, factors.down).masked_fill_(owners != slots[:, None], 0.0), factors.up)
 
     def gradients(
         self, grad_output: Tensor, x: Callable[[], Tensor], reduced: Tensor | None, *, wants_input: bool = True, wants_params: bool = True

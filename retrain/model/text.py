@@ -1,8 +1,10 @@
 """The part of a model that needs no weights: its tokenizer, its vocabulary, its context length and the tokens that end a turn."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.vocabulary import VocabularyTable
 from retrain.records.disk import expanded
+from retrain.types import Int32Array
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -47,6 +50,10 @@ class TextModel:
     context: int
     """Positions of prompt and completion together; 0 if the model names no limit."""
 
+    def decode(self, token_ids: Int32Array) -> str:
+        """The text of token ids with the names of special tokens."""
+        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
 
 def resolve_model(name: str) -> str:
     """The folder or hub id behind `[model] model`: "lab" is the packaged model, a folder stays, anything else is a hub id."""
@@ -61,6 +68,8 @@ def load_text_model(model: "Model") -> TextModel:
 
     Raises EnvironmentFailure where there is no such folder and the hub does not have or give it.
     """
+    if find_spec("torch") is None:  # transformers advises to install it, and its tokenizers do without
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     path = resolve_model(model.model)
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     config = load_model_config(model.model, model.revision, model.trust_remote_code)

@@ -24,6 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from retrain.model.sums import running_sums
+
 _FIRST_LOOK = 128
 _GROWTH = 16
 """Most kept sets are small: the 128 largest z are searched first, then 16 times as many in the rows that need more."""
@@ -75,7 +77,7 @@ class KeptSets:
 
     @classmethod
     def of_cuts(cls, z: Tensor, total: Tensor, cuts: Cuts) -> "KeptSets":
-        """What `cuts` leave of each row of `z` [R, V], whose maximum is 0; rows do not depend on each other.
+        """Apply `cuts` to each row of `z` [R, V], whose maximum is 0; rows are independent.
 
         Probabilities are float32 exponentials summed in float64, over `total` [R] where top_k leaves everything.
         """
@@ -120,6 +122,28 @@ class KeptSets:
         self.tied[rows] = (after == last)[:, 0] & (counts < largest.shape[1])
 
 
+class FixedKeptSets(KeptSets):
+    """Kept sets by operations whose shapes do not depend on values, so that the host waits for none of them."""
+
+    @classmethod
+    def of_device_cuts(cls, z: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> "FixedKeptSets":
+        """As `of_cuts`, of cuts [R] on the device; the whole vocabulary is ordered, whatever they are."""
+        vocabulary = z.shape[1]
+        largest = z.sort(dim=-1, descending=True, stable=True).values
+        most = torch.where(top_k > 0, top_k.clamp(max=vocabulary), vocabulary)
+        counts, _ = _prefixes(largest, vocabulary, most, top_p, min_p, total)
+        last = largest.gather(-1, counts[:, None] - 1)
+        after = largest.gather(-1, counts[:, None].clamp(max=vocabulary - 1))
+        tied = (after == last)[:, 0] & (counts < vocabulary)
+        return cls(counts, last[:, 0], tied)
+
+    def beyond(self, z: Tensor) -> Tensor:
+        last = self.last[:, None]
+        above, equal = z > last, z == last
+        places = self.counts[:, None] - above.sum(-1, keepdim=True)
+        return ~above & ~(equal & (equal.cumsum(-1, dtype=torch.int32) <= places))
+
+
 def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
     """[rows, size or V] values in falling order."""
     part = z if len(rows) == len(z) else z[rows]
@@ -129,7 +153,7 @@ def _largest(z: Tensor, rows: Tensor, size: int) -> Tensor:
 def _prefixes(largest: Tensor, vocabulary: int, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Lengths of the kept prefixes [R], and whether the `largest` [R, size] values suffice to know them."""
     size = largest.shape[1]
-    mass = largest.exp().double().cumsum(-1)
+    mass = running_sums(largest.exp().double())
     of_top_k = mass.gather(-1, top_k.clamp(max=size)[:, None] - 1)[:, 0]
     target = top_p * torch.where(top_k <= size, of_top_k, total)
     above = (largest.double() >= min_p.log()[:, None]).sum(-1)

@@ -27,7 +27,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class VocabularyTable:
-    """What every token id contributes to a text.
+    """The text that every token id contributes.
 
     `pieces` splits a completion over its tokens: a code point that is split over tokens belongs to the token that completes it,
     and the earlier ones get "". Bytes that are not UTF-8 become U+FFFD, the ones left open at the end in the last token's piece.
@@ -54,7 +54,7 @@ class VocabularyTable:
         return self._size
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token contributes; empty for special tokens and for ids that no token has."""
+        """The text of one token; empty for special tokens and for ids without a token."""
         return self._bytes[token_id] if 0 <= token_id < self._size else b""
 
     def text(self, token_ids: TokenIds) -> str:
@@ -115,7 +115,7 @@ TokenReader = Callable[[int, str], bytes]
 
 
 def _token_reader(tokenizer: "PreTrainedTokenizerBase") -> tuple[TokenReader, bool]:
-    """How to read one token, and whether tokens are words with a space in front of each."""
+    """Return a function that reads one token, and True if tokens are words with a space in front of each."""
     if not tokenizer.is_fast:
         return _probe(tokenizer), False
     decoder = tokenizer.backend_tokenizer.decoder
@@ -126,7 +126,7 @@ def _token_reader(tokenizer: "PreTrainedTokenizerBase") -> tuple[TokenReader, bo
 
 
 def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None:
-    """What a tokenizer.json decoder does to a single token, in order; None for one that is not known here."""
+    """The steps of a tokenizer.json decoder for a single token, in order; None for a decoder unknown here."""
     match decoder:
         case {"type": "Sequence", "decoders": list(decoders)}:
             parts = [_steps(part) for part in decoders]

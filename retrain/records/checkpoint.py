@@ -30,7 +30,7 @@ _DAMAGED = "damaged-"
 
 @dataclass
 class TrainerState:
-    """What a run knows between two steps besides the backend's own state. Everything else is a function of it and the configuration."""
+    """The state of a run between two steps, besides the backend's own. Everything else is a function of it and the configuration."""
 
     seed: int
     config_hash: str
@@ -96,7 +96,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self.folder = folder
         self.keep = keep
-        """How many of the newest checkpoints to keep; 0 keeps all."""
+        """Number of newest checkpoints to keep; 0 keeps all."""
 
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
         """Commit one checkpoint. `write` puts the backend's files into the given folder. Raises OSError."""

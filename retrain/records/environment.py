@@ -23,6 +23,7 @@ def describe_environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
+        "threads": _threads(),
         "memory_gib": _memory_gib(),
         "device": device,
         "device_name": _device_name(device),
@@ -33,10 +34,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Installed versions of the declared requirements, extras included; if retrain itself is not installed, of the main ones."""
-    try:
-        requirements = metadata.requires("retrain") or []
-    except metadata.PackageNotFoundError:
-        requirements = ["torch", "transformers", "peft"]
+    requirements = next(filter(None, map(_requirements, ("retrain", "retrain-core"))), ["torch", "transformers", "peft"])
     versions = {}
     for requirement in requirements:
         match = _DISTRIBUTION_NAME.match(requirement)
@@ -46,6 +44,14 @@ def package_versions() -> dict[str, str]:
             except metadata.PackageNotFoundError:  # an extra that is not installed
                 continue
     return dict(sorted(versions.items()))
+
+
+def _requirements(distribution: str) -> list[str]:
+    """Empty where it is not installed."""
+    try:
+        return metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
@@ -70,6 +76,12 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _threads() -> int | None:
+    """Threads of one operation, on whose number the rounding of sums depends; None without torch."""
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch is not None else None
 
 
 def _memory_gib() -> float | None:

@@ -5,7 +5,7 @@ means.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
@@ -41,7 +41,11 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
         return 0.0, 1.0
     p = float(np.mean(means))
     variance = float(np.var(means, ddof=1)) / n if n > 1 else 0.0
-    size = min(p * (1 - p) / variance, float(samples)) if variance > 0 else float(n)
+    return wilson_interval(p, min(p * (1 - p) / variance, float(samples)) if variance > 0 else float(n))
+
+
+def wilson_interval(p: float, size: float) -> tuple[float, float]:
+    """95% score interval of a proportion p that rests on `size` independent draws, which may be an effective number."""
     centre = (p + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
     half = Z_95 / (1 + Z_95**2 / size) * sqrt(p * (1 - p) / size + Z_95**2 / (4 * size**2))
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -71,12 +75,48 @@ class Evaluation:
     @property
     def interval(self) -> tuple[float, float]:
         """95% interval of pass@1."""
-        means = [problem.correct / problem.samples for problem in self._judged]
-        return clustered_interval(means, sum(problem.samples for problem in self._judged))
+        return self.interval_at(1)
+
+    def interval_at(self, k: int) -> tuple[float, float]:
+        """95% interval of pass@k. k answers are one draw of k, so `samples` answers hold samples // k of them."""
+        enough = [item for item in self._judged if item.samples >= k]
+        return clustered_interval([pass_at_k(item.samples, item.correct, k) for item in enough], sum(item.samples // k for item in enough))
+
+    @property
+    def by_task(self) -> dict[str, "Evaluation"]:
+        """Task -> the evaluation of its problems, in the order of their first problem."""
+        tasks: dict[str, list[EvaluationRecord]] = {}
+        for problem in self.problems:
+            tasks.setdefault(problem.task, []).append(problem)
+        return {task: replace(self, problems=problems) for task, problems in tasks.items()}
+
+    def difference_from(self, before: "Evaluation") -> tuple[float, tuple[float, float]] | None:
+        """Mean difference in accuracy over the problems that both have judged, and Student's 95% interval over these problems.
+
+        None below two shared problems. Paired by problem, so it is narrower than two intervals side by side suggest.
+        """
+        from scipy.special import stdtrit
+
+        rates = {item.example_id: item.correct / item.samples for item in before._judged}
+        shared = [item for item in self._judged if item.example_id in rates]
+        if len(shared) < 2:
+            return None
+        d = np.array([item.correct / item.samples - rates[item.example_id] for item in shared])
+        half = float(stdtrit(len(d) - 1, 0.975)) * float(d.std(ddof=1)) / sqrt(len(d))
+        return float(d.mean()), (float(d.mean()) - half, float(d.mean()) + half)
+
+    def _scores(self) -> dict[str, Any]:
+        """pass@k and their intervals; a task without a judged problem has none."""
+        rates = {f"pass@{k}": rate for k, rate in sorted(self.pass_at.items())}
+        return rates | {f"{name}_interval": list(self.interval_at(int(name.removeprefix("pass@")))) for name in rates}
 
     def summary(self) -> dict[str, Any]:
         """The form that summary.json and `retrain eval --json` hold."""
         values: dict[str, Any] = {f"pass@{k}": value for k, value in sorted(self.pass_at.items())}
+        values |= {f"pass@{k}_interval": list(self.interval_at(k)) for k in sorted(self.pass_at) if k != 1}
+        tasks = self.by_task
+        if len(tasks) > 1:
+            values["tasks"] = {task: part._scores() | {"problems": len(part.problems)} for task, part in tasks.items()}
         return values | {
             "interval": list(self.interval),
             "step": self.step,

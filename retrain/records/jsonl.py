@@ -67,7 +67,7 @@ class Extent:
     sha256: str
 
     def problem(self, path: Path) -> str:
-        """Why the file `path` no longer begins with these bytes; "" if it does."""
+        """The reason why the file `path` no longer begins with these bytes; "" if it does."""
         if not self.size:
             return ""
         if not path.is_file():

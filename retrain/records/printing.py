@@ -1,4 +1,4 @@
-"""How every command puts numbers into words and rows into a table."""
+"""Numbers in words and rows in tables, the same for every command."""
 
 from collections.abc import Collection, Iterator, Sequence
 

@@ -121,5 +121,5 @@ class Redactor:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, a table's key or a command line's key is named like a secret."""
+    """True if a variable, a table's key or a command line's key is named like a secret."""
     return bool(_SECRET_NAME.search(_HARMLESS_NAME.sub("", name)))

@@ -86,6 +86,16 @@ class RunFolder:
         return self.path / "checkpoints.json"
 
     @property
+    def verdicts(self) -> Path:
+        """What the judge said about each completion, by content."""
+        return self.path / "verdicts.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """What `retrain eval` left, a folder each."""
+        return self.path / "evaluations"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -105,16 +115,16 @@ class RunFolder:
 
     def written(self) -> tuple[Path, ...]:
         """Every file and folder that a run or its report writes here, except the marker and the lock."""
-        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.tensorboard, self.wandb)
+        folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.evaluations, self.tensorboard, self.wandb)
         files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
-        return (*folders, *files, self.checkpoint_pointer, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
+        return (*folders, *files, self.checkpoint_pointer, self.verdicts, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
 
     def lines(self) -> tuple[Path, ...]:
         """The files of JSON lines."""
         return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
 
     def remains(self) -> list[Path]:
-        """What a run left here, except the pointer to its checkpoints, which is written before the run begins."""
+        """The files that a run left here, except the pointer to its checkpoints, which is written before the run begins."""
         return [path for path in self.written() if path != self.checkpoint_pointer and os.path.lexists(path)]
 
     def holds_run(self) -> bool:
@@ -122,8 +132,8 @@ class RunFolder:
         return kind_of(self.path) == "run" and bool(self.remains())
 
     def links(self) -> list[Path]:
-        """Symbolic links in place of files that a resume cuts or deletes."""
-        places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines())
+        """Symbolic links in place of files that a resume cuts, deletes or continues."""
+        places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines(), self.verdicts)
         return [path for path in places if path.is_symlink()]
 
     def create(self) -> None:
@@ -138,7 +148,7 @@ class RunFolder:
     # -- beside a checkpoint ---------------------------------------------------------------------------------------------
 
     def missing_rows(self, state: TrainerState) -> str:
-        """What is missing of the steps and evaluations before `state`; "" if nothing is."""
+        """The steps and evaluations before `state` that are missing, in words; "" if none are."""
         if state.files:
             problems = (self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation))
             return next((problem for problem in problems if problem), "")
@@ -169,7 +179,7 @@ class RunFolder:
         self._cut_tokens(0)
 
     def _extent(self, path: Path, state: TrainerState) -> Extent:
-        """How far `path` reached when `state` was saved; a file that did not exist had no bytes."""
+        """The length of `path` in bytes when `state` was saved; 0 for a file that did not exist."""
         values = state.files.get(path.relative_to(self.path).as_posix())
         return Extent(**values) if values else Extent(0, "")
 
@@ -187,7 +197,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(folder: Path) -> str:
-    """What retrain made a folder for: run, checkpoints, campaign or squeeze; "" for a folder that it did not make."""
+    """The purpose of a folder that retrain made: run, checkpoints, campaign or squeeze; "" for any other folder."""
     return str(read_marker(folder).get("kind", ""))
 
 

@@ -1,4 +1,4 @@
-"""What a job amounts to: summary.json of a run, and the analysis of an adapter as the trackers show it."""
+"""The result of a job: summary.json of a run, and the analysis of an adapter as the trackers show it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from retrain.records.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished or interrupted run amounts to: summary.json and the last lines on the screen."""
+    """The result of a finished or interrupted run: summary.json and the last lines on the screen."""
 
     status: str
     """done, interrupted, failed."""
@@ -27,7 +27,7 @@ class RunSummary:
     adapter: str
     """The last adapter's folder, relative to the run's folder where it lies inside; of a run that is done."""
     reason: str = ""
-    """Why it is not done."""
+    """The reason why it is not done."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,7 +49,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class TableRow:
-    """What one rank keeps of an adapter's variance V, over the layers that are not zero."""
+    """The share of an adapter's variance V that one rank keeps, over the layers that are not zero."""
 
     rank: int
     mean: float

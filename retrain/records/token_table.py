@@ -5,7 +5,7 @@ Flat arrays over the step's completions; completion i owns the half-open range o
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,22 @@ from retrain.records.atomic import replacing_file
 from retrain.records.disk import safetensors_io
 
 _STAGE = "advantages."
+_TURNS = "turns."
+
+
+@dataclass(frozen=True)
+class TurnTable:
+    """The m turns of the step's N trajectories, in their order, with the environment's tokens."""
+
+    offsets: npt.NDArray[np.int64]
+    """[N + 1] trajectory i owns the turns offsets[i] .. offsets[i + 1]."""
+    actions: npt.NDArray[np.int32]
+    """[m] sampled tokens of each turn."""
+    restarts: npt.NDArray[np.uint8]
+    """[m] 1 where the history was rewritten and the turn's context is its whole prompt."""
+    context_offsets: npt.NDArray[np.int64]
+    """[m + 1] turn j was given the tokens context_offsets[j] .. context_offsets[j + 1] before its reply."""
+    context_token_ids: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -49,9 +65,12 @@ class TokenTable:
     """[p] the prompts' tokens, each prompt once."""
     kept: npt.NDArray[np.int32] | None = None
     """[n] how many tokens each one was drawn from; None where the sampled distribution was not truncated."""
+    turns: TurnTable | None = None
+    """None where every trajectory is one reply to its prompt."""
 
 
 _OPTIONAL = ("entropies", "mask", "rewards", "truncated", "log_ratios", "prompt_offsets", "prompt_token_ids", "kept")
+_TURN_FIELDS = tuple(item.name for item in fields(TurnTable))
 
 
 def write_tokens(path: Path, table: TokenTable, step: int) -> None:
@@ -66,6 +85,8 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
         "logprobs": table.logprobs,
     }
     arrays |= {name: values for name in _OPTIONAL if (values := getattr(table, name)) is not None}
+    if table.turns is not None:
+        arrays |= {f"{_TURNS}{name}": getattr(table.turns, name) for name in _TURN_FIELDS}
     arrays |= {f"{_STAGE}{stage}": values for stage, values in table.advantages.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     # safetensors keeps no order of its arrays, so the stages are listed beside them; one entry, since it orders entries at random.
@@ -91,4 +112,5 @@ def read_tokens(path: Path) -> TokenTable:
         logprobs=arrays["logprobs"],
         advantages={stage: arrays[f"{_STAGE}{stage}"] for stage in stages},
         **{name: arrays.get(name) for name in _OPTIONAL},
+        turns=TurnTable(**{name: arrays[f"{_TURNS}{name}"] for name in _TURN_FIELDS}) if f"{_TURNS}offsets" in arrays else None,
     )

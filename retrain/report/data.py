@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.analysis.arms import differing_keys
 from retrain.analysis.compare import Comparison, check_sizes, compare_runs
+from retrain.analysis.likeness import differing_keys
 from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
 from retrain.analysis.status import RunStatus, run_status
@@ -33,7 +33,7 @@ class ReportRequest:
     against: Sequence[str] = ()
     """More transforms for the token viewer."""
     sampled_steps: int = 4
-    """How many steps of a run show their completions."""
+    """Number of steps per run that show their completions."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ReportData:
     config: str
     """config.toml of a single run, else ""."""
     notes: Sequence[str]
-    """What could not be shown, and why."""
+    """One sentence for each thing that could not be shown."""
 
     @property
     def single(self) -> bool:

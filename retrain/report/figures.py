@@ -122,15 +122,16 @@ def _differences(data: ReportData) -> Drawn | None:
         values = scale * np.array(list(contrast.differences.values()))
         draw_row(axes, place, values, scale * found.mean, scale * np.array(found.interval) if found.interval else None, colour)
         weight = "normal" if found.verdict is Verdict.INCONCLUSIVE else "bold"
-        words = f"{contrast.condition}: {found.verdict}"
+        words = f"{contrast.condition}: {found.word(comparison.test.alpha)}"
         row_label(axes, place + 0.26, words, weight)
     unit = " (percentage points)" if comparison.metric.is_rate else ""
     axes.set(ylim=(-len(contrasts) + 0.5, 0.75), xlabel=f"difference in {comparison.metric.name}{unit}")
     without_scale(axes)
     confidence = f"{100 * (1 - comparison.test.alpha):g}%"
     alone = ", not adjusted" if len(contrasts) > 1 else ""
-    better = "Left" if comparison.test.lower_is_better else "Right"
-    caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}. {better} of 0 is better."
+    side = {"lower": "Left of 0 is better.", "higher": "Right of 0 is better.", None: "Neither side is better."}
+    better = "lower" if comparison.test.lower_is_better else comparison.metric.better
+    caption = f"Dots: one seed each. Diamond and line: their mean with its {confidence} interval{alone}. {side[better]}"
     return Drawn("differences", f"Differences from {comparison.baseline}, paired by seed", caption, figure)
 
 

@@ -14,7 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from retrain.analysis.compare import Comparison
-from retrain.analysis.comparison_text import arm_table, contrast_table, details, explanation, heading, sharing
+from retrain.analysis.comparison_text import arm_table, contrast_table, sections, seed_line
+from retrain.analysis.explanation import caveats, explanation
+from retrain.analysis.headline import answer, name_of
 from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus
 from retrain.errors import EnvironmentFailure
@@ -48,7 +50,7 @@ class ShownFigure:
 
 @dataclass(frozen=True)
 class LiveReload:
-    """What a served page needs to ask its server for a newer version."""
+    """The data with which a served page asks its server for a newer version."""
 
     version: str
     """Version of the files from which the page was made."""
@@ -58,14 +60,14 @@ class LiveReload:
 
 def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: LiveReload | None = None) -> str:
     """The page as HTML, for a file or, with `live`, for a server."""
-    script, style = _asset("report.js"), _asset("report.css")
+    script, style = asset("report.js"), asset("report.css")
     # matplotlib escapes the texts in a figure; they are labels of conditions, made visible as all text is.
     shown = [
         ShownFigure(drawn.name, drawn.title, drawn.caption, Markup(visible(to_svg(drawn.figure, drawn.name, drawn.title))))
         for drawn in figures
     ]
     return (
-        _environment()
+        environment()
         .get_template("report.html")
         .render(
             data=data,
@@ -89,16 +91,16 @@ def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: Liv
 
 def _verdicts(comparison: Comparison) -> dict[str, Any]:
     """The variables of the template's section "verdicts"."""
-    shared = {sharing(contrast) for contrast in comparison.contrasts}
     return {
-        "heading": heading(comparison),
+        "answer": answer(comparison),
         "arm_table": arm_table(comparison),
         "contrasts": contrast_table(comparison),
-        "shared_by_all": shared.pop() if len(shared) == 1 else "",
+        "seed_lines": [seed_line(contrast, comparison) for contrast in comparison.contrasts],
         "sentences": [
-            (contrast, explanation(contrast, comparison), sharing(contrast), list(details(contrast, comparison)))
+            (contrast, name_of(contrast, comparison), explanation(contrast, comparison), list(caveats(contrast, comparison)))
             for contrast in comparison.contrasts
         ],
+        "sections": list(sections(comparison)),
     }
 
 
@@ -110,13 +112,15 @@ def content_policy(script: str, *, live: bool) -> str:
     return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file beside the templates."""
     return resources.files(__package__).joinpath(_TEMPLATES, name).read_text(encoding="utf-8")
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Templates in which every expression is text, harmless and without secrets."""
     assert __package__
-    environment = Environment(
+    made = Environment(
         loader=PackageLoader(__package__, _TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -124,8 +128,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_harmless(Redactor()),
     )
-    environment.globals["number"] = _number
-    return environment
+    made.globals["number"] = _number
+    return made
 
 
 def _harmless(redactor: Redactor) -> Callable[[Any], Any]:

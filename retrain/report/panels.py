@@ -1,4 +1,4 @@
-"""What the figures of a report share: curves with bands, rates as percentages, rows of dots, and legends above the axes."""
+"""The building blocks of a report's figures: curves with bands, rates as percentages, rows of dots, and legends above the axes."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _LEGEND_ROW = 0.23
 ROW_HEIGHT = 0.56
 """Inches. At this width a figure is enlarged in a column of a desktop page and hardly shrunk on a phone."""
 _EDGE = 0.02
-"""How far the axis of a rate reaches beyond 0 and 1, so that a line there is visible."""
+"""Margin of a rate's axis beyond 0 and 1, so that a line there is visible."""
 
 
 @dataclass(frozen=True)

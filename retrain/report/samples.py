@@ -1,4 +1,4 @@
-"""What the model wrote: a few steps of a few runs, from generations.jsonl."""
+"""Completions in a report: a few steps of a few runs, from generations.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

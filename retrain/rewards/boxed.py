@@ -27,7 +27,7 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
     `\{` and `\}` are characters, not braces. With `after_think` only what follows the last `</think>` counts, if there is one.
     """
     if after_think:
-        text = text.rpartition(_END_OF_THOUGHT)[2]
+        text = after_thought(text)
     markers = deque(_MARKER.finditer(text), maxlen=1)
     if not markers:
         return None
@@ -38,6 +38,11 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
         return None if end is None else text[start:end].strip()
     bare = _BARE.match(text, start, limit)
     return bare.group().strip() if bare else None
+
+
+def after_thought(text: str) -> str:
+    """What follows the last `</think>`; the whole text where there is none."""
+    return text.rpartition(_END_OF_THOUGHT)[2]
 
 
 def closing_brace(text: str, start: int) -> int | None:

@@ -64,3 +64,16 @@ class FailureGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps = deque((_Step(total, dict(reasons)) for total, reasons in state.get("steps", [])), maxlen=self._window)
+
+
+def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
+    """Raises RunFailed if more of an evaluation's answers could not be judged than the rate allows; one never is too many."""
+    outcomes = list(scores)
+    reasons = Counter(score.reason or "no reason given" for score in outcomes if score.outcome is Outcome.COULD_NOT_JUDGE)
+    failed = sum(reasons.values())
+    if max_failure_rate < 1 and failed > max(1.0, max_failure_rate * len(outcomes)):
+        reason, count = reasons.most_common(1)[0]
+        raise RunFailed(
+            f"{failed} of {len(outcomes)} held-out answers could not be judged ({count} times: {reason.rstrip('.')}), more than "
+            f"[reward] max_failure_rate = {max_failure_rate:g} allows; mend the reward, then continue with --resume or evaluate again."
+        )

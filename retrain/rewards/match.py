@@ -14,7 +14,7 @@ class _NotNormalizable(ValueError):
 
 
 def answers_match(answer: str, reference: str, normalize: Normalization) -> bool:
-    """Whether two answers are the same, white space around them aside. An empty reference matches nothing."""
+    """True if two answers are the same, apart from surrounding white space. An empty reference matches nothing."""
     answer, reference = answer.strip(), reference.strip()
     if not reference:
         return False

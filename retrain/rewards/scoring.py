@@ -1,7 +1,7 @@
 """From a completion to a verdict: right, wrong, or could not judge.
 
-`Scorer.submit` never blocks on an answer: strings are compared at once, and math-verify and user code run in worker processes
-(workers.py), so that completions are judged while others still decode.
+`Scorer.submit` never blocks on an answer: strings are compared at once, math-verify and user code run in worker processes (workers.py),
+and a language model is asked from a thread (judge.py), so that completions are judged while others still decode.
 """
 
 import importlib.util
@@ -9,8 +9,10 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
@@ -25,6 +27,7 @@ from retrain.types import Example, Outcome, Score
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.schema import Reward
+    from retrain.rewards.judge import LanguageModelJudge
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class ScoreRequest:
     sample: int
 
 
-Judge = Callable[[ScoreRequest], float | Message]
-"""The reward where it is decided in this process, else the job for a worker."""
+Judge = Callable[[ScoreRequest], "float | Message | Future[Judgement]"]
+"""The reward where it is decided at once, else the job for a worker, or the verdict to come of a language model."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,18 @@ def gold_response(reference: str) -> str:
 class Scorer:
     """Judges completions with one reward or a weighted sum of several. Any thread may submit."""
 
-    def __init__(self, parts: Sequence[WeightedJudge], correct_threshold: float, pool: WorkerPool | None) -> None:
-        """The pool, if there is one, belongs to the scorer."""
+    def __init__(
+        self, parts: Sequence[WeightedJudge], correct_threshold: float, pool: WorkerPool | None, model: "LanguageModelJudge | None" = None
+    ) -> None:
+        """The pool and the language model that judges, where there is one, belong to the scorer."""
         self._parts = tuple(parts)
         self._correct_threshold = correct_threshold
         self._pool = pool
+        self._model = model
 
     @property
     def compares_answers(self) -> bool:
-        """Whether the gold answer must score `gold_reward`."""
+        """True if the gold answer must score `gold_reward`."""
         return all(part.compares_answers for part in self._parts)
 
     @property
@@ -105,6 +111,8 @@ class Scorer:
     def _ask(self, part: WeightedJudge, request: ScoreRequest) -> "Future[Judgement]":
         future: Future[Judgement] = Future()
         value = part.judge(request)
+        if isinstance(value, Future):
+            return value
         if not isinstance(value, dict):
             future.set_result(Judgement(value))
             return future
@@ -124,19 +132,28 @@ class Scorer:
 
     def _score(self, judgements: Sequence[Judgement]) -> Score:
         """The weighted sum; could-not-judge if any part could not judge."""
+        usage = next((judgement.usage for judgement in judgements if judgement.usage is not None), None)
         reward = 0.0
         for part, judgement in zip(self._parts, judgements, strict=True):
             if judgement.value is None:
-                return Score(Outcome.COULD_NOT_JUDGE, None, judgement.reason)
+                return Score(Outcome.COULD_NOT_JUDGE, None, judgement.reason, usage)
             reward += part.weight * judgement.value
         if not math.isfinite(reward):
-            return Score(Outcome.COULD_NOT_JUDGE, None, f"the weighted sum of the rewards is {reward}, which is not finite")
-        return Score.of(reward, self._correct_threshold)
+            return Score(Outcome.COULD_NOT_JUDGE, None, f"the weighted sum of the rewards is {reward}, which is not finite", usage)
+        return replace(Score.of(reward, self._correct_threshold), usage=usage)
+
+    def probe(self) -> str:
+        """Ask the language model that judges, if there is one, about an answer that is right: a sentence for the user, or "".
+
+        Raises EnvironmentFailure if it cannot be asked.
+        """
+        return self._model.probe() if self._model is not None else ""
 
     def close(self) -> None:
-        """Kill the workers; verdicts still to come are could-not-judge."""
-        if self._pool is not None:
-            self._pool.close()
+        """Kill the workers and give up the language model's replies; verdicts still to come are could-not-judge."""
+        for part in (self._pool, self._model):
+            if part is not None:
+                part.close()
 
     def __enter__(self) -> Self:
         return self
@@ -145,10 +162,11 @@ class Scorer:
         self.close()
 
 
-def build_scorer(config: "TrainConfig") -> Scorer:
+def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
     """The scorer of `[reward]`. Its workers start at once, so that the first answer does not wait for an import.
 
-    Raises ConfigurationError for a user function that cannot be loaded or called, EnvironmentFailure without math-verify.
+    `verdicts` is the file where a judge keeps its verdicts. Raises ConfigurationError for a user function that cannot be loaded or called,
+    EnvironmentFailure without math-verify or without the judge's key.
     """
     reward = config.reward
     functions = tuple(name for kind in reward.types if (name := _function_name(kind, reward)))
@@ -157,19 +175,33 @@ def build_scorer(config: "TrainConfig") -> Scorer:
             f"[reward] params holds {', '.join(sorted(reward.params))}, but the reward {' + '.join(reward.types)} takes no params; "
             "remove the table."
         )
-    if "judge" in reward.types:
-        raise ConfigurationError('[reward] type = "judge" is not built yet; use match, math, custom, random or a plugin.')
-    parts = [_weighted(kind, weight, config) for kind, weight in zip(reward.types, reward.type_weights, strict=True)]
+    with ExitStack() as undo:
+        model = _language_model(config, verdicts)
+        if model is not None:
+            undo.callback(model.close)
+        pool = _pool(config, functions)
+        if pool is not None:
+            undo.callback(pool.close)
+            if functions:
+                pool.wait_ready()
+        undo.pop_all()
+    parts = [_weighted(kind, weight, config, model) for kind, weight in zip(reward.types, reward.type_weights, strict=True)]
+    return Scorer(parts, reward.correct_threshold, pool, model)
+
+
+def _language_model(config: "TrainConfig", verdicts: Path | None) -> "LanguageModelJudge | None":
+    if "judge" not in config.reward.types:
+        return None
+    from retrain.rewards.judge import LanguageModelJudge  # httpx, which no other reward needs
+
+    return LanguageModelJudge(config.reward, verdicts)
+
+
+def _pool(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerPool | None:
+    reward = config.reward
     if not functions and "math" not in reward.types:
-        return Scorer(parts, reward.correct_threshold, None)
-    pool = WorkerPool(_worker_setup(config, functions), reward.workers or automatic_workers(), reward.deadline_s)
-    try:
-        if functions:
-            pool.wait_ready()
-    except ConfigurationError:
-        pool.close()
-        raise
-    return Scorer(parts, reward.correct_threshold, pool)
+        return None
+    return WorkerPool(_worker_setup(config, functions), reward.workers or automatic_workers(), reward.deadline_s)
 
 
 def _function_name(kind: str, reward: "Reward") -> str:
@@ -195,7 +227,9 @@ def _worker_setup(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerSe
     )
 
 
-def _weighted(kind: str, weight: float, config: "TrainConfig") -> WeightedJudge:
+def _weighted(kind: str, weight: float, config: "TrainConfig", model: "LanguageModelJudge | None") -> WeightedJudge:
+    if kind == "judge" and model is not None:
+        return WeightedJudge(model.submit, weight, compares_answers=False)
     builtin = REWARDS.get(kind, BuiltinReward())
     if builtin.judge is not None:
         return WeightedJudge(partial(builtin.judge, config), weight, builtin.compares_answers)
@@ -242,7 +276,7 @@ def _random(config: "TrainConfig", request: ScoreRequest) -> float:
 @dataclass(frozen=True)
 class BuiltinReward:
     judge: Callable[["TrainConfig", ScoreRequest], float | Message] | None = None
-    """None: `custom` calls the user's function, and `judge` is not built yet."""
+    """None: `custom` calls the user's function, and `judge` asks a language model."""
     compares_answers: bool = False
 
 

@@ -12,7 +12,7 @@ _CONFIGURATION = [LatexExtractionConfig()]
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether `answer` equals `gold`. The order matters to math-verify; what it cannot parse is not equal.
+    """True if `answer` equals `gold`. The order matters to math-verify; what it cannot parse is not equal.
 
     Raises MemoryError, and nothing else.
     """

@@ -18,13 +18,14 @@ from retrain.errors import ConfigurationError
 from retrain.processes import resident_bytes
 from retrain.rewards.channel import BadMessage, Channel, ChannelClosed, Message, encode
 from retrain.rewards.forkserver import STARTUP_LIMIT_S, ForkServer, ForkServerLost
+from retrain.types import JudgeUsage
 
 MEMORY_LIMIT = 2 << 30
 """Resident bytes of a verifying worker at most; the largest seen for an answer that ended in time is 0.1 GiB."""
 ADDRESS_SPACE_LIMIT = 4 << 30
 """Bytes that a verifying worker may map: the second limit, for memory that grows faster than the parent looks."""
 _TICK_S = 0.05
-"""How often the parent looks at the memory of a worker that has not answered."""
+"""Interval at which the parent checks the memory of a worker that has not answered."""
 _MAX_AUTOMATIC_WORKERS = 16
 _LONGEST_REPLY = 1 << 16
 """Bytes; a reward and the reason why there is none take a few hundred."""
@@ -32,15 +33,17 @@ _LONGEST_REPLY = 1 << 16
 
 @dataclass(frozen=True)
 class Judgement:
-    """A worker's verdict: a reward, or None with the reason."""
+    """A worker's or a language model's verdict: a reward, or None with the reason."""
 
     value: float | None
     reason: str = ""
+    usage: JudgeUsage | None = None
+    """What a language model took for it."""
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What the workers of a pool load: the first message that each receives."""
+    """The first message to each worker of a pool: what it must load."""
 
     verify: bool = False
     """The workers run math-verify, so the fork server imports it and the memory limits hold."""

@@ -11,19 +11,29 @@ from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.evaluation import Evaluation
 from retrain.records.run_folder import RunFolder
 from retrain.run.interrupts import Interrupts
-from retrain.run.notes import refuse_not_built, trust_note
+from retrain.run.notes import trust_note
 from retrain.run.opening import stored_checkpoints
 from retrain.run.parts import load_parts
 from retrain.run.rollout import Watcher
+from retrain.types import Group
+
+Keep = Callable[[TrainConfig, Evaluation, list[Group]], object]
+"""Called with the resolved configuration, the evaluation and its answers."""
 
 
 def evaluate_run(
-    path: Path, *, checkpoint: int | None = None, overrides: Overrides, say: Callable[[str], None], trust: bool = False
+    path: Path,
+    *,
+    checkpoint: int | None = None,
+    overrides: Overrides,
+    say: Callable[[str], None],
+    trust: bool = False,
+    keep: Keep = lambda *_: None,
 ) -> Evaluation:
     """Evaluate the run in the folder `path` at a checkpoint (the newest by default), or the untrained model of a TOML.
 
-    Nothing is written. Code named by a stored configuration, whose author may be anyone, is executed only with `trust`.
-    Raises ConfigurationError for a folder without a run, for untrusted code, and for `checkpoint` beside a TOML.
+    Nothing is written; `keep` gets the answers. Code named by a stored configuration, whose author may be anyone, is executed only with
+    `trust`. Raises ConfigurationError for a folder without a run, for untrusted code, and for `checkpoint` beside a TOML.
     """
     folder, stored = RunFolder(path), path.is_dir()
     if stored and not folder.config.is_file():
@@ -42,9 +52,8 @@ def evaluate_run(
     if note := trust_note(given):
         say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
-    refuse_not_built(config)
     found = _checkpoint(folder, checkpoint, say) if stored else None
-    return _evaluate(config, found, say)
+    return _evaluate(config, found, say, keep)
 
 
 def _checkpoint(folder: RunFolder, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:
@@ -54,7 +63,7 @@ def _checkpoint(folder: RunFolder, step: int | None, say: Callable[[str], None])
     return found
 
 
-def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Evaluation:
+def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None], keep: Keep) -> Evaluation:
     step = checkpoint.step if checkpoint else 0
     parts = load_parts(config, checkpoint.state().choices if checkpoint else None, say, learns=False)
     try:
@@ -63,6 +72,8 @@ def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[
         parts.backend.engine.sync(parts.backend.save_adapter, step)
         assert parts.evaluator is not None  # evaluation.at_end asked for it
         with Interrupts() as interrupts:
-            return parts.evaluator.run(step, Watcher(interrupts.check, lambda _: None))
+            evaluation, groups = parts.evaluator.run_with_answers(step, Watcher(interrupts.check, lambda _: None))
+        keep(config, evaluation, groups)
+        return evaluation
     finally:
         parts.close()

@@ -9,6 +9,7 @@ import numpy as np
 
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
+from retrain.rewards.guard import check_held_out
 from retrain.run.rollout import Sampler, SamplingPlan, Watcher
 from retrain.types import Group, Prompt
 
@@ -16,22 +17,32 @@ from retrain.types import Group, Prompt
 class Evaluator:
     """Samples the held-out prompts and scores them with the sampler's reward."""
 
-    def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], plan: SamplingPlan, ks: Sequence[int]) -> None:
+    def __init__(
+        self, sampler: Sampler, prompts: Sequence[Prompt], plan: SamplingPlan, ks: Sequence[int], max_failure_rate: float = 1.0
+    ) -> None:
         self.sampler = sampler
         self.prompts = list(prompts)
         self.plan = plan
         self.ks = sorted({1, *ks})
+        self.max_failure_rate = max_failure_rate
 
     def run(self, step: int, watcher: Watcher) -> Evaluation:
+        """Raises RunFailed if too many answers could not be judged."""
+        return self.run_with_answers(step, watcher)[0]
+
+    def run_with_answers(self, step: int, watcher: Watcher) -> tuple[Evaluation, list[Group]]:
+        """The evaluation and the answers that it rests on, one group per problem. Raises as `run`."""
         # Step 0 of the noise's coordinates at every training step: common random numbers over the run.
         rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
-        return Evaluation(
+        check_held_out((member.score for group in rollout.groups for member in group.members), self.max_failure_rate)
+        evaluation = Evaluation(
             step=step,
             problems=[_problem(group, step) for group in rollout.groups],
             ks=self.ks,
             seconds=rollout.sample_seconds + rollout.reward_seconds,
             tokens=rollout.tokens,
         )
+        return evaluation, rollout.groups
 
 
 def _problem(group: Group, step: int) -> EvaluationRecord:

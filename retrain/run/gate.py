@@ -11,16 +11,18 @@ reward compares answers. A failed check stops the run.
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from math import isclose
 
 import numpy as np
 
 from retrain.backends.base import Backend, TrialAdapter
+from retrain.environments.episodes import EpisodeHost, play
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
-from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Prompt, Row
+from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Outcome, Prompt, Row, Trajectory
 
 _PROMPTS = 4
 _SAMPLES = 2
@@ -91,7 +93,8 @@ class GateResult:
 @dataclass(frozen=True)
 class GateInputs:
     backend: Backend
-    scorer: Scorer
+    check_gold: Callable[[Sequence[Prompt]], str]
+    """Says how many gold answers score, or "not applicable"; raises RunFailed for one that does not."""
     decode: Callable[[Int32Array], str]
     """Token ids to text with special tokens kept."""
     eos_ids: Sequence[int]
@@ -141,7 +144,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         max_difference=float(differences.max()),
         mean_difference=float(differences.mean()),
         tolerance=_tolerance(inputs),
-        gold=_check_gold(inputs, prompts),
+        gold=inputs.check_gold(prompts),
         adapter_effect=effect,
         groups=len(trial.groups) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
@@ -160,7 +163,7 @@ def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> Gate
         max_difference=None,
         mean_difference=None,
         tolerance=None,
-        gold=_check_gold(inputs, prompts),
+        gold=inputs.check_gold(prompts),
         adapter_effect=None,
         groups=0,
         longest_prompt=max(len(prompt.token_ids) for prompt in prompts),
@@ -184,7 +187,19 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     wanted = max(_PAGE, window if window < inputs.longest_row else 0) + 1
     length = max(1, min(wanted, positions - _FEW_TOKENS))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(np.int32)
+    if not inputs.backend.engine.capabilities.token_ids_in:
+        ids = _whole_prompts(prompts, length, positions - _FEW_TOKENS)
     return Prompt(Example(prompt="", reference="", example_id="the gate's long prompt"), "", ids)
+
+
+def _whole_prompts(prompts: Sequence[Prompt], length: int, most: int) -> Int32Array:
+    """Prompts one after the other, to `length` if they do not pass `most`: cut anywhere else, text may encode to other ids."""
+    ids = list(prompts[0].token_ids)
+    for prompt in cycle([*prompts[1:], prompts[0]]):
+        if len(ids) >= length or len(ids) + len(prompt.token_ids) > most:
+            break
+        ids += list(prompt.token_ids)
+    return np.array(ids, np.int32)
 
 
 # -- engine and learner on the same tokens ---------------------------------------------------------------------------
@@ -215,10 +230,10 @@ def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> 
             "Parity gate: [training] top_k, top_p or min_p is set, but the engine's completions do not say how many tokens were kept, so "
             'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
         )
-    rows = [
-        Row.from_completion(prompts[item.request // engine.replicas], item, np.zeros(len(item.token_ids), np.float32), group=item.request)
-        for item in completions
-    ]
+    rows = []
+    for item in completions:
+        prompt, nothing = prompts[item.request // engine.replicas], np.zeros(len(item.token_ids), np.float32)
+        rows += Row.of(prompt, Trajectory.of(item), nothing, group=item.request)
     return _Sampled(rows, _learner_logprobs(inputs, rows))
 
 
@@ -363,7 +378,7 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
     eos = np.array([inputs.eos_ids[0]], np.int32)
     nothing = np.zeros(1, np.float32)
     completion = Completion(0, 0, eos, nothing, None, FinishReason.STOP)
-    row = Row.from_completion(prompt, completion, nothing, group=0)
+    (row,) = Row.of(prompt, Trajectory.of(completion), nothing, group=0)
     actions = [int(row.token_ids[position]) for position in row.action_positions()]
     (logprob,) = inputs.backend.logprobs([row])
     if actions != [int(eos[0])] or logprob.shape != (1,) or not np.isfinite(logprob).all():
@@ -387,9 +402,27 @@ def _plain(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def _check_gold(inputs: GateInputs, prompts: Sequence[Prompt]) -> str:
-    if not inputs.scorer.compares_answers:
-        return "not applicable"
+_NOT_APPLICABLE = "not applicable"
+
+
+def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
+    """Play the replies that the environment itself calls right; each episode must be scored as right."""
+    known = [(prompt, replies) for prompt in prompts if (replies := host.environment.gold(prompt.example))]
+    for prompt, replies in known:
+        score = play(host, prompt.example, replies)
+        if score.outcome is not Outcome.RIGHT:
+            raise RunFailed(
+                f"Parity gate: the environment's own solution {list(replies)} of {prompt.prompt_id} scores {score.reward}"
+                f"{f' ({score.reason})' if score.reason else ''}, which is not right at [reward] correct_threshold = "
+                f"{host.correct_threshold:g}; check the environment, or lower the threshold."
+            )
+    return f"{len(known)}/{len(known)}" if known else _NOT_APPLICABLE
+
+
+def scored_gold(scorer: Scorer, prompts: Sequence[Prompt]) -> str:
+    """Score the references of the data as answers."""
+    if not scorer.compares_answers:
+        return _NOT_APPLICABLE
     requests = [
         ScoreRequest(
             response=gold_response(prompt.example.reference),
@@ -402,12 +435,12 @@ def _check_gold(inputs: GateInputs, prompts: Sequence[Prompt]) -> str:
         )
         for slot, prompt in enumerate(prompts)
     ]
-    scores = [future.result() for future in [inputs.scorer.submit(request) for request in requests]]
+    scores = [future.result() for future in [scorer.submit(request) for request in requests]]
     for prompt, score in zip(prompts, scores, strict=True):
-        if score.reward is None or not isclose(score.reward, inputs.scorer.gold_reward):
+        if score.reward is None or not isclose(score.reward, scorer.gold_reward):
             raise RunFailed(
                 f"Parity gate: the gold answer {prompt.example.reference!r} of {prompt.prompt_id} scores {score.reward} instead of "
-                f"{inputs.scorer.gold_reward}{f' ({score.reason})' if score.reason else ''}, so a right completion would not be rewarded; "
+                f"{scorer.gold_reward}{f' ({score.reason})' if score.reason else ''}, so a right completion would not be rewarded; "
                 "check [reward] type and normalize, or the reference."
             )
     return f"{len(scores)}/{len(scores)}"

@@ -58,7 +58,8 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, 
             raise
         except ServerFailure as error:
             session.save_now()
-            again = f"continue with --resume {folder}, at another address with --inference-url"
+            flag = "--base-url" if config.backend.backend == "tinker" else "--inference-url"
+            again = f"continue with --resume {folder}, at another address with {flag}"
             raise ServerFailure(f"{error} The run is saved after {counted(session.state.step, 'step')}: {again}.") from error
 
 

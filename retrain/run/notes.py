@@ -1,17 +1,10 @@
-"""What a run says about its configuration before it begins: what is unused, what may surprise, and what is not built yet."""
+"""A run's remarks on its configuration before it begins: unused keys, and effects that may surprise."""
 
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.config import TrainConfig
-from retrain.config.outcomes import not_built, unused_keys
+from retrain.config.outcomes import unused_keys
 from retrain.config.schema import DEFAULT_CLIPS
 from retrain.distributed import World
-from retrain.errors import ConfigurationError
-
-
-def refuse_not_built(config: TrainConfig) -> None:
-    """Raises ConfigurationError that names every configured feature that the schema knows and this version lacks."""
-    if problems := not_built(config):
-        raise ConfigurationError(problems)
 
 
 def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
@@ -28,13 +21,14 @@ def preflight_lines(config: TrainConfig) -> list[str]:
 
 
 def notes(config: TrainConfig) -> list[str]:
-    """What a single run may do and users may not expect, one sentence each."""
+    """Effects of a single run that users may not expect, one sentence each."""
     found = (
         trust_note(config),
         maximal_lambda_note(config),
         _loss_note(config),
         _dropout_note(config),
         _truncation_note(config),
+        _tinker_note(config),
         _split_note(config),
         _sharding_note(config),
         _back_pressure_note(config),
@@ -96,6 +90,12 @@ def _clip_leaves_one_alone(config: TrainConfig) -> bool:
     return min(low, high) >= (min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM)
 
 
+def _tinker_note(config: TrainConfig) -> str:
+    if config.backend.backend != "tinker" or config.kind == "squeeze":
+        return ""
+    return "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and trained at temperature 1."
+
+
 def _split_note(config: TrainConfig) -> str:
     """Two devices: what corrects for sampling with older weights."""
     if len(config.backend.device_list) < 2:
@@ -141,7 +141,7 @@ def _dropout_note(config: TrainConfig) -> str:
 
 
 def _truncation_note(config: TrainConfig) -> str:
-    """What follows from a truncated policy."""
+    """The consequences of a truncated policy."""
     if not config.training.truncated:
         return ""
     cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]

@@ -14,7 +14,9 @@ from retrain.run.step_record import (
     RewardStatistics,
     Step,
     credit_fields,
+    environment_fields,
     generation_records,
+    judge_fields,
     peak_memory_gib,
     result_fields,
     reward_fields,
@@ -36,6 +38,7 @@ class StepObserver:
         self.parts = parts
         self.tracker = tracker
         self.world = world
+        self._said_rewritten = False
         self.pressure = pressure
         self.last: StepRecord | None = None
         """The record of the newest step, an earlier session's too."""
@@ -65,7 +68,9 @@ class StepObserver:
         self.parts.sepa.observe(rewards.correct_rate, step.number)
         self.parts.sepa.update_auto(step.credit.exec_uncertainty)
         self.last = self._record(step, rewards, decision)
-        self.tracker.emit(Generations(step.number, generation_records(step.number, step.rollout.groups, step.credit)))
+        in_turns = self.parts.stage is not None
+        self.tracker.emit(Generations(step.number, generation_records(step.number, step.rollout.groups, step.credit, in_turns=in_turns)))
+        self._say_rewritten(step)
         if self.tracker.wants_tokens(step.number):
             self.tracker.emit(Tokens(step.number, token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)))
         self.tracker.emit(self.last)
@@ -83,6 +88,8 @@ class StepObserver:
             **result_fields(step.result),
             **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
             **reward_fields(rewards),
+            **judge_fields(step.rollout),
+            **(environment_fields(step.rollout) if self.parts.stage else {}),
             **decision,
             running_correct_rate=state.correct / state.judged if state.judged else None,
             sepa_lambda=step.sepa_lambda if uses_sepa else None,
@@ -104,6 +111,16 @@ class StepObserver:
             tokens_per_s=step.rollout.tokens / step.clock.total,
             peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
         )
+
+    def _say_rewritten(self, step: Step) -> None:
+        """Said once: why trajectories have more rows than one."""
+        rewritten = [one for group in step.rollout.groups for one in group.trajectories if len(one.parts()) > 1]
+        if rewritten and not self._said_rewritten:
+            self._said_rewritten = True
+            self.tracker.message(
+                f"Step {step.number}: {len(rewritten)} trajectories have more than one row, since the chat template or the environment "
+                "rewrites earlier turns; each row holds what the model had in sight."
+            )
 
     def _check_health(self, step: Step) -> None:
         state, backend, result = self.state, self.parts.backend, step.result

@@ -35,7 +35,7 @@ class OpenedRun:
     store: CheckpointStore
     state: TrainerState
     checkpoint: Checkpoint | None
-    """What to load; None starts at step 0."""
+    """The checkpoint to load; None starts at step 0."""
     notes: tuple[str, ...]
     decided_by: Mapping[int, float] = field(default_factory=dict)
     """Step -> seconds by which back pressure decided after it, for the steps that are made again."""
@@ -238,7 +238,7 @@ def _pointer(folder: RunFolder) -> tuple[Path, str]:
 
 
 def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
-    """Why the checkpoints at `target` do not belong to the run in `folder`; "" where they do.
+    """The reason why the checkpoints at `target` do not belong to the run in `folder`; "" if they do.
 
     Their marker names the run's id and its folder. If it names another folder, the run was moved; if that folder still exists, this one
     is a copy.

@@ -3,24 +3,32 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from retrain.advantages.pipeline import CreditPipeline
+from retrain.advantages.semantic import Encoder
 from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import Backend
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
+from retrain.data.chat import ChatRenderer
 from retrain.distributed import ALONE, World
+from retrain.environments.episodes import EpisodeHost
+from retrain.environments.problems import environment_name, load_problems
+from retrain.environments.providers import load_environment
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import user_code
+from retrain.records.run_folder import RunFolder
 from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.run.evaluation import Evaluator
-from retrain.run.gate import GateInputs, GateResult, adapter_check, parity_gate
-from retrain.run.rollout import Sampler, SamplingPlan
+from retrain.run.gate import GateInputs, GateResult, adapter_check, environment_gold, parity_gate, scored_gold
+from retrain.run.rollout import Sampler, SamplingPlan, Stage
 from retrain.types import MachineChoices, Prompt
 
 Say = Callable[[str], None]
@@ -36,9 +44,12 @@ class Parts:
     text: TextModel
     prompts: PromptSet
     backend: Backend
-    scorer: Scorer
-    judge: Scorer
+    scorer: Scorer | None
+    """None where an environment judges."""
+    judge: Scorer | None
     """Scores held-out answers; the scorer itself unless that has a random part."""
+    stage: Stage | None
+    """The environment's; None where the problems come from [data]."""
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
@@ -46,8 +57,10 @@ class Parts:
     evaluator: Evaluator | None
 
     def close(self) -> None:
-        self.scorer.close()
-        self.judge.close()
+        for scorer in filter(None, (self.scorer, self.judge)):
+            scorer.close()
+        if self.stage:
+            self.stage.host.close()
         self.backend.close()
 
 
@@ -64,27 +77,37 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
             engine_class(config).preflight(config)
     text = load_text(config, say)
-    credit = CreditPipeline(config, text.vocabulary.pieces)
+    credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config, name, world))
     for note in credit.notes:
         say(note)
-    prompts = load_prompts(config, text, say)
-    held_out = load_held_out(config, text, prompts, say) if config.evaluation.asked_for else None
     with ExitStack() as undo:
-        scorer = build_scorer(config)  # its workers start while the model loads
-        undo.callback(scorer.close)
-        judge = load_judge(config, scorer, say) if held_out else scorer
-        undo.callback(judge.close)
+        stage = load_stage(config, text, say)
+        if stage:
+            undo.callback(stage.host.close)
+        prompts = load_prompts(config, text, stage, say)
+        held_out = load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
+        verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
+        scorer = None if stage else build_scorer(config, verdicts)  # its workers start while the model loads
+        if scorer:
+            undo.callback(scorer.close)
+        judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
+        if judge:
+            undo.callback(judge.close)
+        for note in dict.fromkeys(asking.probe() for asking in dict.fromkeys((scorer, judge)) if asking):
+            if note:
+                say(note)
         if learns:
             say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
         backend = build_backend(config, text.eos_ids, choices, say, world)
         undo.callback(backend.close)
         backend.engine.say = say
         undo.pop_all()
-    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world)
-    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world)
-    evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k) if held_out else None
-    guard = FailureGuard(config.reward.max_failure_rate)
-    return Parts(text, prompts, backend, scorer, judge, guard, sampler, credit, SEPAController(config.sepa), evaluator)
+    sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world, stage=stage)
+    examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
+    limit = config.reward.max_failure_rate
+    evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k, limit) if held_out else None
+    guard = FailureGuard(limit)
+    return Parts(text, prompts, backend, scorer, judge, stage, guard, sampler, credit, SEPAController(config.sepa), evaluator)
 
 
 def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE) -> Backend:
@@ -95,6 +118,10 @@ def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineC
         raise ConfigurationError(
             f'[backend] backend = {config.backend.backend!r} under torchrun: only backend = "local" learns in several processes.'
         )
+    if config.backend.backend == "tinker":
+        from retrain.backends.tinker.backend import TinkerBackend
+
+        return TinkerBackend(config, eos_ids=eos_ids, say=say)
     if config.backend.backend == "prime_rl":
         return _prime_rl_backend(config, eos_ids, say)
     make = backend_class(config)
@@ -134,6 +161,17 @@ def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: Machine
     return backend
 
 
+def load_encoder(config: TrainConfig, name: str, world: World) -> Encoder:
+    """The semantic planning detector's, on the learner's device where that is ours."""
+    from retrain.model.sentences import load_sentence_encoder
+
+    if config.backend.backend != "local":
+        return load_sentence_encoder(name)
+    from retrain.model.devices import choose_device
+
+    return load_sentence_encoder(name, str(choose_device(config, world).device))
+
+
 def load_text(config: TrainConfig, say: Say) -> TextModel:
     say(f"Loading tokenizer for {config.model.model} ...")
     text = load_text_model(config.model)
@@ -156,9 +194,26 @@ def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Seq
         say(str(error))
 
 
-def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
+def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
+    """The environment of `[environment]`, ready for its episodes; None without one."""
+    settings = config.environment
+    if not settings.provider:
+        return None
+    say(f"Loading environment {environment_name(config)} ...")
+    environment = load_environment(config)
+    host = EpisodeHost(
+        environment,
+        max_turns=max(settings.max_turns, 0) or environment.max_turns,
+        timeout_s=settings.timeout_s,
+        correct_threshold=config.reward.correct_threshold,
+    )
+    renderer = ChatRenderer(text.tokenizer, text.eos_ids, config.data.chat_template_args)
+    return Stage(host, renderer, text.decode, text.context)
+
+
+def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say: Say) -> PromptSet:
     say("Loading dataset...")
-    loaded = load_examples(config, "train")
+    loaded = load_problems(stage.host.environment, config, "train") if stage else load_examples(config, "train")
     say(f"Loaded {len(loaded)} examples")
     prompts = encode_prompts(config.training, text, loaded)
     say(f"Pre-encoded {len(prompts)} prompts")
@@ -167,9 +222,9 @@ def load_prompts(config: TrainConfig, text: TextModel, say: Say) -> PromptSet:
     return prompts
 
 
-def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say: Say) -> list[Prompt]:
+def load_held_out(config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say) -> list[Prompt]:
     """`[evaluation] max_examples` of the held-out problems, the same ones in the same order for every run of a data set."""
-    loaded = load_examples(config, "heldout")
+    loaded = load_problems(stage.host.environment, config, "evaluation") if stage else load_examples(config, "heldout")
     prompts = encode_prompts(config.training, text, loaded)
     shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
     count = min(config.evaluation.max_examples or len(prompts), len(prompts))
@@ -179,13 +234,13 @@ def load_held_out(config: TrainConfig, text: TextModel, training: PromptSet, say
     return prompts.batch(0, count, _EVALUATION_ORDER_SEED)
 
 
-def load_judge(config: TrainConfig, scorer: Scorer, say: Say) -> Scorer:
+def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:
     """The scorer of held-out answers: the run's own, unless that has a random part."""
     judging = with_judging_reward(config)
     if judging is config:
         return scorer
     say(judging_note(judging))
-    return build_scorer(judging)
+    return build_scorer(judging, verdicts)
 
 
 def training_plan(config: TrainConfig) -> SamplingPlan:
@@ -202,7 +257,7 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def truncation(config: TrainConfig) -> Truncation:
-    """Of training and of evaluation."""
+    """The truncation of training."""
     return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
 
 
@@ -210,11 +265,15 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
     evaluation, training = config.evaluation, config.training
     return SamplingPlan(
         group_size=evaluation.samples,
-        max_tokens=training.max_tokens,
+        max_tokens=training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens,
         temperature=training.temperature if evaluation.temperature is None else evaluation.temperature,
         seed=training.seed,
         stream=Stream.EVALUATION,
-        truncation=truncation(config),
+        truncation=Truncation(
+            training.top_k if evaluation.top_k is None else evaluation.top_k,
+            training.top_p if evaluation.top_p is None else evaluation.top_p,
+            training.min_p if evaluation.min_p is None else evaluation.min_p,
+        ),
     )
 
 
@@ -241,11 +300,18 @@ def _gate_prompts(config: TrainConfig, parts: Parts) -> list[Prompt]:
     return parts.prompts.batch(0, min(config.training.batch_size, len(parts.prompts)), config.training.seed)
 
 
+def _gold_check(parts: Parts) -> Callable[[Sequence[Prompt]], str]:
+    if parts.stage:
+        return partial(environment_gold, parts.stage.host)
+    assert parts.scorer is not None  # one of the two judges
+    return partial(scored_gold, parts.scorer)
+
+
 def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
     return GateInputs(
         backend=parts.backend,
-        scorer=parts.scorer,
-        decode=lambda ids: str(parts.text.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        check_gold=_gold_check(parts),
+        decode=parts.text.decode,
         eos_ids=parts.text.eos_ids,
         temperature=config.training.temperature,
         truncation=truncation(config),

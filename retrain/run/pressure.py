@@ -59,7 +59,8 @@ class Pressure:
 
         KV traffic is left out, so memory-bound steps are rather more so.
         """
-        lengths = [len(completion.token_ids) for group in step.rollout.drawn for completion in group.completions]
+        trajectories = [trajectory for group in step.rollout.drawn for trajectory in group.trajectories]
+        lengths = [len(completion.token_ids) for trajectory in trajectories for completion in trajectory.completions]
         choices = self._backend.choices
         rows, micro_batch = (choices.decode_rows, choices.micro_batch_tokens) if choices else (len(lengths), trained)
         decoding = max(*lengths, ceil(sum(lengths) / max(rows, 1)))

@@ -1,4 +1,4 @@
-"""What is due between two steps, as pure functions of the configuration and the step count or state."""
+"""The work that is due between two steps, as pure functions of the configuration and the step count or state."""
 
 from dataclasses import dataclass
 

@@ -18,7 +18,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.interrupts import Interrupts
-from retrain.run.notes import preflight_lines, refuse_lone_sharding, refuse_not_built, skipped_gate_line
+from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
@@ -72,7 +72,6 @@ class Session:
     @contextmanager
     def open(cls, config: TrainConfig, *, overwrite: bool, quiet: bool, skip_parity: bool = False) -> Iterator["Session"]:
         """Everything loaded, restored and checked, so that the next thing to do is a step. Closes what it opened."""
-        refuse_not_built(config)
         with joined() as world, _opened(config, overwrite, world) as opened, Interrupts() as interrupts:
             tracker = _tracker(opened, quiet) if world.is_rank_zero else Tracker()
             try:

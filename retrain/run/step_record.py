@@ -10,9 +10,9 @@ import numpy as np
 from retrain.advantages.credit import Credit
 from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
-from retrain.records.token_table import TokenTable
+from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.rollout import Rollout
-from retrain.types import FinishReason, Float32Array, Group, Row, RowKey, StepResult
+from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, Scored, StepResult, Trajectory
 
 
 class StepClock:
@@ -46,7 +46,7 @@ class Step:
     sepa_lambda: float
     credit: Credit
     rows: list[Row]
-    """Of all judged completions, in the order of `credit.sources`."""
+    """One entry per judged completion, in the order of `credit.sources`."""
     log_ratios: Mapping[RowKey, Float32Array] | None
     """[T] of each row: learner - sampler log-prob before the step; None where nobody stores the tokens."""
     result: StepResult
@@ -77,7 +77,7 @@ class RewardStatistics:
 def reward_statistics(rollout: Rollout) -> RewardStatistics:
     members = [member for group in rollout.first_draws for member in group.members]
     rewards = [member.score.reward for member in members if member.score.reward is not None]
-    truncated = [member.score.reward for member in members if member.completion.finish_reason is FinishReason.LENGTH]
+    truncated = [member.score.reward for member in members if member.trajectory.finish_reason is FinishReason.LENGTH]
     return RewardStatistics(
         completions=len(members),
         judged=len(rewards),
@@ -85,12 +85,12 @@ def reward_statistics(rollout: Rollout) -> RewardStatistics:
         mean_reward=mean_or_none(rewards),
         truncated=len(truncated),
         truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
-        completion_tokens_mean=mean_or_none([len(member.completion.token_ids) for member in members]),
+        completion_tokens_mean=mean_or_none([member.trajectory.num_actions for member in members]),
     )
 
 
 def result_fields(result: StepResult) -> dict[str, Any]:
-    """What the learner reports, in the record's names."""
+    """The learner's report, in the record's names."""
     placeholder = result.loss_is_placeholder
     return {
         "loss": None if placeholder else result.loss,
@@ -133,25 +133,52 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
     }
 
 
-def generation_records(step: int, groups: Sequence[Group], credit: Credit) -> list[GenerationRecord]:
-    """Every completion of the step as text, with its advantage."""
+def judge_fields(rollout: Rollout) -> dict[str, Any]:
+    """What the judge took for every draw of the step; nothing where none is used."""
+    usages = [member.score.usage for group in rollout.drawn for member in group.members if member.score.usage is not None]
+    return {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()} if usages else {}
+
+
+def environment_fields(rollout: Rollout) -> dict[str, Any]:
+    """What the environment reports, over the first draw of every prompt."""
+    members = [member for group in rollout.first_draws for member in group.members]
+    measured: dict[str, list[float]] = {}
+    for member in members:
+        by_turn = {f"turn_reward_{number}": value for number, value in enumerate(member.score.turn_rewards)}
+        for name, value in (*member.score.metrics.items(), *by_turn.items()):
+            measured.setdefault(name, []).append(value)
+    return {
+        "turns_mean": mean_or_none([len(member.trajectory.turns) for member in members]),
+        "trajectories_rewritten": sum(len(member.trajectory.parts()) > 1 for member in members),
+        "environment_metrics": {name: float(np.mean(values)) for name, values in sorted(measured.items())},
+    }
+
+
+def _dialogue_fields(member: Scored) -> dict[str, Any]:
+    score = member.score
+    return {"turns": len(member.trajectory.turns), "turn_rewards": list(score.turn_rewards), "metrics": dict(score.metrics)}
+
+
+def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in_turns: bool = False) -> list[GenerationRecord]:
+    """Every trajectory of the step as text, with its advantage; `in_turns` with what its environment said of it."""
     advantages = {
-        (source.slot, completion.sample): advantage
+        (source.slot, trajectory.sample): advantage
         for source, given in zip(credit.sources, credit.groups, strict=True)
-        for completion, advantage in zip(source.completions, given.advantages, strict=True)
+        for trajectory, advantage in zip(source.trajectories, given.advantages, strict=True)
     }
     return [
         GenerationRecord(
             step=step,
             prompt_id=group.prompt.prompt_id,
-            sample=member.completion.sample,
+            sample=member.trajectory.sample,
             prompt=group.prompt.text,
             completion=member.text,
             reward=member.score.reward,
             outcome=member.score.outcome.value,
-            advantage=advantages.get((group.slot, member.completion.sample)),
-            finish_reason=member.completion.finish_reason.value,
-            num_tokens=len(member.completion.token_ids),
+            advantage=advantages.get((group.slot, member.trajectory.sample)),
+            finish_reason=member.trajectory.finish_reason.value,
+            num_tokens=member.trajectory.num_actions,
+            **(_dialogue_fields(member) if in_turns else {}),
         )
         for group in groups
         for member in group.members
@@ -163,29 +190,55 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey,
     the others have NaN.
     """
     tokens = credit.tokens
-    if log_ratios is not None:
-        keys = [(number, completion.sample) for number, group in enumerate(credit.sources) for completion in group.completions]
-        lengths = tokens.segments.lengths.tolist()
-        ratios = [log_ratios.get(key, np.full(length, np.nan, np.float32)) for key, length in zip(keys, lengths, strict=True)]
     prompts = [group.prompt.token_ids for group in credit.sources]
-    completions = [(group.slot, completion) for group in credit.sources for completion in group.completions]
+    trajectories = [(group.slot, trajectory) for group in credit.sources for trajectory in group.trajectories]
+    numbers = [number for number, group in enumerate(credit.sources) for _ in group.trajectories]
     entropies = tokens.entropies
-    kept = [completion.kept for _, completion in completions if completion.kept is not None]
+    kept = [trajectory.kept for _, trajectory in trajectories if trajectory.kept is not None]
     return TokenTable(
         offsets=np.concatenate([[0], np.cumsum(tokens.segments.lengths)]).astype(np.int64),
-        slot=np.array([slot for slot, _ in completions], np.int32),
-        sample=np.array([completion.sample for _, completion in completions], np.int32),
-        token_ids=np.concatenate([np.zeros(0, np.int32), *(completion.token_ids for _, completion in completions)]),
+        slot=np.array([slot for slot, _ in trajectories], np.int32),
+        sample=np.array([trajectory.sample for _, trajectory in trajectories], np.int32),
+        token_ids=_joined_ids([trajectory.token_ids for _, trajectory in trajectories]),
         logprobs=tokens.logprobs.astype(np.float32),
         entropies=None if entropies is None else entropies.astype(np.float32),
         mask=tokens.planning.astype(np.uint8) if with_planning else None,
         advantages=credit.stages_float32(),
         rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
-        truncated=np.array([completion.finish_reason is FinishReason.LENGTH for _, completion in completions], np.uint8),
-        log_ratios=None if log_ratios is None else np.concatenate([np.zeros(0, np.float32), *ratios]),
+        truncated=np.array([trajectory.finish_reason is FinishReason.LENGTH for _, trajectory in trajectories], np.uint8),
+        log_ratios=None if log_ratios is None else _flat_log_ratios(numbers, [one for _, one in trajectories], log_ratios),
         prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
-        prompt_token_ids=np.concatenate([np.zeros(0, np.int32), *prompts]),
-        kept=np.concatenate(kept) if kept and len(kept) == len(completions) else None,
+        prompt_token_ids=_joined_ids(prompts),
+        kept=np.concatenate(kept) if kept and len(kept) == len(trajectories) else None,
+        turns=_turn_table([one for _, one in trajectories]),
+    )
+
+
+def _joined_ids(pieces: Sequence[Int32Array]) -> Int32Array:
+    return np.concatenate([np.zeros(0, np.int32), *pieces])
+
+
+def _flat_log_ratios(groups: Sequence[int], trajectories: Sequence[Trajectory], log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
+    """[n] The log-ratios of the rows of each trajectory, one after the other."""
+    flat: list[Float32Array] = [np.zeros(0, np.float32)]
+    for group, trajectory in zip(groups, trajectories, strict=True):
+        for part, turns in enumerate(trajectory.parts()):
+            length = sum(len(turn.completion.token_ids) for turn in turns)
+            flat.append(log_ratios.get((group, trajectory.sample, part), np.full(length, np.nan, np.float32)))
+    return np.concatenate(flat)
+
+
+def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:
+    """None where every trajectory is one reply to its prompt."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    if len(turns) == len(trajectories) and not any(turn.restarts for turn in turns):
+        return None
+    return TurnTable(
+        offsets=np.concatenate([[0], np.cumsum([len(one.turns) for one in trajectories])]).astype(np.int64),
+        actions=np.array([len(turn.completion.token_ids) for turn in turns], np.int32),
+        restarts=np.array([turn.restarts for turn in turns], np.uint8),
+        context_offsets=np.concatenate([[0], np.cumsum([len(turn.context) for turn in turns])]).astype(np.int64),
+        context_token_ids=_joined_ids([turn.context for turn in turns]),
     )
 
 

@@ -3,6 +3,13 @@
 The exact singular values of each layer's update follow from a small core, so nothing is randomised and no full update is built.
 """
 
+from importlib.util import find_spec
+
+from retrain.errors import EnvironmentFailure
+
+if find_spec("torch") is None:  # retrain-core
+    raise EnvironmentFailure("LoRA-Squeeze needs torch, which retrain-core leaves out; run it where retrain itself is installed.")
+
 from retrain.records.summary import TableRow
 from retrain.squeeze.analysis import Analysis, analyze_adapter, recommend_rank
 from retrain.squeeze.compression import Compression, compress_adapter, compressed_alpha

@@ -9,16 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, Untrained
 from retrain.records.summary import SqueezeSummary, TableRow
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.spectrum import LayerSpectrum, layer_spectrum, reaches
 
 Rule = Literal["mean", "min"]
-
-
-class Untrained(ConfigurationError):
-    """Every update of the adapter is zero."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Analysis:
         return tuple(layer.name for layer in self.layers if layer.is_zero)
 
     def summary(self) -> SqueezeSummary:
-        """What the trackers show."""
+        """The values that the trackers show."""
         return SqueezeSummary(self.source_rank, self.recommended_rank, self.threshold, self.table)
 
     def ranks_per_layer(self) -> dict[str, int]:

@@ -14,12 +14,13 @@ from retrain.records.disk import expanded, safetensors_io, writing_to
 from retrain.records.printing import GAP, table_lines
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import clean
-from retrain.run.notes import refuse_not_built, trust_note
+from retrain.run.notes import trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
+from retrain.squeeze.remote import local_adapter
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:
@@ -50,13 +51,12 @@ class Squeezed:
 
 def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool = False) -> Squeezed:
     """Run a configuration with `[squeeze] adapter_path` and no `[campaign]`: results go to standard output, progress to standard error."""
-    refuse_not_built(config)
     say, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
     loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
     for line in [*unused_keys(config), *([note] if loads_model and (note := trust_note(config)) else [])]:
         say(line)
-    adapter = expanded(config.squeeze.adapter_path, "[squeeze] adapter_path")
-    squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
+    with local_adapter(config) as adapter:
+        squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)
     for line in squeezed.lines():
         say(line)
     track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis.summary(), progress)

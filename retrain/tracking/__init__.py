@@ -1,4 +1,4 @@
-"""What a run tells the outside: one event, many sinks.
+"""A run's messages to the outside: one event, many sinks.
 
 `base` holds the events and `Tracker`, which takes them; `build` puts the configured sinks together. The sinks are the screen
 (`console`), the run's folder (`files`), and Weights & Biases, Trackio and TensorBoard, each in a module of its own above what they

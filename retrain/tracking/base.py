@@ -37,7 +37,7 @@ class GroupScored:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a long step is; emitted as often as one likes."""
+    """Progress within a long step; emitted as often as useful."""
 
     label: str
     done: int
@@ -81,7 +81,7 @@ class Tracker:
         """Release files and connections; safe to call twice, and called after a failure too."""
 
     def state(self) -> dict[str, str]:
-        """What a resumed run needs to continue in the same places; goes into the checkpoint."""
+        """The state with which a resumed run continues in the same places; part of the checkpoint."""
         return {}
 
     @property

@@ -119,15 +119,33 @@ def evaluation_line(result: Evaluation) -> str:
     samples = sum(problem.samples for problem in result.problems)
     skipped = sum(problem.could_not_judge for problem in result.problems)
     fields = [f"Evaluation at step {result.step} | {pass_at_1(result)}"]
-    fields += [f"pass@{k}={value:.1%}" for k, value in sorted(result.pass_at.items()) if k != 1]
+    fields += [f"pass@{k}={value:.1%} {_ends(result.interval_at(k))}" for k, value in sorted(result.pass_at.items()) if k != 1]
     fields += [f"problems={len(result.problems)}", f"samples={samples}"]
     fields += [f"could_not_judge={skipped}"] if skipped else []
     return " | ".join([*fields, f"time={result.seconds:.1f}s"])
 
 
 def pass_at_1(result: Evaluation) -> str:
-    low, high = result.interval
-    return f"pass@1={_number(result.pass_at.get(1), '.1%')} [{low:.1%}, {high:.1%}]"
+    return f"pass@1={_number(result.pass_at.get(1), '.1%')} {_ends(result.interval)}"
+
+
+def task_lines(result: Evaluation) -> list[str]:
+    """pass@1 of each task with its interval; none where there is one task."""
+    tasks = result.by_task
+    return [f"  {task} | {pass_at_1(part)} | problems={len(part.problems)}" for task, part in tasks.items()] if len(tasks) > 1 else []
+
+
+def _ends(interval: tuple[float, float]) -> str:
+    return f"[{interval[0]:.1%}, {interval[1]:.1%}]"
+
+
+def _gain(after: Evaluation, before: Evaluation) -> str:
+    """Such as: +40.1 pp [+36.2, +44.0], paired by problem."""
+    found = after.difference_from(before)
+    if found is None:
+        return ""
+    mean, (low, high) = found
+    return f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"
 
 
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
@@ -135,7 +153,8 @@ def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     if summary.status != "done":  # the reason is printed on standard error
         return [*lines, f"Run folder: {folder} | continue with --resume {folder}"]
     if summary.before is not None and summary.after is not None and summary.before.step != summary.after.step:
-        lines.append(f"Held-out {pass_at_1(summary.before)} at step {summary.before.step} -> {pass_at_1(summary.after)}.")
+        before, after = summary.before, summary.after
+        lines.append(f"Held-out {pass_at_1(before)} at step {before.step} -> {pass_at_1(after)}{_gain(after, before)}.")
     elif summary.after is not None:
         lines.append(f"Held-out {pass_at_1(summary.after)}.")
     return [*lines, f"Run folder: {folder} | adapter: {folder / summary.adapter}"]

@@ -1,4 +1,4 @@
-"""What the trackers outside of the run's folder share: settings, metric names, a missing extra, and the thread that each runs in."""
+"""Shared by the trackers outside of the run's folder: settings, metric names, a missing extra, and the thread that each runs in."""
 
 import contextlib
 import importlib
@@ -79,8 +79,9 @@ class ExternalTracker(Tracker):
 
 
 def metrics(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step under train/, train/entropy/, train/surprisal/ and train/backpressure/; None is left out."""
-    return {
+    """The numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/, environment/; None is left out."""
+    measured = {f"train/environment/{name}": value for name, value in (record.environment_metrics or {}).items()}
+    return measured | {
         metric_name(name): float(value)
         for name, value in record.to_json().items()
         if isinstance(value, int | float) and name != "step" and not (name == "loss" and record.loss_is_placeholder)
@@ -112,7 +113,7 @@ def squeeze_summary(result: SqueezeSummary) -> dict[str, float]:
 
 
 def squeeze_metrics(row: TableRow) -> dict[str, float]:
-    """What one rank keeps: a point of each curve over RANK_METRIC."""
+    """One point of each curve over RANK_METRIC: the share that a rank keeps."""
     return {f"squeeze/variance_{name}": getattr(row, name) for name in ("mean", "min", "max")} | {
         "squeeze/variance_whole": row.energy,
         "squeeze/error": row.error,
@@ -141,7 +142,7 @@ class Background(Tracker):
     capacity = 1000
     """Length of the queue: enough for minutes without a server, and some megabytes."""
     patience_s = 30.0
-    """How long the end of a run waits for a tracker: enough to upload the last steps, but not for a server that is down."""
+    """Seconds that the end of a run waits for a tracker: enough to upload the last steps, but not for a server that is down."""
 
     def __init__(self, name: str, sink: ExternalTracker, say: Callable[[str], None], files: Path) -> None:
         """`files` is the folder to name in a complaint: it holds what the tracker misses."""

@@ -20,7 +20,7 @@ from retrain.model.adapter import Adapter
 from retrain.model.devices import choose_device, engine_options
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
-from retrain.model.machine import choose
+from retrain.model.machine import choose, learning_leaves
 from retrain.model.pool import Pool
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
 from retrain.plugins import user_code
@@ -50,10 +50,7 @@ class LocalBackend(Backend):
         """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they are not given."""
         self.config = config
         device, _, sampler_device = choose_device(config, world)
-        if device.type == "cuda":  # read at the first product; without it cuBLAS may sum in another order, and torch warns
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        _choose_kernels(config.inference.attention_kernel)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
         self._adapter = Adapter(self._base, config)
         self._choices = world.broadcast(choose(config, self._base, world, choices))
@@ -66,6 +63,8 @@ class LocalBackend(Backend):
         self._pool = Pool(self._choices.workers, list(self._adapter.parameters.values()))
         self._learner = Learner(self._base, self._adapter, config, self._choices, self._fused, world, self._pool)
         self._sampler_adapter: Adapter | None = None
+        self._learning_leaves: int | None = None
+        """Bytes that a learning pass leaves to the sampler's pages; None while nobody asked."""
         if sampler_device is None:
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
         else:
@@ -158,8 +157,20 @@ class LocalBackend(Backend):
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
         raw = is_raw(self.config, self.engine.capabilities)
+        self._make_room()
         with _deterministic(self._base.device):
             return self._learner.train(rows, step, sampler_is_raw=raw)
+
+    def _make_room(self) -> None:
+        """The sampler's pages go where activations do not fit beside them; their contents are of the weights before this step."""
+        from retrain.inference_engine.torch_engine import TorchEngine
+
+        if not isinstance(self.engine, TorchEngine) or self._sampler_adapter is not None or not self.engine.held_bytes:
+            return
+        if self._learning_leaves is None:
+            self._learning_leaves = learning_leaves(self.config, self._base, self._choices)
+        if self.engine.held_bytes > self._learning_leaves:
+            self.engine.free_pages()
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         return self._learner.logprobs(rows, temperature)
@@ -181,6 +192,17 @@ class LocalBackend(Backend):
         self.engine.close()
         self._pool.close()
         torch.set_num_threads(self._threads_before)
+
+
+def _choose_kernels(attention: str) -> None:
+    """Before the first product on a CUDA device. The settings are the process's; no other device reads them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may sum in another order
+    # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(attention != "cutlass")  # what is left is CUTLASS's kernel
+    # The parts of a product are added in float32: sums in bf16 would add to the difference between sampler and learner.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 @contextmanager

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss, sequence_weights
+from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss
 from retrain.backends.local.micro_batches import (
     LearnerRow,
     MicroBatch,
-    check_rows,
-    minibatch_split,
     pack,
     pad,
     share_rows,
     split_rows,
 )
 from retrain.backends.local.optimizer import AdapterOptimizer
-from retrain.backends.local.result import Update, step_result
+from retrain.backends.result import Update, step_result
+from retrain.backends.rows import check_rows, minibatch_split, sequence_weights
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.adapter import Adapter
-from retrain.model.attention import FlashAttention, FusedAttention, Kernel, missing, plugged_in
+from retrain.model.attention import Kernel, missing, plugged_in
+from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import TokenScores, score_tokens
 from retrain.model.load import BaseModel
@@ -74,7 +74,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Learned:
-    """What a piece adds to its update."""
+    """The contribution of one piece to its update."""
 
     loss: Tensor
     infinite: Tensor
@@ -111,7 +111,7 @@ class Learner:
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
         self._recompute = recomputes_old_logprobs(config, base.dtype)
-        self._kernel: Kernel = FlashAttention() if config.inference.attention_kernel == "flash" else FusedAttention()
+        self._kernel: Kernel = attention_of(config.inference.attention_kernel, base.device.type, base.dtype)
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
         self._pool = pool or Pool()

@@ -19,7 +19,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from retrain.config.schema import Loss
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -44,30 +43,6 @@ class ActionTokens:
     """Needed where entropy_coef is not 0."""
     regulariser_weights: Tensor | None = None
     """Weights of the KL and entropy terms, which more rows may have; None means `weights`."""
-
-
-# --- normalisation -------------------------------------------------------------------------------------------------
-
-
-def sequence_weights(
-    lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0, completions: float | None = None
-) -> list[float]:
-    """The weight of one token of each sequence of the whole optimizer batch; `lengths` counts the tokens that a mean is over.
-
-    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length). constant: 1 / (completions *
-    max_tokens), where `completions` are those that were drawn for the batch, the sequences by default. sum: 1. An empty sequence
-    has no token to weigh.
-    """
-    total, filled = sum(lengths), sum(length > 0 for length in lengths)
-    if aggregation == "token_mean":
-        return [1 / max(total, 1)] * len(lengths)
-    if aggregation == "sequence_mean":
-        return [1 / (filled * length) if length else 0.0 for length in lengths]
-    if aggregation == "constant":
-        if max_tokens < 1:
-            raise ValueError(f"aggregation constant divides by max_tokens, which must be at least 1, not {max_tokens}")
-        return [1 / ((len(lengths) if completions is None else completions) * max_tokens)] * len(lengths)
-    return [1.0] * len(lengths)
 
 
 # --- ratios and weights --------------------------------------------------------------------------------------------

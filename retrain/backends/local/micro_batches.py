@@ -5,54 +5,17 @@ Shape letters: N tokens of a micro-batch, A action tokens over all of its rows.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from retrain.backends.rows import needed_tokens, shift
 from retrain.distributed import World
 from retrain.model.attention import Kernel
 from retrain.model.packing import PackedAttention, Segment
-from retrain.noise import Stream, uniform
-from retrain.types import Float32Array, Int32Array, Row
-
-
-class Shifted(NamedTuple):
-    """The actions of one row, shifted: the state at `predictors[t]` predicts `targets[t]`."""
-
-    predictors: npt.NDArray[np.int64]
-    """[T] positions in the row's token_ids, each one before its action."""
-    targets: Int32Array
-    """[T] the action tokens."""
-
-
-def shift(row: Row) -> Shifted:
-    """Predictors and targets of the action tokens, in order; the sampled EOS is the last target, and nothing follows it."""
-    positions = np.fromiter(row.action_positions(), dtype=np.int64, count=row.num_actions)
-    return Shifted(positions - 1, row.token_ids[positions])
-
-
-def needed_tokens(row: Row) -> int:
-    """Tokens that a forward pass over the row must read: all up to the last predictor. The last action is only a target."""
-    return row.spans[-1][1] - 1 if row.num_actions else 0
-
-
-def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ValueError naming the row whose spans, log-probs, advantages or kept counts do not fit its tokens."""
-    for index, row in enumerate(rows):
-        edge = 1
-        for start, stop in row.spans:
-            if not edge <= start <= stop <= len(row.token_ids):
-                raise ValueError(f"row {index}: span ({start}, {stop}) must lie in order within [{edge}, {len(row.token_ids)}]")
-            edge = stop
-        if not len(row.logprobs) == len(row.advantages) == row.num_actions:
-            raise ValueError(
-                f"row {index}: {row.num_actions} action tokens, but {len(row.logprobs)} log-probs and {len(row.advantages)} advantages"
-            )
-        if row.kept is not None and (len(row.kept) != row.num_actions or (row.kept < 1).any()):
-            raise ValueError(f"row {index}: {row.num_actions} action tokens need as many kept counts of 1 or more, not {row.kept.tolist()}")
+from retrain.types import Float32Array, Row
 
 
 @dataclass(frozen=True)
@@ -224,15 +187,3 @@ def pad(rows: Sequence[LearnerRow], device: torch.device) -> MicroBatch:
 
 def _targets(rows: Sequence[LearnerRow], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([shift(row.row).targets for row in rows]).astype(np.int64)).to(device)
-
-
-def minibatch_split(rows: Sequence[LearnerRow], count: int, seed: int, step: int, turn: int) -> list[list[LearnerRow]]:
-    """`count` parts of nearly equal size for pass number `turn`, drawn row by row from the counter noise; empty ones are left out.
-
-    Rows are drawn one by one, not by group: the parts stay equal in size whatever the groups, and each sees nearly every prompt.
-    """
-    if count == 1:
-        return [list(rows)]
-    numbers = np.array([row.number for row in rows])
-    order = np.argsort(uniform(seed, Stream.MINIBATCH, step, turn, 0, numbers), kind="stable")
-    return [[rows[index] for index in sorted(part)] for part in np.array_split(order, count) if len(part)]

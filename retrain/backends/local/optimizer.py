@@ -1,14 +1,14 @@
 """AdamW over the adapter: learning rate as a pure function of the step, gradient norm, and state in safetensors and JSON."""
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from retrain.backends.rows import learning_rate
 from retrain.types import Float32Array
 
 if TYPE_CHECKING:
@@ -16,23 +16,6 @@ if TYPE_CHECKING:
 
 STATE_FILE = "optimizer.safetensors"
 COUNT_FILE = "optimizer.json"
-
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-def learning_rate(peak: float, step: int, schedule: Schedule, warmup_steps: int, max_steps: int) -> float:
-    """The rate of training step `step`, counted from 0.
-
-    It rises linearly to `peak` over the warm-up's steps (the first step is not 0), then stays, or falls to 0 at `max_steps`.
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-    if schedule == "linear":
-        return peak * (1 - progress)
-    if schedule == "cosine":
-        return peak * (1 + math.cos(math.pi * progress)) / 2
-    return peak
 
 
 class AdapterOptimizer:

@@ -134,7 +134,9 @@ class PrimeEngine(ServedEngine):
         self._adapter = served
         self._pool.run(self._pool.on_each(self._prepare))
         if not self._checked:
-            self._pool.run(self._pool.on_each(lambda server: self._dialect.check_logprobs(server, served, self._temperature)))
+            dialect = self._dialect
+            assert isinstance(dialect, PrimeDialect)
+            self._pool.run(self._pool.on_each(lambda server: dialect.check_logprobs(server, served, self._temperature)))
             self._checked = True
 
     async def _prepare(self, server: Server) -> None:

@@ -1,4 +1,4 @@
-"""What one step of learning is recorded as: its updates, and the ratios of learner and sampler."""
+"""The record of one step of learning: its updates, and the ratios of learner and sampler."""
 
 import math
 from collections.abc import Sequence

@@ -1,0 +1,141 @@
+"""The semantic detector: windows of words whose embedding is nearer to planning than to execution.
+
+An encoder turns sentences into unit vectors. Two centroids, of phrases that plan and of phrases that execute, are its yardstick: a window
+plans iff cos(w, planning) > cos(w, execution) + threshold and cos(w, planning) > min_similarity. Windows have 12 words, each begins 6
+after the one before, and words are those of the decoded text. All tokens of a planning window are marked.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.advantages.ragged import BoolArray, Float64Array
+
+WINDOW_WORDS: Final = 12
+STRIDE_WORDS: Final = 6
+FEWEST_WORDS: Final = 3
+"""A shorter completion plans nothing."""
+
+PLANNING_ANCHORS: Final = (
+    "Let me think about how to approach this problem.",
+    "Hold on, something is off here.",
+    "Wait, I should look at that step again.",
+    "I am not sure that this is right, so let me verify it.",
+    "Let us step back and consider the whole problem.",
+    "Maybe there is an easier way to do it.",
+    "That does not work, so I need another idea.",
+    "First I will find a strategy, then carry it out.",
+    "What if I try it from the other direction?",
+    "The main idea is to reduce it to a simpler case.",
+    "Let me check the result by another method.",
+    "It would help to look for a pattern.",
+    "My plan is to split the problem into two cases.",
+    "I made a mistake earlier, so I will start again.",
+    "Alternatively, we could work backwards from the answer.",
+    "Before computing, let me understand what is asked.",
+    "Does this answer make sense?",
+    "It is important to notice the symmetry here.",
+    "I wonder whether this assumption holds.",
+    "Let me reconsider which approach is best.",
+)
+EXECUTION_ANCHORS: Final = (
+    "Adding 12 and 30 gives 42.",
+    "Substitute x = 3 into the equation to get 2x + 1 = 7.",
+    "Multiply both sides by 4.",
+    "The area is 5 times 8, which equals 40.",
+    "So 17 - 9 = 8.",
+    "Dividing by 2 we obtain y = 6.",
+    "Expanding the product gives x^2 + 5x + 6.",
+    "The derivative of x^3 is 3x^2.",
+    "Therefore the sum is 100.",
+    "Each of them costs 3 dollars, so 7 of them cost 21 dollars.",
+    "Simplifying the fraction 6/8 yields 3/4.",
+    "The final answer is 15.",
+    "Subtract 5 from both sides of the equation.",
+    "There are 24 hours in a day and 60 minutes in an hour.",
+    "Taking the square root of 49 gives 7.",
+)
+
+_WORD = re.compile(r"\S+")
+
+
+class Encoder(Protocol):
+    def __call__(self, sentences: Sequence[str], /) -> npt.NDArray[np.floating]:
+        """[n] sentences -> [n, d] vectors of length 1."""
+
+
+class SemanticDetector:
+    """Marks the tokens of the windows that plan. Its state is the encoder alone, so equal steps have equal masks."""
+
+    def __init__(self, encode: Encoder, threshold: float = 0.02, min_similarity: float = 0.25) -> None:
+        self._encode = encode
+        self._threshold = threshold
+        self._min_similarity = min_similarity
+        self._centroids = np.stack([_centroid(encode(anchors)) for anchors in (PLANNING_ANCHORS, EXECUTION_ANCHORS)], axis=1)
+        """[d, 2] planning, execution."""
+
+    def detect(self, pieces: Sequence[str]) -> npt.NDArray[np.uint8]:
+        """[T] decoded pieces of one completion -> [T] mask."""
+        return self.detect_all([pieces])[0]
+
+    def detect_all(self, completions: Sequence[Sequence[str]]) -> list[npt.NDArray[np.uint8]]:
+        """The masks of several completions, whose windows are encoded in one call, each different text once.
+
+        Nothing is kept for a later call: a window's vector depends in its last bits on the batch that it is encoded in, and a resumed run
+        must see the same batches.
+        """
+        texts = ["".join(pieces) for pieces in completions]
+        spans = [[match.span() for match in _WORD.finditer(text)] for text in texts]
+        windows = [_windows(len(words)) for words in spans]
+        sentences = [_sentences(text, words, starts) for text, words, starts in zip(texts, spans, windows, strict=True)]
+        plans = self._plans([sentence for group in sentences for sentence in group])
+        masks = []
+        for pieces, text, words, starts, own in zip(completions, texts, spans, windows, sentences, strict=True):
+            planning = np.zeros(len(words), dtype=np.bool_)
+            for start, sentence in zip(starts, own, strict=True):
+                planning[start : start + WINDOW_WORDS] |= plans[sentence]
+            masks.append(_token_mask(pieces, len(text), words, planning))
+        return masks
+
+    def _plans(self, sentences: Sequence[str]) -> dict[str, bool]:
+        """Each different sentence -> whether it plans."""
+        different = list(dict.fromkeys(sentences))
+        if not different:
+            return {}
+        similarities = np.asarray(self._encode(different), np.float64) @ self._centroids
+        to_planning, to_execution = similarities.T
+        plans = (to_planning > to_execution + self._threshold) & (to_planning > self._min_similarity)
+        return dict(zip(different, plans.tolist(), strict=True))
+
+
+def _centroid(vectors: npt.NDArray[np.floating]) -> Float64Array:
+    """[n, d] -> [d], of length 1."""
+    mean = np.asarray(vectors, np.float64).mean(axis=0)
+    return np.asarray(mean / np.linalg.norm(mean))
+
+
+def _windows(words: int) -> range:
+    """The first word of each window. The last window reaches the last word and has at least 7, unless the text has fewer."""
+    if words < FEWEST_WORDS:
+        return range(0)
+    return range(0, max(words - WINDOW_WORDS + STRIDE_WORDS, 1), STRIDE_WORDS)
+
+
+def _sentences(text: str, words: Sequence[tuple[int, int]], starts: range) -> list[str]:
+    last = len(words) - 1
+    pieces = (text[words[start][0] : words[min(start + WINDOW_WORDS - 1, last)][1]] for start in starts)
+    return [" ".join(piece.split()) for piece in pieces]
+
+
+def _token_mask(pieces: Sequence[str], length: int, words: Sequence[tuple[int, int]], planning: BoolArray) -> npt.NDArray[np.uint8]:
+    """[T] 1 where a token has a character of a planning word. `length` counts the text's characters; `planning` is [W]."""
+    edges = np.zeros(length + 1, dtype=np.int64)
+    for start, stop in (span for span, plans in zip(words, planning.tolist(), strict=True) if plans):
+        edges[start] += 1
+        edges[stop] -= 1
+    marked = np.concatenate([[0], np.cumsum(np.cumsum(edges)[:length])])  # [length + 1] marked characters before each place
+    ends = np.cumsum([0, *map(len, pieces)])
+    return np.asarray(np.diff(marked[ends]) > 0, dtype=np.uint8)

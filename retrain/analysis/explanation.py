@@ -1,0 +1,183 @@
+"""What may be concluded from each contrast, what qualifies it, and how it was computed: sentences for text, Markdown and the report."""
+
+from collections.abc import Iterator
+
+from retrain.analysis import statistics
+from retrain.analysis.compare import Comparison, Contrast
+from retrain.analysis.headline import difference_words, interval_words, p_words, size_words
+from retrain.analysis.pairs import outlying_seeds
+from retrain.analysis.verdict import FEW_PROBLEMS, Conclusion, Verdict
+from retrain.records.printing import counted
+
+
+def explanation(contrast: Contrast, comparison: Comparison) -> str:
+    """What may be concluded from one contrast, and what may not."""
+    metric, test, found = comparison.metric, comparison.test, contrast.conclusion
+    shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}{_among(contrast, comparison)}"
+    if found.verdict is Verdict.INCONCLUSIVE:
+        return f"{found.word(test.alpha)}: {shown}. {_why_inconclusive(contrast, comparison)}"
+    if found.verdict is Verdict.EQUIVALENT:
+        return f"equivalent within {size_words(test.margin, metric)}: {shown}, adjusted p {p_words(found.equivalence_p_adjusted)} (TOST)."
+    within = f", but within the margin of {size_words(test.margin, metric)}" if found.within_margin else ""
+    return f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."
+
+
+def _among(contrast: Contrast, comparison: Comparison) -> str:
+    return " of runs that finished" if contrast.losses and comparison.test.failed == "exclude" else ""
+
+
+def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
+    test, found = comparison.test, contrast.conclusion
+    pairs, family = counted(found.pairs, "pair"), counted(len(comparison.contrasts), "comparison")
+    if not found.can_conclude(test.alpha):
+        return (
+            f"No result of {pairs} could be significant: the smallest possible adjusted p is {p_words(found.smallest_p_adjusted)}; "
+            f"at least {comparison.seeds_to_conclude} seeds are needed for {family} at {test.alpha:g}."
+        )
+    if found.unsure:
+        return _why_unsure(contrast, comparison)
+    if not found.sd:
+        return "All differences are equal, so they show nothing about chance."
+    interval_alone = ""
+    if found.interval and not found.interval[0] <= 0 <= found.interval[1]:
+        p = f"adjusted p over {family}" if len(comparison.contrasts) > 1 else "p"
+        interval_alone = f"Its own interval excludes 0, but the {p}, {p_words(found.p_adjusted)}, is not below {test.alpha:g}. "
+    return interval_alone + _detectable(found, comparison)
+
+
+def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
+    metric, found = comparison.metric, contrast.conclusion
+    if found.unsure == "unjudged":
+        return (
+            f"The judged answers alone differ significantly (adjusted p {p_words(found.p_adjusted)}), but those that could not be judged "
+            f"leave {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not significant."
+        )
+    wide = interval_words(contrast.wide.interval if contrast.wide else None, metric)
+    adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
+    return (
+        f"The seeds agree (adjusted p {p_words(found.p_adjusted)}), but the interval for new problems, {wide}{adjusted}, contains 0: with "
+        f"{comparison.problems:,} problems, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
+    )
+
+
+def _detectable(found: Conclusion, comparison: Comparison) -> str:
+    """Over the interval of the sd: at the sd that was seen, the power would be overstated."""
+    if found.detectable is None:
+        return ""
+    low, high = (size_words(end, comparison.metric) for end in found.detectable)
+    return (
+        f"Such a campaign finds a true difference of {low} to {high} (over the sd's interval) in {100 * comparison.test.power:g}% of cases."
+    )
+
+
+def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    """What qualifies a contrast, one sentence each."""
+    metric, test, found = comparison.metric, comparison.test, contrast.conclusion
+    if found.bounds and found.unsure != "unjudged":
+        yield f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
+    yield from _about_failures(contrast, comparison)
+    yield from _about_tails(contrast, comparison)
+    if contrast.wide and contrast.wide.without_covariate:
+        yield (
+            f"For new problems as hard for the base model as these: {interval_words(contrast.wide.interval, metric)} (the covariate is its "
+            f"pass rate at step 0; without it {interval_words(contrast.wide.without_covariate, metric)})."
+        )
+    if found.seeds_needed is not None:
+        yield (
+            f"To find {size_words(test.effect, metric)} with a power of {100 * test.power:g}%, {found.seeds_needed} seeds are needed "
+            f"at the sd of the differences seen here ({size_words(found.sd, metric)})."
+        )
+    yield from _about_spread(contrast, comparison)
+
+
+def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    losses = contrast.losses
+    if losses is None:
+        return
+    yield (
+        f"Failed runs: {losses.candidate} of {contrast.condition}, {losses.baseline} of {contrast.baseline} (exact p "
+        f"{p_words(losses.p)} if both lose runs alike)."
+    )
+    if contrast.at_worst:
+        found, alpha = contrast.at_worst, comparison.test.alpha
+        yield (
+            f"Counted as the worst result (--failed worst): {found.word(alpha)}, {difference_words(found.mean, comparison.metric)} in "
+            f"{counted(found.pairs, 'pair')}."
+        )
+
+
+def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    metric, found, seeds = comparison.metric, contrast.conclusion, outlying_seeds(contrast.differences)
+    if seeds:
+        shown = ", ".join(f"{seed} ({difference_words(contrast.differences[seed], metric)})" for seed in seeds)
+        rest = [value for seed, value in contrast.differences.items() if seed not in seeds]
+        yield (
+            f"Far from the others: seed{'' if len(seeds) == 1 else 's'} {shown}; without {'it' if len(seeds) == 1 else 'them'} the mean is "
+            f"{difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume tails that are alike on both sides."
+        )
+    if found.verdict is Verdict.EQUIVALENT or found.within_margin:
+        largest = max(abs(value) for value in contrast.differences.values())
+        unseen = 1 - 0.05 ** (1 / found.pairs)
+        yield (
+            f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is about the mean: {found.pairs} pairs do not "
+            f"rule out an event, such as a collapse, that happens in up to {100 * unseen:.0f}% of runs."
+        )
+
+
+def _about_spread(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    metric, found, parts = comparison.metric, contrast.conclusion, contrast.parts
+    if contrast.pairing and found.sd:
+        yield (
+            f"Pairing: the runs of a seed correlate by {contrast.pairing.correlation:.2f}; sd of the differences "
+            f"{size_words(found.sd, metric)}, for independent runs {size_words(contrast.pairing.unpaired_sd, metric)}."
+        )
+    if parts and found.sd:
+        noise, luck = parts.noise_variance**0.5, parts.luck_variance**0.5
+        advice = "more problems or samples" if noise > luck else "more seeds"
+        yield (
+            f"The sd has two parts: {size_words(noise, metric)} from the evaluation, {size_words(luck, metric)} from the luck of the runs; "
+            f"{advice} would narrow it most."
+        )
+    if contrast.shared.is_same:
+        yield "Nothing that was recorded differs between the arms: an A/A comparison."
+    elif contrast.shared.differing_keys:
+        yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
+
+
+def sharing(contrast: Contrast) -> str:
+    """What the runs of a pair had in common; the more they share, the less luck is in their difference."""
+    shared = contrast.shared
+    if shared.noise == shared.prompts == shared.pairs:
+        words = "The arms of every pair saw the same prompts and shared their sampling noise."
+    else:
+        words = f"Same prompts in {_of(shared.prompts, shared.pairs)} pairs, shared sampling noise in {_of(shared.noise, shared.pairs)}."
+    if shared.unrecorded:
+        words += f" The training data of {_of(shared.unrecorded, shared.pairs)} pairs was not recorded."
+    if shared.environment:
+        words += f" The machines or versions differ: {', '.join(shared.environment)}."
+    return words
+
+
+def _of(count: int, total: int) -> str:
+    return "no" if count == 0 else "all" if count == total else f"{count} of {total}"
+
+
+def computed(comparison: Comparison) -> Iterator[str]:
+    """How the numbers were made."""
+    metric, test = comparison.metric, comparison.test
+    judge = f", judged by {comparison.judge}" if comparison.judge else ""
+    how = f", sampled at {comparison.evaluated}" if comparison.evaluated else ""
+    better = "lower" if test.lower_is_better else metric.better
+    direction = f"{better} is better" if better else "neither direction is better"
+    yield f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The unit is the run; runs are paired by seed."
+    several = len(comparison.contrasts) > 1
+    family = counted(len(comparison.contrasts), "comparison")
+    adjusted = {"maxt": "joint sign flips of whole seeds (max-T)", "holm": "Holm"}[test.correction]
+    over = f", adjusted over {family} by {adjusted}" if several else ""
+    yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
+    if any(contrast.wide for contrast in comparison.contrasts):
+        all_of_them = f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)" if several else ""
+        few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}" if comparison.problems < FEW_PROBLEMS else ""
+        yield f"For new problems: two-way analysis of variance over seeds and problems{few}."
+    if any(contrast.conclusion.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT) for contrast in comparison.contrasts):
+        yield "A difference that was picked because it is significant is too large on average (winner's curse); new seeds show its size."

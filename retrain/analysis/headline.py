@@ -1,0 +1,154 @@
+"""The answer of a comparison in one sentence, and its numbers in words."""
+
+from collections.abc import Iterator, Sequence
+
+from retrain.analysis.compare import Comparison, Contrast
+from retrain.analysis.measures import Metric
+from retrain.analysis.verdict import Interval, Verdict
+from retrain.records.printing import counted
+
+_VERBS = {
+    Verdict.IMPROVEMENT: ("beats", "beat"),
+    Verdict.WORSE: ("is worse than", "are worse than"),
+    Verdict.DIFFERENT: ("differs from", "differ from"),
+    Verdict.EQUIVALENT: ("is equivalent to", "are equivalent to"),
+}
+"""For one condition and for several."""
+_SHORT = {Verdict.IMPROVEMENT: "better", Verdict.WORSE: "worse", Verdict.DIFFERENT: "different", Verdict.EQUIVALENT: "equivalent"}
+
+
+_WHY_UNSURE = {
+    "": "",
+    "unjudged": "; answers that could not be judged leave it open",
+    "problems": "; a few of the problems may carry the difference",
+}
+
+
+def answer(comparison: Comparison) -> str:
+    """Such as: 1 of 4 conditions beats grpo+none on these 200 problems: maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided."""
+    found = [contrast for contrast in comparison.contrasts if contrast.conclusion.verdict is not Verdict.INCONCLUSIVE]
+    so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: " if comparison.to_come else ""
+    sentence = _decided(found, comparison) if found else _undecided(comparison)
+    return so_far + sentence
+
+
+def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
+    total, parts = len(comparison.contrasts), list[str]()
+    against = comparison.baseline if comparison.one_baseline else "their baselines"
+    for verdict in _VERBS:
+        items = [contrast for contrast in found if contrast.conclusion.verdict is verdict]
+        if not items:
+            continue
+        shown = ", ".join(item_words(contrast, comparison) for contrast in items)
+        if parts:
+            parts.append(f"{len(items)} {_SHORT[verdict]}: {shown}")
+            continue
+        verb = _VERBS[verdict][len(items) > 1]
+        within = f" within {size_words(comparison.test.margin, comparison.metric)}" if verdict is Verdict.EQUIVALENT else ""
+        if total == 1:
+            one = items[0]
+            parts.append(f"{one.condition} {verb} {one.baseline}{within} {scope(comparison)}: {difference_and_interval(one, comparison)}")
+        else:
+            parts.append(f"{len(items)} of {total} conditions {verb} {against}{within} {scope(comparison)}: {shown}")
+    return "; ".join([*parts, *_rest(comparison), *_at_worst(found, comparison)]) + "."
+
+
+def _at_worst(found: Sequence[Contrast], comparison: Comparison) -> Iterator[str]:
+    """Verdicts that fall where failed runs count as the worst result."""
+    fallen = [item for item in found if item.at_worst and item.at_worst.verdict is not item.conclusion.verdict]
+    if fallen:
+        which = "" if len(comparison.contrasts) == 1 else f" {', '.join(name_of(item, comparison) for item in fallen)}"
+        yield f"undecided{which} if failed runs count as the worst result"
+
+
+def _rest(comparison: Comparison) -> Iterator[str]:
+    """3 undecided; 1 cannot conclude."""
+    words = [contrast.conclusion.word(comparison.test.alpha) for contrast in comparison.contrasts]
+    yield from (f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words)
+
+
+def _undecided(comparison: Comparison) -> str:
+    """Nothing was concluded: the design does not allow it, or it was looked for and not decided."""
+    contrasts, test = comparison.contrasts, comparison.test
+    if not any(contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts):
+        seeds = max(contrast.conclusion.pairs for contrast in contrasts)
+        return (
+            f"Cannot conclude: {counted(seeds, 'seed')} cannot show any difference from {_baselines(comparison)}, however large; "
+            f"{counted(len(contrasts), 'comparison')} at {test.alpha:g} need at least {comparison.seeds_to_conclude}."
+        )
+    if len(contrasts) == 1:
+        one = contrasts[0]
+        why = _WHY_UNSURE[one.conclusion.unsure]
+        return f"Undecided {scope(comparison)}: {one.condition} against {one.baseline} {difference_and_interval(one, comparison)}{why}."
+    largest = max(contrasts, key=lambda contrast: abs(contrast.conclusion.mean))
+    return (
+        f"Undecided {scope(comparison)}: none of {len(contrasts)} conditions is shown to differ from {_baselines(comparison)}; the largest "
+        f"difference is {item_words(largest, comparison)}."
+    )
+
+
+def _baselines(comparison: Comparison) -> str:
+    return comparison.baseline if comparison.one_baseline else "its baseline"
+
+
+def scope(comparison: Comparison) -> str:
+    """What a verdict is about: on these 200 problems, in correct_rate; among the runs that finished, where arms lost runs."""
+    what = f"on these {comparison.problems:,} problems" if comparison.problems else f"in {comparison.metric.name}"
+    if comparison.problems and comparison.metric.k != 1:
+        what = f"in {comparison.metric.name} {what}"
+    lost = comparison.test.failed == "exclude" and any(_loses_unequally(contrast) for contrast in comparison.contrasts)
+    return f"{what}, among the runs that finished" if lost else what
+
+
+def _loses_unequally(contrast: Contrast) -> bool:
+    return contrast.losses is not None and contrast.losses.candidate != contrast.losses.baseline
+
+
+def name_of(contrast: Contrast, comparison: Comparison) -> str:
+    return contrast.condition if comparison.one_baseline else f"{contrast.condition} against {contrast.baseline}"
+
+
+def item_words(contrast: Contrast, comparison: Comparison) -> str:
+    return f"{name_of(contrast, comparison)} {difference_and_interval(contrast, comparison)}"
+
+
+def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
+    """Such as: +13.2 pp [+9.1, +17.3] (8 seeds)."""
+    metric, found = comparison.metric, contrast.conclusion
+    ends = ""
+    if found.interval:
+        low, high = (difference_words(end, metric).removesuffix(" pp") for end in found.interval)
+        ends = f" [{low}, {high}]"
+    return f"{difference_words(found.mean, metric)}{ends} ({counted(found.pairs, 'seed')})"
+
+
+# -- numbers in words ----------------------------------------------------------------------------------------------------
+
+
+def difference_words(value: float, metric: Metric) -> str:
+    """Such as +13.2 pp; a small difference has two digits that say something, +0.042 pp."""
+    return f"{_points(value, '+')} pp" if metric.is_rate else f"{value:+.4g}"
+
+
+def size_words(value: float | None, metric: Metric) -> str:
+    if value is None:
+        return ""
+    return f"{_points(value, '')} pp" if metric.is_rate else f"{value:.4g}"
+
+
+def interval_words(interval: Interval | None, metric: Metric) -> str:
+    if interval is None:
+        return ""
+    low, high = interval
+    return f"{_points(low, '+')} to {_points(high, '+')} pp" if metric.is_rate else f"{low:+.4g} to {high:+.4g}"
+
+
+def _points(value: float, sign: str) -> str:
+    points = 100 * value
+    return f"{points:{sign}.2g}" if 1e-9 < abs(points) < 0.095 else f"{points:{sign}.1f}"
+
+
+def p_words(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "<0.0001" if value < 1e-4 else f"{value:.2g}" if value < 0.995 else "1"

@@ -1,0 +1,91 @@
+"""The held-out answers of a run as arrays over problems, and the difference of two runs on the problems that both have judged.
+
+An answer that could not be judged is neither right nor wrong. The difference of a pair is taken over the problems that were judged in
+both runs; how far the unjudged answers could move it is bounded by counting all of them against one arm and for the other. Source of
+the bounds: Manski 1990, American Economic Review 80.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.analysis.statistics import Floats
+from retrain.records.entries import EvaluationRecord
+from retrain.records.evaluation import pass_at_k
+
+Ints = npt.NDArray[np.int64]
+
+
+class Unjudged(Enum):
+    """What an answer counts as that could not be judged."""
+
+    NOTHING = "nothing"
+    RIGHT = "right"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """[problems], in the order of `ids`."""
+
+    ids: tuple[str, ...]
+    right: Ints
+    judged: Ints
+    unjudged: Ints
+
+    @classmethod
+    def of(cls, records: Sequence[EvaluationRecord]) -> "Answers":
+        ordered = sorted(records, key=lambda record: record.example_id)
+        counts = np.array([(item.correct, item.samples, item.could_not_judge) for item in ordered], dtype=np.int64).reshape(-1, 3)
+        return cls(tuple(item.example_id for item in ordered), *counts.T)
+
+    def rates(self, k: int = 1, unjudged: Unjudged = Unjudged.NOTHING) -> Floats:
+        """[problems] unbiased pass@k; NaN with fewer than k answers that count."""
+        counts = self.judged if unjudged is Unjudged.NOTHING else self.judged + self.unjudged
+        right = self.right + self.unjudged if unjudged is Unjudged.RIGHT else self.right
+        if k == 1:
+            rates: Floats = np.divide(right, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+            return rates
+        return np.array([_pass_at_k(int(n), int(c), k) for n, c in zip(counts, right, strict=True)], dtype=np.float64)
+
+
+@lru_cache(maxsize=4096)
+def _pass_at_k(n: int, c: int, k: int) -> float:
+    return pass_at_k(n, c, k) if n >= k else float("nan")
+
+
+@dataclass(frozen=True)
+class AnswerDifference:
+    """candidate - baseline of two runs that answered the same problems."""
+
+    by_problem: Floats
+    """[problems]; NaN where a run judged fewer than k answers."""
+    least: float
+    """With every unjudged answer counted against the candidate: wrong there, right in the baseline."""
+    most: float
+    unjudged: int
+    """Answers of both runs."""
+
+    @property
+    def mean(self) -> float:
+        """Over the problems judged in both runs; NaN if there is none."""
+        known = self.by_problem[~np.isnan(self.by_problem)]
+        return float(known.mean()) if len(known) else float("nan")
+
+    @classmethod
+    def between(cls, candidate: Answers, baseline: Answers, k: int) -> "AnswerDifference":
+        def mean(ours: Unjudged, theirs: Unjudged) -> float:
+            difference = candidate.rates(k, ours) - baseline.rates(k, theirs)
+            known = difference[~np.isnan(difference)]
+            return float(known.mean()) if len(known) else float("nan")
+
+        return cls(
+            by_problem=candidate.rates(k) - baseline.rates(k),
+            least=mean(Unjudged.WRONG, Unjudged.RIGHT),
+            most=mean(Unjudged.RIGHT, Unjudged.WRONG),
+            unjudged=int(candidate.unjudged.sum() + baseline.unjudged.sum()),
+        )

@@ -1,0 +1,104 @@
+"""What the two runs of a pair had in common, from what they recorded (environment.json) and from their configurations."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retrain.analysis.runs import StoredRun
+from retrain.config.keys import all_keys
+
+Pair = tuple[StoredRun, StoredRun]
+
+_PROMPT_KEYS = ("training.batch_size", "training.max_examples", "model.model")
+_RECORDED = {
+    "retrain": "retrain",
+    "python": "Python",
+    "platform": "platform",
+    "cpu": "processor",
+    "threads": "threads",
+    "device": "device",
+    "device_name": "device",
+    "git": "code revision",
+    "data_sha256": "training data",
+    "engine": "engine",
+    "backend": "backend",
+}
+"""Entries of environment.json on which results can depend, and what to call them."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How many of the pairs saw the same prompts, how many also drew the same sampling noise, and what else differed."""
+
+    pairs: int
+    prompts: int
+    noise: int
+    unrecorded: int
+    """Pairs of which a run did not record its data, so that nobody knows."""
+    differing_keys: tuple[str, ...]
+    """Keys that change the training and differ between the runs of some pair."""
+    environment: tuple[str, ...]
+    """What differs between the recorded environments of some pair, in words."""
+
+    @property
+    def is_same(self) -> bool:
+        """True if no key and nothing recorded differs: an A/A comparison."""
+        return self.prompts == self.pairs and not self.differing_keys and not self.environment
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> "Shared":
+        prompts = [_same_prompts(one, other) for one, other in pairs]
+        noise = [same and one.has_counter_noise and other.has_counter_noise for same, (one, other) in zip(prompts, pairs, strict=True)]
+        return cls(
+            pairs=len(pairs),
+            prompts=sum(prompts),
+            noise=sum(noise),
+            unrecorded=sum(not (_data(one) and _data(other)) for one, other in pairs),
+            differing_keys=tuple(differing_keys(pairs)),
+            environment=tuple(dict.fromkeys(words for one, other in pairs for words in differing_environment(one, other))),
+        )
+
+
+def _data(run: StoredRun) -> Any:
+    """The hash of the training data that a run recorded: ids, prompts and references in the source's order."""
+    return run.environment.get("data_sha256")
+
+
+def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
+    """For runs of one seed: the same recorded data in batches of the same size, which back pressure would vary."""
+    if not _data(one) or _data(one) != _data(other):
+        return False
+    fixed_batches = not (one.config.backpressure.enabled or other.config.backpressure.enabled)
+    same_environment = one.config.environment == other.config.environment
+    return same_environment and fixed_batches and all(one.config.value(key) == other.config.value(key) for key in _PROMPT_KEYS)
+
+
+def differing_keys(pairs: Sequence[Pair]) -> list[str]:
+    """The keys that change the training and differ between the runs of some pair."""
+    keys = [key.path for key in all_keys() if not key.traits.own_to_a_run]
+    return [key for key in keys if any(one.config.value(key) != other.config.value(key) for one, other in pairs)]
+
+
+def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
+    """What differs between two recorded environments, in words such as "torch (2.12.0, 2.13.0)"."""
+    ours, theirs = one.environment, other.environment
+    for name, words in _RECORDED.items():
+        if ours.get(name) != theirs.get(name):
+            yield f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})" if _is_short(ours, theirs, name) else words
+    ours, theirs = _packages(ours), _packages(theirs)
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            yield f"{name} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})"
+
+
+def _packages(environment: dict[str, Any]) -> dict[str, Any]:
+    packages = environment.get("packages")
+    return packages if isinstance(packages, dict) else {}
+
+
+def _is_short(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
+    return name != "data_sha256" and not any(isinstance(environment.get(name), dict) for environment in (ours, theirs))
+
+
+def _shown(value: Any) -> str:
+    return "not recorded" if value is None else str(value)

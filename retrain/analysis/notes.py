@@ -1,0 +1,57 @@
+"""What a reader must know before believing a comparison, one sentence each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from retrain.analysis.arms import Arm, RunsByCondition
+from retrain.analysis.measures import Metric, trained_on_chance
+from retrain.analysis.pairs import Pairs
+from retrain.analysis.runs import StoredRun
+from retrain.records.printing import counted
+
+
+def comparison_notes(
+    grouped: RunsByCondition, arms: Mapping[str, Arm], baseline: str, family: Sequence[Pairs], metric: Metric, *, asked: bool
+) -> Iterator[str]:
+    base, others = arms[baseline], [arm for label, arm in arms.items() if label != baseline]
+    runs = [run for arm in arms.values() for run in arm.runs.values()]
+    if grouped.to_come:
+        yield f"Still to come: {counted(grouped.to_come, 'run')}. Peeking inflates the false-positive rate above alpha."
+    if metric.k is None and not asked:
+        yield (
+            "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on training problems "
+            "while the model learns; [evaluation] at_end = true gives the better number."
+        )
+    if base.runs and all(map(trained_on_chance, base.runs.values())):
+        yield (
+            f"{base.label} is a control, trained on random rewards: a difference from it is what an informative reward adds to "
+            "training as such."
+        )
+    ends = sorted({run.steps for run in runs})
+    if len(ends) > 1:
+        yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for different lengths."
+    if metric.k is not None:
+        yield from _held_out_notes(runs, arms)
+    yield from _unpaired_notes(base, others, family)
+
+
+def _held_out_notes(runs: Sequence[StoredRun], arms: Mapping[str, Arm]) -> Iterator[str]:
+    early = [run for run in runs if run.final_evaluation and run.final_evaluation.step < run.steps]
+    if early:
+        yield f"{len(early)} of {len(runs)} runs trained on after their last held-out evaluation; [evaluation] at_end = true adds one."
+    unjudged = {label: arm.unjudged for label, arm in arms.items() if arm.unjudged}
+    if unjudged:
+        counts = ", ".join(f"{count:,} of {arms[label].answered:,} of {label}" for label, count in unjudged.items())
+        yield (
+            f"{counted(sum(unjudged.values()), 'held-out answer')} could not be judged ({counts}). Differences are over the problems "
+            "judged in both runs of a pair, and a verdict holds with all unjudged answers counted against it."
+        )
+
+
+def _unpaired_notes(base: Arm, others: Sequence[Arm], family: Sequence[Pairs]) -> Iterator[str]:
+    compared = {arm.label for pairs in family for arm in (pairs.candidate, pairs.baseline)}
+    lonely = [f"{arm.label} ({', '.join(map(str, seeds))})" for arm in others if (seeds := [s for s in arm.values if s not in base.values])]
+    if lonely:
+        yield f"Seeds without a run of the baseline count in the means but in no difference: {'; '.join(lonely)}."
+    unpaired = [arm.label for arm in others if arm.label not in compared]
+    if unpaired:
+        yield f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it."

@@ -1,0 +1,176 @@
+"""The pairs of a contrast: runs of two arms with one seed, their differences, and what was lost on the way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+from retrain.analysis import statistics
+from retrain.analysis.arms import Arm
+from retrain.analysis.held_out import AnswerDifference
+from retrain.analysis.measures import Metric
+from retrain.analysis.runs import StoredRun
+from retrain.analysis.statistics import Floats
+from retrain.analysis.two_way import TwoWay, covaried_square
+from retrain.analysis.verdict import FEW_PROBLEMS, Interval, Paired
+
+
+@dataclass(frozen=True)
+class WideInterval:
+    """For new seeds and new held-out problems."""
+
+    interval: Interval
+    without_covariate: Interval | None
+    """Where the base model's pass rate per problem narrowed it: what it would be without; else None."""
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """What pairing by seed has gained."""
+
+    correlation: float
+    """Between the two runs of a seed."""
+    unpaired_sd: float
+    """What the sd of the differences would be for independent arms."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Seeds of which a run failed, and the exact test of whether one arm loses more runs."""
+
+    candidate: int
+    baseline: int
+    p: float
+    """Two-sided, of the seeds of which only one run failed (McNemar's exact test)."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One contrast, candidate - baseline; one pair or more."""
+
+    candidate: Arm
+    baseline: Arm
+    differences: Mapping[int, float]
+    least: Mapping[int, float] | None
+    """With every unjudged answer counted against the candidate; None where all were judged."""
+    most: Mapping[int, float] | None
+    by_problem: Floats | None
+    """[pairs, problems]; None without held-out answers."""
+
+    @property
+    def runs(self) -> list[tuple[StoredRun, StoredRun]]:
+        """(candidate, baseline) of the pairs whose runs both finished."""
+        ours, theirs = self.candidate.runs, self.baseline.runs
+        return [(ours[seed], theirs[seed]) for seed in self.differences if seed in ours and seed in theirs]
+
+    def paired(self, alpha: float, family: int) -> Paired:
+        """What a verdict is made of. Where it needs the interval for new problems, that is Bonferroni's over the family."""
+        wide = self.wide_interval(1 - alpha / family)
+        few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
+        return Paired(self.differences, self.least, self.most, wide.interval if wide and few else None)
+
+    def two_way(self) -> TwoWay | None:
+        return None if self.by_problem is None else TwoWay.of(self.by_problem)
+
+    def wide_interval(self, confidence: float) -> WideInterval | None:
+        """None without held-out answers of two pairs to two problems. The base's pass rate is used where it narrows the interval."""
+        table = self.two_way()
+        if table is None or self.by_problem is None:
+            return None
+        plain = table.interval(confidence)
+        rates = self._base_rates()
+        known = ~np.isnan(self.by_problem).all(axis=0)
+        square = None if rates is None else covaried_square(self.by_problem[:, known], rates[known])
+        if square is None or square >= table.problem_square:
+            return WideInterval(plain, None)
+        narrower = table.interval(confidence, square)
+        return WideInterval(narrower, plain) if narrower[1] - narrower[0] < plain[1] - plain[0] else WideInterval(plain, None)
+
+    def _base_rates(self) -> Floats | None:
+        """[problems] pass rate of the untrained model, over all runs that were evaluated before their first step."""
+        runs = [run for pair in self.runs for run in pair]
+        if any(run.config.evaluation.covariate == "off" for run in runs):
+            return None
+        ids = next((run.answers.ids for run in runs if run.answers), ())
+        base = [run.base_answers for run in runs if run.base_answers and run.base_answers.ids == ids]
+        judged = sum((answers.judged for answers in base), np.zeros(len(ids), dtype=np.int64))
+        if not base or not judged.all():
+            return None
+        rates: Floats = sum((answers.right for answers in base), np.zeros(len(ids), dtype=np.int64)) / judged
+        return rates
+
+    def pairing(self) -> Pairing | None:
+        """None below three pairs, or where an arm does not vary."""
+        seeds = [seed for seed in self.differences if seed in self.candidate.values and seed in self.baseline.values]
+        if len(seeds) < 3:
+            return None
+        arms = np.array([[arm.values[seed] for seed in seeds] for arm in (self.candidate, self.baseline)])
+        variances = arms.var(axis=1, ddof=1)
+        if not variances.all():
+            return None
+        return Pairing(float(np.corrcoef(arms)[0, 1]), float(np.sqrt(variances.sum())))
+
+    def losses(self) -> Losses | None:
+        """None if no run failed."""
+        ours, theirs = self.candidate.failed, self.baseline.failed
+        if not ours and not theirs:
+            return None
+        both = {*self.candidate.values, *ours} & {*self.baseline.values, *theirs}
+        one, other = len((ours - theirs) & both), len((theirs - ours) & both)
+        tail = sum(comb(one + other, count) for count in range(min(one, other) + 1)) / 2 ** (one + other)
+        return Losses(len(ours), len(theirs), min(1.0, 2 * tail))
+
+
+def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) -> Pairs:
+    """`worst` is the metric of a failed run; None leaves its pair out."""
+    if metric.k is not None:
+        return _answer_pairs(candidate, baseline, metric.k, worst)
+    differences = statistics.paired_differences(*(_with_failed(arm, worst) for arm in (candidate, baseline)))
+    return Pairs(candidate, baseline, differences, None, None, None)
+
+
+def _with_failed(arm: Arm, worst: float | None) -> dict[int, float]:
+    return dict(arm.values) if worst is None else {**arm.values, **dict.fromkeys(arm.failed, worst)}
+
+
+def _answer_pairs(candidate: Arm, baseline: Arm, k: int, worst: float | None) -> Pairs:
+    ours, theirs = _with_failed(candidate, worst), _with_failed(baseline, worst)
+    found = {seed: _between(candidate, baseline, seed, k, worst) for seed in theirs if seed in ours}
+    found = {seed: difference for seed, difference in found.items() if not np.isnan(difference.mean)}
+    bounded = any(difference.unjudged for difference in found.values())
+    return Pairs(
+        candidate,
+        baseline,
+        differences={seed: difference.mean for seed, difference in found.items()},
+        least={seed: difference.least for seed, difference in found.items()} if bounded else None,
+        most={seed: difference.most for seed, difference in found.items()} if bounded else None,
+        by_problem=np.array([difference.by_problem for difference in found.values()]) if found else None,
+    )
+
+
+def _between(candidate: Arm, baseline: Arm, seed: int, k: int, worst: float | None) -> AnswerDifference:
+    """A failed run answers every problem of its partner with `worst`."""
+    ours, theirs = (arm.runs[seed].answers if seed in arm.runs else None for arm in (candidate, baseline))
+    if ours and theirs:
+        return AnswerDifference.between(ours, theirs, k)
+    rates = [answers.rates(k) if answers else worst for answers in (ours, theirs)]
+    by_problem = np.atleast_1d(np.asarray(rates[0], dtype=np.float64) - np.asarray(rates[1], dtype=np.float64))
+    if not ours and not theirs:  # both failed: no difference, on as many problems as the other runs have
+        problems = next(len(run.answers.ids) for arm in (candidate, baseline) for run in arm.runs.values() if run.answers)
+        by_problem = np.zeros(problems)
+    mean = float(np.nanmean(by_problem))
+    return AnswerDifference(by_problem, mean, mean, 0)
+
+
+def outlying_seeds(differences: Mapping[int, float]) -> Sequence[int]:
+    """Seeds whose difference lies far from the others: a robust z score above 8, from five pairs on.
+
+    Source of the score and of the fallback where half of the differences are equal: Iglewicz and Hoaglin 1993.
+    """
+    values = np.array(list(differences.values()))
+    if len(values) < 5:
+        return []
+    distances = np.abs(values - np.median(values))
+    scale = 1.4826 * float(np.median(distances)) or 1.2533 * float(distances.mean())
+    return [seed for seed, distance in zip(differences, distances, strict=True) if scale and distance > 8 * scale]

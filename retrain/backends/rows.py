@@ -1,0 +1,117 @@
+"""Rows on their way to a learner, the same for every backend: checks, the shift, weights in the loss, minibatches, learning rate.
+
+Nothing here needs torch, so a backend whose service computes elsewhere installs without it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.noise import Stream, uniform
+from retrain.types import Int32Array, Row
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class Numbered(Protocol):
+    """A row with its place in the step."""
+
+    @property
+    def number(self) -> int: ...
+
+
+NumberedRow = TypeVar("NumberedRow", bound=Numbered)
+
+
+# -- one row -------------------------------------------------------------------------------------------------------------
+
+
+class Shifted(NamedTuple):
+    """The actions of one row, shifted: the state at `predictors[t]` predicts `targets[t]`."""
+
+    predictors: npt.NDArray[np.int64]
+    """[T] positions in the row's token_ids, each one before its action."""
+    targets: Int32Array
+    """[T] the action tokens."""
+
+
+def shift(row: Row) -> Shifted:
+    """Predictors and targets of the action tokens, in order; the sampled EOS is the last target, and nothing follows it."""
+    positions = np.fromiter(row.action_positions(), dtype=np.int64, count=row.num_actions)
+    return Shifted(positions - 1, row.token_ids[positions])
+
+
+def needed_tokens(row: Row) -> int:
+    """Tokens that a forward pass over the row must read: all up to the last predictor. The last action is only a target."""
+    return row.spans[-1][1] - 1 if row.num_actions else 0
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise ValueError naming the row whose spans, log-probs, advantages or kept counts do not fit its tokens."""
+    for index, row in enumerate(rows):
+        edge = 1
+        for start, stop in row.spans:
+            if not edge <= start <= stop <= len(row.token_ids):
+                raise ValueError(f"row {index}: span ({start}, {stop}) must lie in order within [{edge}, {len(row.token_ids)}]")
+            edge = stop
+        if not len(row.logprobs) == len(row.advantages) == row.num_actions:
+            raise ValueError(
+                f"row {index}: {row.num_actions} action tokens, but {len(row.logprobs)} log-probs and {len(row.advantages)} advantages"
+            )
+        if row.kept is not None and (len(row.kept) != row.num_actions or (row.kept < 1).any()):
+            raise ValueError(f"row {index}: {row.num_actions} action tokens need as many kept counts of 1 or more, not {row.kept.tolist()}")
+
+
+# -- an optimizer batch --------------------------------------------------------------------------------------------------
+
+
+def sequence_weights(
+    lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0, completions: float | None = None
+) -> list[float]:
+    """The weight of one token of each sequence of the whole optimizer batch; `lengths` counts the tokens that a mean is over.
+
+    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length). constant: 1 / (completions *
+    max_tokens), where `completions` are those that were drawn for the batch, the sequences by default. sum: 1. An empty sequence
+    has no token to weigh.
+    """
+    total, filled = sum(lengths), sum(length > 0 for length in lengths)
+    if aggregation == "token_mean":
+        return [1 / max(total, 1)] * len(lengths)
+    if aggregation == "sequence_mean":
+        return [1 / (filled * length) if length else 0.0 for length in lengths]
+    if aggregation == "constant":
+        if max_tokens < 1:
+            raise ValueError(f"aggregation constant divides by max_tokens, which must be at least 1, not {max_tokens}")
+        return [1 / ((len(lengths) if completions is None else completions) * max_tokens)] * len(lengths)
+    return [1.0] * len(lengths)
+
+
+def minibatch_split(rows: Sequence[NumberedRow], count: int, seed: int, step: int, turn: int) -> list[list[NumberedRow]]:
+    """`count` parts of nearly equal size for pass number `turn`, drawn row by row from the counter noise; empty ones are left out.
+
+    Rows are drawn one by one, not by group: the parts stay equal in size whatever the groups, and each sees nearly every prompt.
+    """
+    if count == 1:
+        return [list(rows)]
+    numbers = np.array([row.number for row in rows])
+    order = np.argsort(uniform(seed, Stream.MINIBATCH, step, turn, 0, numbers), kind="stable")
+    return [[rows[index] for index in sorted(part)] for part in np.array_split(order, count) if len(part)]
+
+
+def learning_rate(peak: float, step: int, schedule: Schedule, warmup_steps: int, max_steps: int) -> float:
+    """The rate of training step `step`, counted from 0.
+
+    It rises linearly to `peak` over the warm-up's steps (the first step is not 0), then stays, or falls to 0 at `max_steps`.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    if schedule == "linear":
+        return peak * (1 - progress)
+    if schedule == "cosine":
+        return peak * (1 + math.cos(math.pi * progress)) / 2
+    return peak

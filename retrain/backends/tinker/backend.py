@@ -1,0 +1,288 @@
+"""Learning on a Tinker service: rows become datums, each update is one forward-backward pass and one optimizer step.
+
+Requests of one training client are carried out in the order in which they are made, whoever waits for them. So a step asks for all of its
+updates and for a sampler of the weights after them in one go, and waits once: everything stays on policy, and the service is never idle
+between an update and the next. A step's own sampling begins when the sampler is there; nothing is sampled from older weights.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from retrain.backends.base import TINKER, Backend
+from retrain.backends.result import Update, step_result
+from retrain.backends.rows import check_rows, learning_rate, minibatch_split, sequence_weights
+from retrain.backends.tinker.archive import download_adapter
+from retrain.backends.tinker.datums import ShiftedRow, action_logprobs, policy_datum, scoring_datum
+from retrain.backends.tinker.engine import TinkerEngine
+from retrain.backends.tinker.loss import Values, clipped_tokens, policy_terms, ratio_bounds
+from retrain.backends.tinker.service import Service
+from retrain.errors import EnvironmentFailure, RunFailed
+from retrain.model.text import resolve_model
+from retrain.parsing import read_object
+from retrain.types import Float32Array, Row, StepResult
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+STATE_FILE = "tinker.json"
+"""In every checkpoint and in final/: where the service keeps the weights, and the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class _TrainedRow:
+    number: int
+    """The row's place in the step."""
+    row: Row
+    shifted: ShiftedRow
+
+
+@dataclass(frozen=True)
+class _Requested:
+    """An update under way."""
+
+    rows: Sequence[_TrainedRow]
+    weights: Sequence[float]
+    """Weight of each row's tokens in the loss."""
+    passed: Any
+    stepped: Any
+    """Futures of the pass and of the optimizer step."""
+
+
+class TinkerBackend(Backend):
+    capabilities = TINKER
+
+    def __init__(self, config: "TrainConfig", *, eos_ids: Sequence[int], say: Callable[[str], None]) -> None:
+        """Connects. The training client is made at its first use, or by `load` from a checkpoint, and `say` reports it."""
+        self.config = config
+        self._say = say
+        say("Connecting to Tinker...")
+        self._service = Service(config)
+        self._trainer: Any = None
+        self._saves = 0
+        self._said_reduction = False
+        self._sampler = TinkerEngine(self._service, eos_ids, self._request_sampler)
+        self.engine = self._sampler
+
+    @property
+    def base_model(self) -> str:
+        """The model's name at the service."""
+        return self.config.backend.tinker.base_model or resolve_model(self.config.model.model)
+
+    @property
+    def trainer(self) -> Any:
+        """The SDK's TrainingClient."""
+        if self._trainer is None:
+            rank, seed = self.config.model.lora_rank, self.config.training.seed
+            self._say(f"Creating LoRA training client (model={self.config.model.model}, rank={rank})...")
+            # The head is not adapted: [lora] target_modules means the linear layers of the blocks, here as locally.
+            create = partial(self._service.client.create_lora_training_client, self.base_model, rank=rank, seed=seed, train_unembed=False)
+            self._trainer = self._service.result(f"a LoRA adapter of rank {rank} for {self.base_model}", create)
+            self._say("Training client ready.")
+        return self._trainer
+
+    def _request_sampler(self) -> Any:
+        return self.trainer.save_weights_and_get_sampling_client()
+
+    # -- what a start asks for ---------------------------------------------------------------------------------------
+
+    @property
+    def choices(self) -> None:
+        return None
+
+    @property
+    def device_name(self) -> str:
+        return "tinker"
+
+    @property
+    def half_precision(self) -> bool:
+        """The service does not say in what it computes; hosted ones use bf16."""
+        return True
+
+    @property
+    def num_trainable(self) -> int:
+        """No byte of the adapter is stored here between steps, so none is rehearsed."""
+        return 0
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def train(self, rows: Sequence[Row], step: int) -> StepResult:
+        check_rows(rows)
+        training = self.config.training
+        batch = [_TrainedRow(number, row, ShiftedRow.of(row)) for number, row in enumerate(rows) if row.trained and row.num_actions]
+        if not batch:
+            return step_result([], [])
+        if name := _nonfinite_input(batch):
+            return step_result([Update(nonfinite=name)], [])
+        completions = len(rows) / training.minibatches
+        with self._service.slot():
+            requested = [
+                (turn, self._request_update(part, step, completions))
+                for turn in range(training.updates_per_batch)
+                for part in minibatch_split(batch, training.minibatches, training.seed, step, turn)
+            ]
+            self._sampler.expect_new_weights()
+            log_ratios: list[Float32Array] = []
+            updates = [self._finished(update, log_ratios if turn == 0 else []) for turn, update in requested]
+        result = step_result(updates, log_ratios)
+        return result if result.grad_norm is None or np.isfinite(result.grad_norm) else replace(result, grad_norm=None)
+
+    def _request_update(self, rows: Sequence[_TrainedRow], step: int, completions: float) -> _Requested:
+        """Ask for the gradient of one optimizer batch and for the step with it."""
+        from tinker import types
+
+        config, training = self.config, self.config.training
+        weights = sequence_weights([row.row.num_counted for row in rows], config.loss.aggregation, training.max_tokens, completions)
+        datums = [
+            policy_datum(row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * undone))
+            for row, weight, undone in zip(rows, weights, self._undone_means(rows), strict=True)
+        ]
+        rate = learning_rate(training.lr, step, training.lr_schedule, training.lr_warmup_steps, training.max_steps)
+        adam = types.AdamParams(
+            learning_rate=rate,
+            beta1=config.optimizer.beta1,
+            beta2=config.optimizer.beta2,
+            eps=config.optimizer.eps,
+            weight_decay=training.weight_decay,
+            grad_clip_norm=config.loss.max_grad_norm,
+        )
+        bounds = ratio_bounds(config.loss)
+        clip = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]} if bounds else None
+        with self._service.answering("an update"):
+            return _Requested(rows, weights, self.trainer.forward_backward(datums, config.loss.mode, clip), self.trainer.optim_step(adam))
+
+    def _undone_means(self, rows: Sequence[_TrainedRow]) -> list[float]:
+        """Factors by which a service that takes means divides each row's term; 1 for one that adds the terms up.
+
+        The weights of `[loss] aggregation` are already in the advantages, so the gradient is normalised by them alone.
+        """
+        if self.config.backend.tinker.loss_reduction == "sum":
+            return [1.0] * len(rows)
+        return [float(len(row.shifted) * len(rows)) for row in rows]
+
+    def _finished(self, update: _Requested, log_ratios: list[Float32Array]) -> Update:
+        """Wait for an update. The service has then changed the weights, so log-probs that are not finite end the run."""
+        passed = self._service.result("a forward-backward pass", lambda: update.passed)
+        stepped = self._service.result("an optimizer step", lambda: update.stepped)
+        metrics = dict(stepped.metrics or {})
+        self._check_reduction(metrics)
+        norm = next((float(value) for name, value in metrics.items() if name.endswith("grad_norm")), np.nan)
+        found = [action_logprobs(row.shifted, output) for row, output in zip(update.rows, passed.loss_fn_outputs, strict=True)]
+        new = [logprobs for logprobs in found if logprobs is not None]
+        if len(new) < len(found):
+            raise RunFailed("Tinker returned no log-probs for a forward-backward pass, so neither its loss nor its ratios are known.")
+        if not all(np.isfinite(logprobs).all() for logprobs in new):
+            raise RunFailed(
+                "Tinker's learner returned log-probs that are not finite, and has already changed the weights with them; the last "
+                "checkpoint is sound: resume from it with a lower [training] lr or [loss] max_grad_norm = 1.0."
+            )
+        log_ratios += [logprobs - row.row.logprobs for logprobs, row in zip(new, update.rows, strict=True)]
+        return self._measured(update, new, norm)
+
+    def _measured(self, update: _Requested, new: Sequence[Float32Array], norm: float) -> Update:
+        """Loss and clip of an update, from the log-probs that it was computed with."""
+        loss, rows = self.config.loss, [row.row for row in update.rows]
+        flat_new, old, advantages = (_flat(values) for values in (new, [r.logprobs for r in rows], [r.advantages for r in rows]))
+        weights = np.repeat(update.weights, [row.num_actions for row in rows])
+        counted = (advantages != 0) & (weights != 0)
+        return Update(
+            loss=float((policy_terms(flat_new, old, advantages, loss) * weights).sum()),
+            grad_norm=norm,
+            clipped=float((clipped_tokens(flat_new, old, advantages, loss) & counted).sum()),
+            clippable=float(counted.sum()),
+        )
+
+    def _check_reduction(self, metrics: dict[str, float]) -> None:
+        """Say once that SkyRL's JAX backend takes means, where the configuration takes it for a service that adds up."""
+        if self._said_reduction or self.config.backend.tinker.loss_reduction != "sum":
+            return
+        self._said_reduction = True
+        if any(name.startswith("skyrl.ai/") for name in metrics):
+            self._say(
+                "This service is SkyRL, whose JAX backend divides the loss by positions and rows: set [backend.options] loss_reduction = "
+                '"mean", or eps and max_grad_norm act on gradients that are far too small.'
+            )
+
+    def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:  # noqa: ARG002 - always 1
+        """At temperature 1, the only one that the service's learner knows; another is refused before the run."""
+        check_rows(rows)
+        shifted = [ShiftedRow.of(row) for row in rows if row.num_actions]
+        if not shifted:
+            return [np.empty(0, np.float32) for _ in rows]
+        datums = [scoring_datum(row) for row in shifted]
+        with self._service.slot():
+            found = self._service.result("a forward pass", lambda: self.trainer.forward(datums, "cross_entropy")).loss_fn_outputs
+        values = iter([action_logprobs(row, output) for row, output in zip(shifted, found, strict=True)])
+        return [np.empty(0, np.float32) if not row.num_actions else _returned(next(values)) for row in rows]
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """The service keeps weights and optimizer; the folder names the place."""
+        with self._service.slot():
+            path = self._service.result("a checkpoint", lambda: self.trainer.save_state(self._name("checkpoint"))).path
+        self._write(folder, state=path)
+
+    def save_adapter(self, folder: Path) -> None:
+        """The PEFT folder where the service hands adapters out, else the place at the service alone."""
+        with self._service.slot():
+            path = self._service.result("an adapter", lambda: self.trainer.save_weights_for_sampler(self._name("adapter"))).path
+        try:
+            download_adapter(self.config.model.base_url, path, folder, self._service.timeout)
+        except EnvironmentFailure as error:
+            self._say(f"The adapter stays with the service as {path}: {error}")
+        self._write(folder, sampler=path)
+
+    def _name(self, kind: str) -> str:
+        """Unique within the training client, since a save may be tried again."""
+        self._saves += 1
+        return f"{kind}-{self._saves:04d}"
+
+    def _write(self, folder: Path, **paths: str) -> None:
+        content = {"base_model": self.base_model, "lora_rank": self.config.model.lora_rank} | paths
+        (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        path = stored_path(folder)
+        self._say(f"Creating training client from {path}...")
+        create = self._service.client.create_training_client_from_state_with_optimizer
+        self._trainer = self._service.result(f"the state {path}", lambda: create(path))
+        self._say("Training client ready.")
+
+    def close(self) -> None:
+        self._service.close()
+
+
+def stored_path(folder: Path) -> str:
+    """The tinker:// path in a checkpoint. Raises RunFailed for a folder without one."""
+    content = read_object(folder / STATE_FILE) if (folder / STATE_FILE).is_file() else {}
+    path = content.get("state") or content.get("sampler")
+    if not isinstance(path, str) or not path.startswith("tinker://"):
+        raise RunFailed(f"{folder} names no weights of a Tinker service (no {STATE_FILE} with a tinker:// path); name another checkpoint.")
+    return path
+
+
+def _nonfinite_input(rows: Sequence[_TrainedRow]) -> str:
+    """The first kind of input that is not finite; "" if all are."""
+    for name, arrays in (
+        ("advantages", [row.row.advantages for row in rows]),
+        ("sampler log-probs", [row.row.logprobs for row in rows]),
+    ):
+        if not all(np.isfinite(array).all() for array in arrays):
+            return name
+    return ""
+
+
+def _returned(logprobs: Float32Array | None) -> Float32Array:
+    if logprobs is None:
+        raise RunFailed("Tinker returned no log-probs for a forward pass, so sampler and learner cannot be compared.")
+    return logprobs
+
+
+def _flat(arrays: Sequence[Float32Array]) -> Values:
+    return np.concatenate(arrays).astype(np.float64)

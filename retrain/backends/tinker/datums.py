@@ -1,0 +1,70 @@
+"""Rows as the service reads them: shifted by one, with one value per position.
+
+Position i of `inputs` predicts position i of `targets`, which is the next token of the row. Log-probs and advantages stand where an action
+is predicted, and 0 everywhere else, so the prompt and an environment's tokens have no term in the loss.
+Shape letters: N positions of a row, T action tokens.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.backends.rows import needed_tokens, shift
+from retrain.types import Float32Array, Int32Array, Row
+
+if TYPE_CHECKING:
+    from tinker import types
+
+
+@dataclass(frozen=True)
+class ShiftedRow:
+    """A row with at least one action."""
+
+    inputs: Int32Array
+    """[N] all tokens before the last action."""
+    targets: Int32Array
+    """[N] the token after each of them; the last one is the last action."""
+    predictors: npt.NDArray[np.int64]
+    """[T] positions whose targets are the actions."""
+
+    @classmethod
+    def of(cls, row: Row) -> "ShiftedRow":
+        last = needed_tokens(row)
+        return cls(row.token_ids[:last], row.token_ids[1 : last + 1], shift(row).predictors)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def at_actions(self, values: Float32Array) -> Float32Array:
+        """[N] `values` [T] where the actions are predicted, 0 elsewhere."""
+        placed = np.zeros(len(self), np.float32)
+        placed[self.predictors] = values
+        return placed
+
+
+def policy_datum(row: ShiftedRow, logprobs: Float32Array, advantages: Float32Array) -> "types.Datum":
+    """For the losses that read a ratio. `logprobs` and `advantages` are [T]."""
+    return _datum(row, logprobs=row.at_actions(logprobs), advantages=row.at_actions(advantages))
+
+
+def scoring_datum(row: ShiftedRow) -> "types.Datum":
+    """For a forward pass alone: cross-entropy in which no position counts."""
+    return _datum(row, weights=np.zeros(len(row), np.float32))
+
+
+def _datum(row: ShiftedRow, **inputs: Float32Array) -> "types.Datum":
+    from tinker import types
+
+    values: dict[str, Any] = {name: types.TensorData.from_numpy(value) for name, value in inputs.items()}
+    values["target_tokens"] = types.TensorData.from_numpy(row.targets.astype(np.int64))
+    return types.Datum(model_input=types.ModelInput.from_ints(row.inputs.tolist()), loss_fn_inputs=values)
+
+
+def action_logprobs(row: ShiftedRow, output: Any) -> Float32Array | None:
+    """[T] the learner's log-probs in one item of `loss_fn_outputs`; None where the service returned none."""
+    if "logprobs" not in output:
+        return None
+    found: Float32Array = np.asarray(output["logprobs"].to_numpy(), np.float32)[row.predictors]
+    return found

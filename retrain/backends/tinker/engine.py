@@ -1,0 +1,100 @@
+"""The sampler of the Tinker backend: the service samples from the weights that its learner saved last."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain.backends.base import TINKER_SAMPLER
+from retrain.backends.tinker.service import Service
+from retrain.errors import RunFailed
+from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
+from retrain.noise import uniform
+from retrain.types import Completion, FinishReason
+
+_SEEDS = 1 << 31
+
+
+class TinkerEngine(InferenceEngine):
+    """All requests of a call go out at once; the SDK limits how many are on their way."""
+
+    capabilities = TINKER_SAMPLER
+
+    def __init__(self, service: Service, eos_ids: Sequence[int], request_sampler: Callable[[], Any]) -> None:
+        """`request_sampler` asks the learner for a sampler of its weights of this moment, and returns the SDK's future of it."""
+        self._service = service
+        self._eos_ids = list(eos_ids)
+        self._request_sampler = request_sampler
+        self._coming: Any = None
+        """The sampler of the newest weights, asked for and not waited for yet."""
+        self._sampler: Any = None
+
+    def expect_new_weights(self) -> None:
+        """Ask for a sampler of the weights after all updates that were requested so far, without waiting for any of them."""
+        self._coming = self._request_sampler()
+
+    def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: ARG002 - the weights stay with the service
+        if self._coming is None:
+            self.expect_new_weights()
+        coming, self._coming = self._coming, None
+        self._sampler = self._service.result("a sampler of the new weights", lambda: coming)
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        what = f"{sum(request.count for request in requests)} completions"
+        with self._service.slot():
+            with self._service.answering(what, of_sampler=True):
+                asked = {self._ask(request): number for number, request in enumerate(requests)}
+            try:
+                for future in self._answers(what, asked):
+                    number = asked[future]
+                    with self._service.answering(what, of_sampler=True):
+                        sequences = future.result().sequences
+                    yield from (self._completion(number, requests[number], index, sequence) for index, sequence in enumerate(sequences))
+            except GeneratorExit:  # the run stops, and nobody waits for the rest
+                for future in asked:
+                    future.cancel()
+                raise
+
+    def _answers(self, what: str, asked: "dict[Future[Any], int]") -> "Iterator[Future[Any]]":
+        finished = as_completed(asked, timeout=self._service.timeout)
+        while True:
+            with self._service.answering(what):
+                future = next(finished, None)
+            if future is None:
+                return
+            yield future
+
+    def _ask(self, request: SampleRequest) -> "Future[Any]":
+        from tinker import types
+
+        params = types.SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=_seed(request.noise, request.first_sample),
+            stop=self._eos_ids,
+        )
+        prompt = types.ModelInput.from_ints(request.prompt_ids.tolist())
+        future: Future[Any] = self._sampler.sample(prompt=prompt, num_samples=request.count, sampling_params=params).future()
+        return future
+
+    def _completion(self, number: int, request: SampleRequest, index: int, sequence: Any) -> Completion:
+        tokens = np.array(sequence.tokens, np.int32)
+        logprobs = sequence.logprobs
+        if logprobs is None or len(logprobs) != len(tokens) or not len(tokens):
+            known = 0 if logprobs is None else len(logprobs)
+            raise RunFailed(f"Tinker returned {len(tokens)} tokens with {known} log-probs; the loss needs one for each.")
+        ended = int(tokens[-1]) in self._eos_ids
+        if not ended and len(tokens) < request.max_tokens:
+            raise RunFailed(
+                f"Tinker ended a completion after {len(tokens)} of {request.max_tokens} tokens ({sequence.stop_reason}) without returning "
+                "an end-of-sequence token, so the model would never learn to stop; nothing was trained on it."
+            )
+        reason = FinishReason.STOP if ended else FinishReason.LENGTH
+        return Completion(number, request.first_sample + index, tokens, np.array(logprobs, np.float32), None, reason)
+
+
+def _seed(noise: NoiseKey, first_sample: int) -> int:
+    """A seed for the service's own noise, from the coordinates of the request: the same for every condition of a campaign."""
+    return int(float(uniform(noise.seed, noise.stream, noise.step, noise.prompt, first_sample, 0)) * _SEEDS)

@@ -1,0 +1,131 @@
+"""The connection to a Tinker service: its key, its address, how long an answer may take, and its errors as one sentence each.
+
+The SDK retries status 429, 5xx and lost connections by itself, for up to 300 s per call, so nothing here tries a call again.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from retrain.backends.throttle import throttle_of
+from retrain.errors import EnvironmentFailure, ServerFailure, first_line
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+KEY = "TINKER_API_KEY"
+INSTALL = 'pip install "retrain[tinker]", or without torch as docs/tinker.md describes'
+_REACH_S = 10.0
+_CLOSE_S = 10.0
+
+
+class Service:
+    """One session of the SDK, and the campaign's throttle around its calls."""
+
+    def __init__(self, config: "TrainConfig") -> None:
+        """Connects to nothing yet. Raises EnvironmentFailure without the SDK or the key."""
+        options = config.backend.tinker
+        self.address = config.model.base_url or os.environ.get("TINKER_BASE_URL") or "its default address"
+        self.timeout = options.timeout_s
+        self.slot = throttle_of(config.backend).slot
+        """A context that holds one of the campaign's `max_concurrent` places."""
+        self._resume = f"continue with --resume {config.resume.from_ or config.logging.log_dir}"
+        self._broken = ""
+        self._client = self._connected(config.model.base_url)
+
+    def _connected(self, base_url: str) -> Any:
+        os.environ.setdefault("TINKER_TELEMETRY", "0")  # read by the SDK, which reports usage by default
+        try:
+            import tinker
+        except ImportError as error:
+            raise EnvironmentFailure(f'[backend] backend = "tinker" needs the Tinker SDK, which is not installed; {INSTALL}.') from error
+        key = os.environ.get(KEY, "")
+        if not key:
+            raise EnvironmentFailure(f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the variable, or add it to .env.")
+        logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)  # it logs what it then raises
+        if base_url:
+            _refuse_unreachable(base_url)
+        with self.answering("a session"):
+            client = tinker.ServiceClient(base_url=base_url or None, api_key=key)
+            client.holder  # noqa: B018 - opens the session, which the SDK would put off until the first call
+            return client
+
+    @property
+    def client(self) -> Any:
+        """The SDK's ServiceClient."""
+        return self._client
+
+    @contextmanager
+    def answering(self, what: str, *, of_sampler: bool = False) -> Iterator[None]:
+        """Turn what the SDK raises inside into EnvironmentFailure, one sentence about `what` was asked for.
+
+        A refusal by the sampler (`of_sampler`) leaves the learner as it is, so the run is saved: ServerFailure. After any other failure no
+        further call is made: the SDK refuses them for the same learner, and a dead service would take minutes each.
+        """
+        if self._broken:
+            raise EnvironmentFailure(self._broken)
+        import tinker
+
+        try:
+            yield
+        except (tinker.TinkerError, TimeoutError, ValueError, RuntimeError, OSError) as error:
+            problem = f"Tinker at {self.address} {_reason(error, self.timeout)} (asked for {what})"
+            if of_sampler and isinstance(error, tinker.APIStatusError):
+                raise ServerFailure(f"{problem}.") from error
+            self._broken = f"{problem}; {self._resume}."
+            raise EnvironmentFailure(self._broken) from error
+
+    def result(self, what: str, ask: Callable[[], Any]) -> Any:
+        """Ask for something, or for the answer under way, an APIFuture of the SDK, and wait for it. Raises EnvironmentFailure."""
+        with self.answering(what):
+            return ask().result(timeout=self.timeout)
+
+    def close(self) -> None:
+        """End the session, so that the service gives its adapter's place to another."""
+        import tinker
+
+        client, self._client = self._client, None
+        if client is not None and not self._broken:
+            with suppress(tinker.TinkerError, TimeoutError, RuntimeError, OSError):  # the session also ends by itself
+                client.close("success").result(timeout=_CLOSE_S)
+
+
+def _reason(error: BaseException, seconds: float) -> str:
+    """The middle of a sentence that begins with the service."""
+    import tinker
+
+    status = getattr(error, "status_code", None)
+    if status in (401, 403):
+        return f"refused the key in {KEY} ({status})"
+    if status == 402:
+        return f"asks for payment ({status}: {_detail(error)})"
+    if status is not None and 400 <= status < 500 and status != 429:
+        return f"refused the request ({status}: {_detail(error)})"
+    if status is not None:
+        return f"failed ({status}) and failed again whenever the SDK tried for 300 s"
+    if isinstance(error, tinker.APIConnectionError):
+        return "could not be reached, however often the SDK tried"
+    if isinstance(error, TimeoutError):
+        return f"gave no answer within {seconds:g} s ([backend.options] timeout_s)"
+    return f"failed: {first_line(error)}"
+
+
+def _detail(error: BaseException) -> str:
+    """What the service said, without the SDK's words around it."""
+    body = getattr(error, "body", None)
+    detail = body.get("detail") if isinstance(body, dict) else None
+    return str(detail) if detail else first_line(error)
+
+
+def _refuse_unreachable(base_url: str) -> None:
+    """Raises EnvironmentFailure at once where nothing listens; the SDK would try for minutes before it says so."""
+    import httpx
+
+    try:
+        httpx.get(base_url, timeout=_REACH_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EnvironmentFailure(
+            f"Nothing answers at [model] base_url = {base_url!r} ({first_line(error)}); start the service there, or correct the address."
+        ) from error

@@ -1,0 +1,80 @@
+"""`retrain serve ENGINE FILE`: the command that starts a server as a configuration needs it."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from retrain.cli.shared import load_dotenv, print_progress
+from retrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+    from retrain.inference_engine.commands import ServerNeeds
+
+SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+"""The file and the configuration's flags are left to its own parser."""
+_GATE_TOKENS = 512
+"""Context that the parity gate needs for its long prompt."""
+
+
+def command(
+    context: typer.Context,
+    engine: Annotated[str, typer.Argument(help="vllm, sglang, mlx or max.")],
+    run: Annotated[bool, typer.Option("--run", help="Start it in this terminal instead of printing it.")] = False,
+    python: Annotated[str, typer.Option(help="Python of the environment in which the server is installed.")] = "python",
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the longest prompt; 0 encodes the data and counts.")] = 0,
+) -> None:
+    """Usage: retrain serve ENGINE [FILE] [flags]; without a file, ./retrain.toml.
+
+    Prints the command with every flag that this configuration needs: adapters, log-probs, context, data types. Any flag of the
+    configuration may follow, such as --max-tokens 512.
+    """
+    from retrain.config import load_config
+    from retrain.config.overrides import parse_overrides
+    from retrain.inference_engine.commands import ServerNeeds, server_command
+
+    overrides = parse_overrides(context.args)
+    if len(overrides.rest) > 1:
+        raise ConfigurationError(f"retrain serve takes an engine and one file; {overrides.rest[1]!r} is one too many.")
+    load_dotenv()
+    config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
+    server_command(engine, config, ServerNeeds("", "", "", 0, 0), python)  # a mistake shows before the data is read
+    needs = server_needs(config, prompt_tokens)
+    found = server_command(engine, config, needs, python)
+    if engine == "max" and needs.device == "cpu":
+        print_progress("MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be evaluated and not trained.")
+    if run:
+        found.run()
+    sys.stdout.write(found.shell())
+
+
+def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
+    """What the model and the data say; with `prompt_tokens` the data is not read."""
+    from retrain.inference_engine.commands import ServerNeeds
+    from retrain.model.budget import kv_bytes_per_token
+    from retrain.model.devices import choose_device, choose_dtype
+    from retrain.model.text import context_length, load_model_config, resolve_model
+
+    device = choose_device(config).device
+    model = load_model_config(config.model.model, config.model.revision, config.model.trust_remote_code)
+    learner = str(choose_dtype(config, device)).removeprefix("torch.")
+    dtype = learner if config.inference.dtype == "auto" else "bfloat16"
+    longest = (prompt_tokens or _longest_prompt(config)) + config.training.max_tokens
+    context = min(max(longest, _GATE_TOKENS), context_length(model) or longest)
+    print_progress(f"The longest prompt and {config.training.max_tokens} new tokens fit into a context of {context} tokens.")
+    kv_bytes = kv_bytes_per_token(model, 4 if dtype == "float32" else 2, config.inference.kv_cache_dtype)
+    return ServerNeeds(resolve_model(config.model.model), dtype, device.type, context, kv_bytes)
+
+
+def _longest_prompt(config: "TrainConfig") -> int:
+    """Tokens, over the training prompts and the held-out ones."""
+    from retrain.run.parts import load_held_out, load_prompts, load_text
+
+    if config.environment.provider:
+        raise ConfigurationError("retrain serve cannot count the prompts of an [environment]; give the longest with --prompt-tokens N.")
+    text = load_text(config, print_progress)
+    prompts = load_prompts(config, text, None, print_progress)
+    held_out = load_held_out(config, text, None, prompts, print_progress) if config.evaluation.asked_for else []
+    return max(len(prompt.token_ids) for prompt in [*prompts.prompts, *held_out])

@@ -1,0 +1,80 @@
+"""The contract of an environment: problems, and episodes in which the model's replies are answered until a verdict.
+
+An environment knows messages and text. Tokens, sampling, time limits and credit are retrain's business, so a plugin is two small classes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from retrain.types import ChatMessage, Example
+
+Split = Literal["train", "evaluation"]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the model is given before its next reply."""
+
+    messages: list[ChatMessage]
+    """The messages since its last reply; with `rewrites` the whole conversation."""
+    rewrites: bool = False
+    """`messages` are the whole conversation. Where they do not continue what the model saw, a new training row begins."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Functions that the model may call, as JSON schemas for the chat template."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The verdict on a whole episode."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else was measured; means over a step are logged."""
+    turn_rewards: Sequence[float] = ()
+    """What each reply was worth, if the environment says; logged, the credit is given for `reward`."""
+
+
+class Episode(ABC):
+    """One conversation. Its methods are called one after the other, from a thread that belongs to this call alone."""
+
+    @abstractmethod
+    def reset(self, example: Example, seed: int) -> list[ChatMessage] | Observation | None:
+        """Begin with the problem `example`; None opens with the example's prompt, messages open with those instead.
+
+        `seed` is the same for all episodes of a group, and for the same step of a resumed run.
+        """
+
+    @abstractmethod
+    def step(self, reply: str) -> list[ChatMessage] | Observation | None:
+        """What is said to the model's reply; None ends the episode."""
+
+    @abstractmethod
+    def result(self) -> Result:
+        """Called once, after the last reply: the episode ended, or its turns or tokens ran out."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the episode holds; called once, after an error too, and while a method hangs that took too long."""
+
+
+class Environment(ABC):
+    """Constructed as `Environment(**args)` from `[environment] args`. Raises what it likes: a run then stops before its first step."""
+
+    max_turns: int = 0
+    """Replies after which an episode is ended; 0 leaves it to the episodes. `[environment] max_turns` overrides it."""
+
+    @abstractmethod
+    def examples(self, split: Split) -> list[Example]:
+        """The problems of one split, with the opening messages as their prompts; empty where there are none."""
+
+    @abstractmethod
+    def episode(self) -> Episode:
+        """A new conversation, to be reset."""
+
+    def gold(self, example: Example) -> Sequence[str] | None:
+        """Replies that are right, for the parity gate to try; None where the environment knows none."""
+        return None
+
+    def close(self) -> None:  # noqa: B027
+        """Release threads, loops and servers; called once at the end of a run."""

@@ -1,0 +1,120 @@
+"""Environments that call the model themselves, seen as episodes that are replied to.
+
+Their rollout is a coroutine on an event loop of our own. When it asks for a reply it waits there, and the episode's method returns what it
+asked with.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from retrain.environments.base import Episode, Observation, Result
+from retrain.types import ChatMessage, Example
+
+
+class OutOfTokens(Exception):
+    """Raised where a rollout waits for a reply, when no token is left for one."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The rollout waits for a reply to `messages`."""
+
+    observation: Observation
+    reply: "asyncio.Future[str]"
+
+
+class EventLoop:
+    """An asyncio loop on a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="environment-loop", daemon=True).start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def close(self) -> None:
+        """Cancel what still runs; nothing waits for it."""
+
+        def stop() -> None:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.call_soon(self.loop.stop)
+
+        self.loop.call_soon_threadsafe(stop)
+
+
+class Telephone:
+    """One rollout's line to the model: `ask` on the loop's side, the rest on the episode's."""
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[_Asked | Result | BaseException] = SimpleQueue()
+
+    async def ask(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> str:
+        """The model's reply to the whole conversation `messages`. Raises OutOfTokens where there can be none."""
+        reply: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.events.put(_Asked(Observation(messages, rewrites=True, tools=tools), reply))
+        return await reply
+
+
+Rollout = Callable[[Telephone, Example, int], Awaitable[Result]]
+"""Plays one episode to its end, asking for replies over the telephone, and returns the verdict."""
+
+
+class BridgedEpisode(Episode):
+    """A rollout that waits for its replies."""
+
+    def __init__(self, loop: EventLoop, rollout: Rollout) -> None:
+        self._loop, self._rollout = loop, rollout
+        self._line = Telephone()
+        self._task: Future[Any] | None = None
+        self._waiting: _Asked | None = None
+        self._result: Result | None = None
+
+    def reset(self, example: Example, seed: int) -> Observation:
+        self._task = self._loop.start(self._play(example, seed))
+        opening = self._next()
+        if opening is None:
+            raise RuntimeError("the rollout ended before it asked for a reply")
+        return opening
+
+    def step(self, reply: str) -> Observation | None:
+        self._answer(lambda waiting: waiting.set_result(reply))
+        return self._next()
+
+    def result(self) -> Result:
+        while self._result is None:  # a rollout may go on asking where no token is left
+            self._answer(lambda waiting: waiting.set_exception(OutOfTokens("no token is left for another reply")))
+            self._next()
+        return self._result
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _play(self, example: Example, seed: int) -> None:
+        try:
+            self._line.events.put(await self._rollout(self._line, example, seed))
+        except BaseException as error:
+            self._line.events.put(error)
+            raise
+
+    def _answer(self, give: Callable[["asyncio.Future[str]"], None]) -> None:
+        assert self._waiting is not None
+        self._loop.loop.call_soon_threadsafe(give, self._waiting.reply)
+
+    def _next(self) -> Observation | None:
+        """Wait for the rollout: what it asks, or None at its end. Raises what it raised."""
+        event = self._line.events.get()
+        if isinstance(event, BaseException):
+            raise RuntimeError("the rollout was cancelled") if isinstance(event, asyncio.CancelledError) else event
+        if isinstance(event, Result):
+            self._result = event
+            return None
+        self._waiting = event
+        return event.observation

@@ -1,0 +1,150 @@
+"""Many episodes at once: each is answered on a thread, judged at its end, and costs nobody else anything if it hangs or fails."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from retrain.environments.base import Environment, Episode, Observation, Result
+from retrain.environments.threads import DaemonThreads, Job
+from retrain.plugins import describe
+from retrain.types import ChatMessage, Example, Outcome, Score
+
+MOST_THREADS = 64
+"""Episodes that are answered at the same time; the others wait for their turn."""
+_POLL = 0.2
+"""Seconds between two looks at whether the run was asked to stop."""
+
+Answer = Observation | Score
+"""What comes after a reply: something to reply to, or the verdict."""
+
+
+@dataclass
+class _Live:
+    """An episode between its reset and its verdict."""
+
+    episode: Episode
+    seconds: float = 0.0
+    """What the environment has taken so far."""
+    replies: int = 0
+
+
+class EpisodeHost:
+    """Runs the episodes of one environment on threads of its own."""
+
+    def __init__(
+        self, environment: Environment, *, max_turns: int, timeout_s: float, correct_threshold: float, threads: DaemonThreads | None = None
+    ) -> None:
+        """`max_turns`: most replies, 0 for no limit; `timeout_s`: seconds that the environment may take for one episode."""
+        self.environment = environment
+        self.max_turns, self.timeout_s, self.correct_threshold = max_turns, timeout_s, correct_threshold
+        self._threads = threads or DaemonThreads(MOST_THREADS, "environment")
+
+    def begin(self, example: Example, seed: int) -> "RunningEpisode":
+        return RunningEpisode(self, example, seed)
+
+    def submit(self, call: Callable[[], Any]) -> Job:
+        return self._threads.submit(call)
+
+    def abandon(self, job: Job) -> None:
+        self._threads.abandon(job)
+
+    def score(self, result: Result) -> Score:
+        if not math.isfinite(result.reward):
+            return could_not_judge(f"the environment's reward is {result.reward}, which is not finite")
+        verdict = Score.of(float(result.reward), self.correct_threshold)
+        metrics = {str(name): float(value) for name, value in result.metrics.items()}
+        return Score(verdict.outcome, verdict.reward, metrics=metrics, turn_rewards=tuple(map(float, result.turn_rewards)))
+
+    def close(self) -> None:
+        self._threads.close()
+        self.environment.close()
+
+
+class RunningEpisode:
+    """One episode of a host: `open`, then `reply` after each of the model's replies; `answer` waits for what came of it."""
+
+    def __init__(self, host: EpisodeHost, example: Example, seed: int) -> None:
+        self._host, self._example, self._seed = host, example, seed
+        self._live: _Live | None = None
+        self._job = host.submit(self._reset)
+
+    def reply(self, text: str, *, last: bool) -> None:
+        """Give the environment a reply; `last`: no other can follow, since tokens ran out."""
+        self._job = self._host.submit(partial(self._step, text, last))
+
+    def end(self) -> None:
+        """Ask for the verdict without a further reply, for which there is no room."""
+        self._job = self._host.submit(self._conclude)
+
+    def answer(self, check: Callable[[], None]) -> Answer:
+        """Wait for what came of the newest call. A hang or an exception is a verdict: could not judge. `check` raises to stop the run."""
+        job, left = self._job, self._host.timeout_s - (self._live.seconds if self._live else 0.0)
+        while True:
+            check()
+            try:
+                answer: Answer = job.future.result(_POLL)
+            except TimeoutError:
+                if job.future.done():
+                    if own := job.future.exception():  # the environment's own TimeoutError
+                        return self._failed(own)
+                    continue
+                if job.started is not None and monotonic() - job.started > left:
+                    self._host.abandon(job)
+                    if self._live is not None:
+                        self._host.submit(self._live.episode.close)
+                    return could_not_judge(f"the environment took longer than [environment] timeout_s = {self._host.timeout_s:g}")
+            except Exception as error:  # noqa: BLE001 - the environment's code is not ours
+                return self._failed(error)
+            else:
+                if self._live is not None:
+                    self._live.seconds += job.seconds
+                return answer
+
+    def _failed(self, error: BaseException) -> Score:
+        if self._live is not None:
+            self._host.submit(self._live.episode.close)
+        return could_not_judge(f"the environment failed with {describe(error)}")
+
+    def _reset(self) -> Answer:
+        episode = self._host.environment.episode()
+        self._live = _Live(episode)
+        opening = episode.reset(self._example, self._seed)
+        return Observation([]) if opening is None else _rewriting(opening)
+
+    def _step(self, text: str, last: bool) -> Answer:
+        assert self._live is not None
+        self._live.replies += 1
+        said = self._live.episode.step(text)
+        if said is None or last or self._live.replies == self._host.max_turns:
+            return self._conclude()
+        return said if isinstance(said, Observation) else Observation(said)
+
+    def _conclude(self) -> Answer:
+        assert self._live is not None
+        score = self._host.score(self._live.episode.result())
+        self._live.episode.close()
+        return score
+
+
+def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int = 0) -> Score:
+    """The verdict on an episode with these replies."""
+    episode = host.begin(example, seed)
+    answer = episode.answer(lambda: None)
+    for number, reply in enumerate(replies, start=1):
+        if isinstance(answer, Score):
+            break
+        episode.reply(reply, last=number == len(replies))
+        answer = episode.answer(lambda: None)
+    return answer if isinstance(answer, Score) else could_not_judge("no reply was given")
+
+
+def _rewriting(opening: list[ChatMessage] | Observation) -> Observation:
+    """An opening other than the example's prompt."""
+    return replace(opening, rewrites=True) if isinstance(opening, Observation) else Observation(opening, rewrites=True)
+
+
+def could_not_judge(reason: str) -> Score:
+    return Score(Outcome.COULD_NOT_JUDGE, None, reason)

@@ -1,0 +1,43 @@
+"""The problems of an environment as examples of a run."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from retrain.data.chat import PLAIN_TEMPLATE
+from retrain.data.load import NoHeldOutSplit, subset
+from retrain.data.sources import ReadResult
+from retrain.environments.base import Environment, Split
+from retrain.errors import ConfigurationError
+from retrain.plugins import user_code
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+
+def environment_name(config: "TrainConfig") -> str:
+    """How sentences call the environment: verifiers "my-env"."""
+    settings = config.environment
+    return f'{settings.provider} "{settings.id}"' if settings.id else f'"{settings.provider}"'
+
+
+def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
+    """The problems of one split, the training ones cut to `[training] max_examples`.
+
+    Raises ConfigurationError if none is left, NoHeldOutSplit if the environment has no evaluation set.
+    """
+    name = environment_name(config)
+    with user_code(f"[environment] {name}: reading its {split} set", ConfigurationError):
+        examples = environment.examples(split)
+    if not examples and split == "evaluation":
+        raise NoHeldOutSplit(
+            f"[environment] {name} has no evaluation set, and an evaluation was asked for: switch off every, at_start and at_end in "
+            "[evaluation], or choose an environment that has one."
+        )
+    if not examples:
+        raise ConfigurationError(
+            f"[environment] {name} has no training set, so it can evaluate and not train: choose another environment, or look among its "
+            "args for one that selects a training split."
+        )
+    named = [example if example.example_id else replace(example, example_id=f"{split}-{i}") for i, example in enumerate(examples)]
+    data = type(config.data)(prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args)
+    return ReadResult(data, subset(named, config.training.max_examples if split == "train" else 0))

@@ -1,0 +1,80 @@
+"""`provider = "reasoning_gym"`: its procedural tasks, each a data set whose own verifier scores one reply."""
+
+import re
+from typing import Any
+
+from retrain.config.suggestions import nearest
+from retrain.environments.base import Environment, Episode, Result, Split
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.types import ChatMessage, Example
+
+_INSTRUCTION = "Give the final answer inside <answer> and </answer>."
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TRAIN, _EVALUATION = 512, 64
+"""Problems of a split unless `size` and `evaluation_size` say otherwise."""
+
+
+class ReasoningGym(Environment):
+    """Problems made from a seed; the evaluation set is made from another one."""
+
+    max_turns = 1
+
+    def __init__(self, task: str, args: dict[str, Any]) -> None:
+        """`args`: size, evaluation_size, seed, instruction, and the parameters of the task itself."""
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise EnvironmentFailure(
+                '[environment] provider = "reasoning_gym" needs the package reasoning-gym, which is not installed here; '
+                "install it with pip install 'retrain[reasoning-gym]'."
+            ) from error
+        given = dict(args)
+        size, evaluation_size, seed = (int(given.pop(*pair)) for pair in (("size", _TRAIN), ("evaluation_size", _EVALUATION), ("seed", 0)))
+        self._instruction = str(given.pop("instruction", _INSTRUCTION))
+        known = reasoning_gym.factory.DATASETS
+        if task not in known:
+            near = nearest(task, known)
+            hint = f'did you mean "{near}"?' if near else f"it has {len(known)}, such as {', '.join(sorted(known)[:5])}."
+            raise ConfigurationError(f'[environment] id = "{task}" is no task of reasoning_gym; {hint}')
+        try:
+            self._sets = {
+                "train": reasoning_gym.create_dataset(task, size=size, seed=2 * seed, **given),
+                "evaluation": reasoning_gym.create_dataset(task, size=evaluation_size, seed=2 * seed + 1, **given),
+            }
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigurationError(f'[environment] id = "{task}" of reasoning_gym refuses args {args}: {error}.') from error
+        self._task = task
+
+    def examples(self, split: Split) -> list[Example]:
+        rows = self._sets[split]
+        return [self._example(rows[index], split, index) for index in range(len(rows))]
+
+    def _example(self, row: dict[str, Any], split: Split, index: int) -> Example:
+        prompt = "\n\n".join(filter(None, (str(row["question"]), self._instruction)))
+        info = {"split": split, "row": index}
+        return Example([ChatMessage(role="user", content=prompt)], str(row["answer"]), self._task, info, f"{self._task}-{split}-{index}")
+
+    def episode(self) -> Episode:
+        return _OneAnswer(self._sets)
+
+    def gold(self, example: Example) -> list[str] | None:
+        """None for the tasks whose example has no single answer."""
+        return None if example.reference in ("", "None") else [f"<answer>{example.reference}</answer>"]
+
+
+class _OneAnswer(Episode):
+    def __init__(self, sets: dict[str, Any]) -> None:
+        self._sets = sets
+
+    def reset(self, example: Example, seed: int) -> None:
+        assert example.info is not None
+        self._set = self._sets[example.info["split"]]
+        self._row = self._set[example.info["row"]]
+
+    def step(self, reply: str) -> None:
+        found = _ANSWER.findall(reply)
+        self._answer = str(found[-1]).strip() if found else None
+
+    def result(self) -> Result:
+        reward = float(self._set.score_answer(answer=self._answer, entry=self._row))
+        return Result(reward, {"answered": float(self._answer is not None)})

@@ -1,0 +1,79 @@
+"""`provider = "verifiers"`: the environments of the verifiers library, of both its generations; the installed version decides."""
+
+import shutil
+import subprocess
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from retrain.environments.base import Environment
+from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Environment as Settings
+
+_FIRST, _WITHOUT_V0 = Version("0.1.11"), Version("0.4")
+"""The first version with a client class, and the first without the older interface."""
+_INSTALL_SECONDS = 900
+
+
+def load_verifiers(settings: "Settings") -> Environment:
+    """Raises EnvironmentFailure without the library or the environment's package, ConfigurationError for what it refuses."""
+    installed = _installed_version()
+    if find_spec(module_name(settings.id)) is None:
+        _install(settings)
+    name = "retrain.environments.verifiers_v0" if installed < _WITHOUT_V0 else "retrain.environments.verifiers_v1"
+    environment: Environment = import_module(name).load(settings)
+    return environment
+
+
+def module_name(environment_id: str) -> str:
+    """owner/my-env@1.0 -> my_env."""
+    return environment_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
+
+
+def _installed_version() -> Version:
+    try:
+        found = Version(version("verifiers"))
+    except PackageNotFoundError:
+        raise EnvironmentFailure(
+            '[environment] provider = "verifiers" needs the package verifiers, which is not installed here; install it with '
+            "pip install 'retrain[verifiers]', or 'retrain[verifiers-v0]' for environments of the older interface."
+        ) from None
+    if found < _FIRST:
+        raise EnvironmentFailure(
+            f"verifiers {found} is installed and {_FIRST} or later is needed; install pip install 'verifiers>={_FIRST}'."
+        )
+    return found
+
+
+def _install(settings: "Settings") -> None:
+    """Get the environment's package from the Prime hub, if the configuration allows it."""
+    missing = f'[environment] id = "{settings.id}": its package is not installed here (no module {module_name(settings.id)})'
+    command = f"prime env install {settings.id}"
+    if not settings.auto_install:
+        raise EnvironmentFailure(f"{missing}; install it, for one of the Prime hub with `{command}`, or set auto_install = true.")
+    if "/" not in settings.id:
+        raise ConfigurationError(f"{missing}, and the Prime hub knows environments as owner/name; give the id in that form.")
+    prime = shutil.which("prime")
+    if prime is None:
+        raise EnvironmentFailure(f"{missing}, and auto_install needs the command prime; install it with pip install prime.")
+    try:
+        done = subprocess.run(
+            [prime, "env", "install", settings.id],
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_SECONDS,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFailure(f"{missing}, and `{command}` did not end within {_INSTALL_SECONDS} s; run it by hand.") from None
+    if done.returncode:
+        said = first_line(Exception((done.stderr or done.stdout).strip() or "no message"))
+        raise EnvironmentFailure(f"{missing}, and `{command}` failed with status {done.returncode}: {said}")
+    if find_spec(module_name(settings.id)) is None:
+        raise EnvironmentFailure(f"{missing} although `{command}` succeeded; it may have installed into another Python than this one.")

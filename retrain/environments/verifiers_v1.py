@@ -1,0 +1,247 @@
+"""verifiers 0.4 and later: tasksets, agents and harnesses, with the run's sampler as the model of the one agent.
+
+The library talks to a model through a client that it makes from an address. Each episode has an address of its own, and the function that
+makes clients is replaced by one that knows these addresses; there is no public hook for it.
+"""
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from itertools import count
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.clients.train import serialize_completion
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.interception import server
+from verifiers.v1.utils import loaders
+
+from retrain.environments.base import Environment, Episode, Result, Split
+from retrain.environments.bridge import BridgedEpisode, EventLoop, OutOfTokens, Telephone
+from retrain.environments.tool_calls import tool_calls
+from retrain.environments.verifiers import module_name
+from retrain.errors import ConfigurationError
+from retrain.plugins import describe
+from retrain.types import ChatMessage, Example
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Environment as Settings
+
+_START_SECONDS = 60
+_MOST_SILENT = 64
+"""Empty replies to a rollout that goes on asking after its tokens ran out; then it is ended by an error."""
+_ADDRESS = "http://retrain.invalid/episode/"
+
+
+def load(settings: "Settings") -> Environment:
+    """`args` are the fields of the environment's configuration; `args.evaluation` those of its taskset for held-out problems.
+
+    Raises ConfigurationError where it cannot be built, or has more seats than the one that is trained.
+    """
+    given = dict(settings.args)
+    evaluation = given.pop("evaluation", None)
+    try:
+        environment = _built(settings, given)
+        held_out = None if evaluation is None else loaders.load_taskset(_taskset_config(settings, given, evaluation))
+    except Exception as error:
+        raise ConfigurationError(
+            f'[environment] id = "{settings.id}" could not be loaded with args {dict(settings.args)}: {describe(error)}.'
+        ) from error
+    seats = list(agent_config_fields(environment.config))
+    if len(seats) != 1:
+        raise ConfigurationError(
+            f'[environment] id = "{settings.id}" has {len(seats)} seats ({", ".join(seats) or "none"}), and a run trains the model of one; '
+            "choose an environment with one seat."
+        )
+    return VerifiersV1(environment, held_out)
+
+
+def _built(settings: "Settings", given: Mapping[str, Any]) -> Any:
+    """The environment, with a subprocess in place of a machine of the cloud, and a harness in this process where it names none."""
+    name = module_name(settings.id)
+    config_type = loaders.env_config_type(name)
+    seats = [seat for seat, field in config_type.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
+    values = {**given, "taskset": {"id": name, **given.get("taskset", {})}}
+    for seat in seats:
+        own = dict(values.get(seat, {}))
+        own.setdefault("runtime", {"type": "subprocess"})
+        if loaders.default_harness_id(name) == "bash":
+            own.setdefault("harness", {"id": _register_harness()})
+        if settings.max_turns > 0:
+            own["max_turns"] = settings.max_turns
+        values[seat] = own
+    return loaders.load_environment(config_type.model_validate(values))
+
+
+def _taskset_config(settings: "Settings", given: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Any:
+    name = module_name(settings.id)
+    return loaders.taskset_config_type(name).model_validate({"id": name, **given.get("taskset", {}), **evaluation})
+
+
+class VerifiersV1(Environment):
+    """A taskset and its environment, whose rewards score."""
+
+    def __init__(self, environment: Any, held_out: Any) -> None:
+        self._environment, self._held_out = environment, held_out
+        self._tasks: dict[str, list[Any]] = {}
+        self._numbers = count()
+        self._loop = EventLoop()
+        self._serving = AsyncExitStack()
+        self._loop.start(self._serving.enter_async_context(environment.serving())).result(_START_SECONDS)
+
+    def examples(self, split: Split) -> list[Example]:
+        taskset = self._environment.taskset if split == "train" else self._held_out
+        self._tasks[split] = [] if taskset is None else list(taskset)
+        return [_example(task.data, split, index) for index, task in enumerate(self._tasks[split])]
+
+    def episode(self) -> Episode:
+        return BridgedEpisode(self._loop, self._rollout)
+
+    def close(self) -> None:
+        self._loop.start(self._serving.aclose()).result(_START_SECONDS)
+        self._loop.close()
+
+    async def _rollout(self, line: Telephone, example: Example, seed: int) -> Result:
+        assert example.info is not None
+        task = self._tasks[example.info["split"]][example.info["row"]]
+        address = f"{_ADDRESS}{next(self._numbers)}"
+        _lines[address] = line
+        try:
+            client = vf.EvalClientConfig(base_url=address, api_key_var="NONE")
+            context = vf.ModelContext(model="policy", client=client, sampling=vf.Sampling())
+            (slot,) = self._environment.slots(task, 1)
+            played = await self._environment.run_slot(slot, context, None, None)
+        finally:
+            del _lines[address]
+        return _result(played)
+
+
+def _result(played: Any) -> Result:
+    """Raises RuntimeError with the first error of an episode that failed."""
+    errors = [error for trace in played.traces for error in trace.errors]
+    if errors or len(played.traces) != 1:
+        raise RuntimeError(str(errors[0])[:300] if errors else f"the episode has {len(played.traces)} traces in place of one")
+    trace = played.traces[0]
+    parts = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    return Result(float(trace.reward), {**parts, **metrics, "turns": float(trace.num_turns)})
+
+
+def _example(data: Any, split: Split, index: int) -> Example:
+    prompt = data.prompt if data.prompt is not None else data.name or "begin"
+    messages = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else [_plain(message) for message in prompt]
+    if data.system_prompt:
+        messages.insert(0, ChatMessage(role="system", content=data.system_prompt))
+    return Example(
+        messages, str(getattr(data, "answer", "")), info={"split": split, "row": index}, example_id=f"{split}-{data.id or index}"
+    )
+
+
+def _plain(message: Any) -> ChatMessage:
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "".join(getattr(part, "text", "") or "" for part in content)
+    return ChatMessage(role=message.role, content=content)
+
+
+# -- the model of an episode ---------------------------------------------------------------------------------------------
+
+_lines: dict[str, Telephone] = {}
+"""Address -> the line of the episode that has it."""
+
+
+class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typed
+    def __init__(self, line: Telephone) -> None:
+        self._line = line
+        self._calls = 0
+        self._silent = 0
+
+    async def get_response(
+        self, dialect: Any, body: Any, sampling: Any, session_id: Any = None, turn: Any = None, headers: Any = None
+    ) -> Any:
+        request = turn if turn is not None else dialect.parse_request(body)
+        asked = request.prompt if turn is not None else request.messages
+        tools = [{"type": "function", "function": tool.model_dump(include={"name", "description", "parameters"})} for tool in request.tools]
+        try:
+            reply, reason = await self._line.ask([_plain(message) for message in asked], tools), "stop"
+        except OutOfTokens:
+            reply, reason = "", "length"
+            self._silent += 1
+            if self._silent > _MOST_SILENT:
+                raise
+        self._calls += 1
+        return self._response(reply, reason, body["model"])
+
+    def _response(self, reply: str, reason: str, model: str) -> Any:
+        calls = [
+            vf.ToolCall(id=f"call-{self._calls}-{number}", name=call.name, arguments=call.arguments)
+            for number, call in enumerate(tool_calls(reply))
+        ]
+        response = vf.Response(
+            id=f"reply-{self._calls}",
+            created=0,
+            model=model,
+            message=vf.AssistantMessage(content=reply, tool_calls=calls or None),
+            finish_reason="tool_calls" if calls else reason,
+            usage=vf.Usage(prompt_tokens=0, completion_tokens=0),
+        )
+        response.raw = serialize_completion(response, model)
+        return response
+
+    async def close(self) -> None: ...
+
+
+_resolve_client = server.resolve_client
+
+
+def _client_of(config: Any) -> Any:
+    line = _lines.get(str(getattr(config, "base_url", "")))
+    return _resolve_client(config) if line is None else _SamplerClient(line)
+
+
+server.resolve_client = _client_of
+
+
+# -- a harness in this process -------------------------------------------------------------------------------------------
+
+
+class OneCallConfig(vf.HarnessConfig):  # type: ignore[misc]
+    """It has nothing to set."""
+
+
+class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]
+    """Sends the conversation to the model once; an environment of several turns resumes it. The library's own start `uv` for that."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, tool_interception_url: Any = None
+    ) -> Any:
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [message_to_wire(item) for item in prompt or ()]
+        async with httpx.AsyncClient(timeout=None) as http:
+            answer = await http.post(
+                endpoint.rstrip("/") + "/chat/completions",
+                headers={"Authorization": f"Bearer {secret}"},
+                json={"model": ctx.model, "messages": messages},
+            )
+        failed = answer.status_code != httpx.codes.OK
+        return vf.ProgramResult(exit_code=int(failed), stdout=answer.text, stderr=answer.text if failed else "")
+
+
+def _register_harness() -> str:
+    """The library finds a harness as a module that exports one."""
+    import sys
+
+    name = "retrain_one_call"
+    module = ModuleType(name)
+    module.__all__ = ["OneCall"]  # type: ignore[attr-defined]
+    module.OneCall = OneCall  # type: ignore[attr-defined]
+    sys.modules.setdefault(name, module)
+    return name

@@ -1,0 +1,128 @@
+"""MLX-LM's server: prompts as text, ids and raw log-probs back, one completion per request, adapters in MLX's own format.
+
+Prompts are token ids everywhere else. Here each is decoded, and sent only if the server's tokenizer makes the same ids of the text: checked
+by encoding it here, and by the number of prompt tokens in the answer.
+"""
+
+import json
+from functools import cached_property, lru_cache
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrain.errors import ConfigurationError
+from retrain.inference_engine.base import MLX, SampleRequest
+from retrain.inference_engine.http import Json, Server
+from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from retrain.config import TrainConfig
+
+_CONVERTED = "mlx"
+"""The adapter in MLX's format, a folder inside the PEFT folder."""
+
+
+class MLXDialect(Dialect):
+    title = "The mlx server"
+    spacing_s = 0.005  # Python's http.server queues 5 connections: of 32 at once, 17 broke; at this distance none of 64 did
+
+    def __init__(self, config: "TrainConfig", eos_ids: "Sequence[int]") -> None:
+        super().__init__(config, eos_ids)
+        self.text_of = lru_cache(maxsize=4096)(self._text_of)  # every completion of a group asks for its prompt's
+
+    async def look(self, server: Server) -> None:
+        """One token: it loads the model, and shows that ids come back."""
+        answer = await server.post(*self._completion("1", {"max_tokens": 1}))
+        self.read_one(answer)
+        server.facts["looked"] = True
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from retrain.model.text import load_tokenizer
+
+        model = self.config.model
+        return load_tokenizer(model.model, model.revision, model.trust_remote_code)
+
+    def _decode(self, ids: "Sequence[int]") -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _text_of(self, ids: tuple[int, ...]) -> str:
+        """The text that the server's tokenizer turns into exactly these ids; it puts a BOS in front where the model wants one."""
+        for text in (self._decode(ids), self._decode(ids[1:])):
+            if self._tokenizer.encode(text) == list(ids):
+                return text
+        raise ConfigurationError(
+            f"{self.title} takes prompts as text, and the prompt {self._decode(ids)[:60]!r} ({len(ids)} tokens) encodes to other token ids "
+            'than it was made of, so the model would see another prompt: use [inference] engine = "pytorch" or "vllm".'
+        )
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
+        settings: Json = {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            # Beside the tokens that the server ends completions at by itself. No seed: with one, requests run one after the other.
+            "stop": [self._decode([token]) for token in self.eos_ids],
+        }
+        return self._completion(self.text_of(tuple(request.prompt_ids.tolist())), settings, adapter)
+
+    def _completion(self, prompt: str, settings: Json, adapter: ServedAdapter | None = None) -> tuple[str, Json]:
+        from retrain.model.text import resolve_model
+
+        model = self.config.inference.served_model or resolve_model(self.config.model.model)
+        whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": True}
+        adapters = {"adapters": str(adapter.folder / _CONVERTED)} if adapter else {}
+        return "/v1/completions", {"model": model, "prompt": prompt, **whole, **settings, **adapters}
+
+    def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
+        seen, sent = answer["usage"]["prompt_tokens"], len(request.prompt_ids)
+        if seen != sent:
+            raise ValueError(f"the prompt of {sent} tokens reached the model as {seen}")
+        return [self.read_one(answer)]
+
+    def read_one(self, answer: Any) -> Sampled:
+        (choice,) = answer["choices"]
+        tokens = choice["logprobs"]["content"]
+        return Sampled([token["id"] for token in tokens], [token["logprob"] for token in tokens], choice["finish_reason"] == "stop")
+
+    # -- the adapter ---------------------------------------------------------------------------------------------------
+
+    async def load(self, server: Server, adapter: ServedAdapter) -> None:
+        """The server loads an adapter, and with it the model again, at the first request that names its folder."""
+        if not (adapter.folder / _CONVERTED).is_dir():
+            to_mlx(adapter.folder, adapter.folder / _CONVERTED)
+        self.read_one(await server.post(*self._completion("1", {"max_tokens": 1}, adapter)))
+
+
+class MLXEngine(ServedEngine):
+    capabilities = MLX
+    dialect_class = MLXDialect
+
+
+def to_mlx(peft: Path, target: Path) -> None:
+    """Write the adapter of a PEFT folder in MLX's format: factors transposed, [in, rank] and [rank, out], one scale for all layers."""
+    from safetensors.numpy import load_file, save_file
+
+    settings = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
+    rank, alpha = settings["r"], settings["lora_alpha"]
+    weights: Json = {}
+    for name, value in load_file(peft / "adapter_model.safetensors").items():
+        module, _, factor = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        weights[f"{module}.lora_{factor.lower()}"] = value.T.copy()
+    places = [name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".") for name in weights]
+    parameters = {
+        "rank": rank,
+        "scale": alpha / sqrt(rank) if settings.get("use_rslora") else alpha / rank,
+        "dropout": 0.0,
+        "keys": sorted({module for _, _, module in places}),
+    }
+    layers = 1 + max(int(layer) for layer, _, _ in places)
+    target.mkdir()
+    save_file(weights, target / "adapters.safetensors")
+    described = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
+    (target / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")

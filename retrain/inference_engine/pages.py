@@ -1,0 +1,99 @@
+"""Keys and values in pages of one size, of which every row holds as many as its tokens fill.
+
+A page may belong to several rows: those of a group share the full pages of their prompt. Page 0 belongs to nobody: rows that do not
+decode write there.
+Shape letters: P pages, T tokens of a page, H key-value heads, D head size, N tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from retrain.inference_engine.sampling import upload
+from retrain.model.attention import Kernel
+from retrain.model.budget import PAGE_TOKENS
+
+
+class PagePool:
+    """The pages of all layers: page 3 of the pool is page 3 of every layer's keys and values."""
+
+    def __init__(self, pages: int, heads: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, tokens: int = PAGE_TOKENS):
+        """`pages` that rows may hold; `heads`: (H, D) of each layer.
+
+        Zeros, not empty memory: hidden positions of a page are multiplied by a weight of 0, and 0 * NaN would be NaN.
+        """
+        self.tokens, self.pages, self.device = tokens, pages, device
+        shapes = [(pages + 1, tokens, *shape) for shape in heads]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self._free = list(range(pages, 0, -1))
+        self._holders = np.zeros(pages + 1, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self.keys + self.values)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        """Pages that `tokens` fill."""
+        return -(-tokens // self.tokens)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages; the caller has looked that there are as many."""
+        taken = [self._free.pop() for _ in range(count)]
+        self._holders[taken] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder of each."""
+        self._holders[list(pages)] += 1
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """One holder less; a page that nobody holds is free."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Tokens' keys and values [N, H, D] to `places` [N], counted over the tokens of all pages."""
+        for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, places, new)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Whole pages, in every layer."""
+        source, target = (upload(np.array(pages, np.int64), self.device) for pages in (sources, targets))
+        for stored in self.keys + self.values:
+            stored.index_copy_(0, target, stored.index_select(0, source))
+
+    def places(self, pages: Sequence[int], count: int) -> npt.NDArray[np.int64]:
+        """[count] where the first tokens of a row that holds `pages` lie, for `write`."""
+        position = np.arange(count)
+        places: npt.NDArray[np.int64] = np.array(pages, np.int64)[position // self.tokens] * self.tokens + position % self.tokens
+        return places
+
+
+class PagedTokens:
+    """One new token of each row of a decoding step, written to its page and attending to the row's pages."""
+
+    def __init__(self, pool: PagePool, kernel: Kernel, places: Tensor, table: Tensor, lengths: Tensor) -> None:
+        """`places` [R] of the new tokens; `table` [R, pages] int32 of each row; `lengths` [R] int32 with the new tokens."""
+        self._pool, self._attend = pool, kernel.paged
+        self._places, self._table, self._lengths = places, table, lengths
+        self._layer = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        self._layer = layer_idx
+        self._pool.write(layer_idx, self._places, key_states[:, :, 0], value_states[:, :, 0])
+        return key_states, value_states
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """[R, Hq, 1, D] from queries of the same shape."""
+        keys, values = self._pool.keys[self._layer], self._pool.values[self._layer]
+        return self._attend(query[:, :, 0], keys, values, self._table, self._lengths, scaling, window).unsqueeze(2)

@@ -1,0 +1,70 @@
+"""The sentence encoder of the semantic planning detector: a sentence-transformers model, from a folder, the hub's cache or the hub."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retrain.errors import EnvironmentFailure
+from retrain.model.hub import why_unreachable
+from retrain.model.load import no_progress_bar
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+_BATCH = 128
+"""Windows that are encoded together; they have a few dozen tokens."""
+
+Vectors = npt.NDArray[np.floating]
+
+
+@lru_cache(maxsize=1)
+def load_sentence_encoder(name: str, device: str = "cpu") -> Callable[[Sequence[str]], Vectors]:
+    """[n] sentences -> [n, d] vectors of length 1, by the model of this name or in this folder; loaded once per process.
+
+    Raises EnvironmentFailure without sentence-transformers, and for a model that is neither here nor on the hub.
+    """
+    model = _load(name, device)
+
+    def encode(sentences: Sequence[str]) -> Vectors:
+        vectors: Any = model.encode(
+            list(sentences), batch_size=_BATCH, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+        )
+        return np.asarray(vectors)
+
+    return encode
+
+
+def _load(name: str, device: str) -> "SentenceTransformer":
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ModuleNotFoundError as error:
+        raise EnvironmentFailure(
+            f'[planning] detector = "semantic" needs the extra "semantic" ({error.name} is missing): pip install "retrain[semantic]", '
+            'or use detector = "regex".'
+        ) from error
+    folder = Path(name).expanduser()
+    here = folder.is_dir()
+    settings: dict[str, Any] = {"device": device, "model_kwargs": {"use_safetensors": True}}  # weights in a pickle could run code
+    with no_progress_bar():
+        try:
+            return SentenceTransformer(str(folder) if here else name, local_files_only=True, **settings)
+        except (OSError, ValueError) as error:
+            if here:
+                raise EnvironmentFailure(f'[planning] model = "{name}" holds no sentence-transformers model: {_line(error)}.') from error
+        if problem := why_unreachable():
+            raise EnvironmentFailure(
+                f'[planning] model = "{name}" is neither a folder nor in the cache, and {problem}; name a folder with the model, or use '
+                'detector = "regex".'
+            )
+        try:
+            return SentenceTransformer(name, **settings)
+        except (OSError, ValueError) as error:
+            raise EnvironmentFailure(f'[planning] model = "{name}" could not be loaded: {_line(error)}.') from error
+
+
+def _line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200].rstrip(".")

@@ -1,0 +1,114 @@
+"""Causal attention of sequences of any lengths laid end to end: one call for all, no mask, no padding, no repeated key.
+
+On CUDA it is torch's flash kernel. `plain` is the same function in matrix products, on any device and in any dtype: what the kernel is
+compared with, and what stands in for it where there is none.
+Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk key-value heads, D head size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LARGEST_HEAD = 256
+_OLDEST_GPU = (8, 0)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where sequences begin and end. The queries of a sequence are the last of its keys."""
+
+    queries: Tensor
+    """[S + 1] int32: 0, and where the queries of each sequence end."""
+    keys: Tensor
+    """[S + 1] int32"""
+    most_queries: int
+    """Of one sequence."""
+    most_keys: int
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Spans":
+        """From the lengths of each sequence."""
+        ends_queries, ends_keys = (torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device) for lengths in (queries, keys))
+        return cls(ends_queries, ends_keys, max(queries), max(keys))
+
+
+PackedKernel = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None], Tensor]
+"""(query [Nq, Hq, D], key and value [Nk, Hk, D], spans, scaling, window) to [Nq, Hq, D]."""
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None) -> Tensor:
+    """torch's flash kernel (CUDA, half precision). Its backward is deterministic where torch is told to be so, not with `warn_only`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    before = -1 if window is None else window - 1  # it counts the keys before a query's own
+    lengths = spans.queries, spans.keys, spans.most_queries, spans.most_keys
+    return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(before, 0), enable_gqa=True)  # type: ignore[return-value]
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None) -> Tensor:
+    """The same in matrix products, sequence by sequence."""
+    groups = query.shape[1] // key.shape[1]
+    outputs = []
+    for (first, last), (start, stop) in zip(pairwise(spans.queries.tolist()), pairwise(spans.keys.tolist()), strict=True):
+        q = query[first:last].transpose(0, 1)
+        k, v = (part[start:stop].transpose(0, 1).repeat_interleave(groups, dim=0) for part in (key, value))
+        own = torch.arange(stop - start - (last - first), stop - start, device=query.device)[:, None]
+        seen = torch.arange(stop - start, device=query.device)
+        hidden = (seen > own) if window is None else (seen > own) | (seen <= own - window)
+        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(hidden, float("-inf"))
+        outputs.append((torch.softmax(scores, dim=-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""(query [R, Hq, D], keys and values in pages [P, T, Hk, D], table [R, M] int32, lengths [R] int32, scaling, window) to [R, Hq, D].
+
+One query per row, the last of `lengths` tokens, which lie in the row's pages in order."""
+
+
+def flash_paged(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
+    """torch's flash kernel (CUDA, half precision). A row's result does not depend on the other rows: its keys are not split."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, most = len(query), table.shape[1] * keys.shape[1]
+    queries = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    before = -1 if window is None else window - 1
+    return varlen_attn(  # type: ignore[return-value]
+        query, keys, values, queries, ends, 1, most,
+        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=lengths, block_table=table, num_splits=1,
+    )  # fmt: skip
+
+
+def plain_paged(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
+    """The same in matrix products, over all pages that a row could hold."""
+    rows, heads, size = query.shape
+    grouped = query.view(rows, keys.shape[2], -1, size)
+    k, v = (pages[table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))  # [R, Hk, L, D]
+    position, seen = torch.arange(k.shape[2], device=query.device), lengths[:, None]
+    hidden = (position >= seen) if window is None else (position >= seen) | (position < seen - window)
+    scores = (grouped @ k.transpose(2, 3) * scaling).masked_fill(hidden[:, None, None], float("-inf"))
+    return (torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v).view(rows, heads, -1)
+
+
+def has_flash(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether `flash` runs there: torch 2.12 or later, on an NVIDIA GPU of 2020 (Ampere) or later, in half precision."""
+    if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    if "enable_gqa" not in (varlen_attn.__kwdefaults__ or {}):
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _OLDEST_GPU
+
+
+def fits_flash(query: Tensor) -> bool:
+    """Whether `flash` takes queries of this head size and dtype."""
+    size = query.shape[-1]
+    return query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= _LARGEST_HEAD

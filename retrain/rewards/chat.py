@@ -1,0 +1,191 @@
+"""A client of an OpenAI-compatible chat server: one user message in, one reply out, with retries.
+
+It retries what may pass (time-outs, lost connections, 408, 409, 425, 429, 5xx, bodies that are no chat completion) and raises for what
+will not, such as a wrong key. When the server says Retry-After, all requests wait, not just the one that was told.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import stamina
+
+from retrain.types import JudgeUsage
+
+MOST_ATTEMPTS = 5
+LONGEST_REPLY = 1 << 20
+"""Bytes of a response; a longer one is not read to its end."""
+REPLY_TOKENS = 1024
+"""Leaves room for a judge that thinks before its verdict."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
+_TRANSIENT = frozenset({408, 409, 425, 429})
+_SHOWN = 160
+"""Characters of the server's own message in a sentence."""
+
+logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; JudgeUsage.requests counts them
+
+
+class ChatFailed(Exception):
+    """No reply, with the reason as a clause. `usage` holds the requests that were sent."""
+
+    def __init__(self, reason: str, usage: JudgeUsage = JudgeUsage()) -> None:  # noqa: B008 - it is frozen
+        super().__init__(reason)
+        self.usage = usage
+
+
+class _Transient(Exception):
+    """Worth another attempt, after `wait_s` seconds where the server or the cause says so."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str
+    cut: bool
+    """It reached the limit of tokens."""
+    usage: JudgeUsage
+
+
+class ChatClient:
+    """Belongs to one event loop. `timeout_s` bounds a request from its first byte to the last one of the answer."""
+
+    def __init__(self, base_url: str, model: str, api_key: str, *, timeout_s: float, concurrency: int) -> None:
+        self.host = httpx.URL(base_url).netloc.decode()
+        self._url = base_url.rstrip("/") + "/chat/completions"
+        self._timeout_s = timeout_s
+        self._key = api_key
+        self._options: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": REPLY_TOKENS}
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
+        self._slots = asyncio.Semaphore(concurrency)
+        self._resting_until = 0.0
+        """Loop time before which the server wants no request."""
+
+    async def ask(self, message: str) -> Reply:
+        """The reply to one user message. Raises ChatFailed after the last attempt, and at once for what no retry can mend."""
+        usage = JudgeUsage()
+        retries = stamina.retry_context(
+            on=_wait_after,
+            attempts=MOST_ATTEMPTS,
+            timeout=2 * self._timeout_s,
+            wait_initial=_FIRST_WAIT_S,
+            wait_max=_LONGEST_WAIT_S,
+        )
+        async with self._slots:  # held between attempts too: a server in trouble is asked less
+            try:
+                async for attempt in retries:
+                    with attempt:
+                        usage += JudgeUsage(requests=1)
+                        reply = await self._attempt(message)
+            except (_Transient, ChatFailed) as error:
+                raise ChatFailed(self._masked(str(error)), usage) from None
+        return replace(reply, usage=usage + reply.usage)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _attempt(self, message: str) -> Reply:
+        while (wait := self._resting_until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(wait)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response, body = await self._exchange(message)
+        except (TimeoutError, httpx.TimeoutException):
+            raise _Transient(f"{self.host} did not answer within {self._timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise _Transient(f"{self.host} could not be asked ({type(error).__name__}: {error or 'no more is known'})") from None
+        if response.status_code != 200:
+            raise self._failure(response, body)
+        return _reply(body, self.host)
+
+    async def _exchange(self, message: str) -> tuple[httpx.Response, bytes]:
+        content = self._options | {"messages": [{"role": "user", "content": message}]}
+        body = bytearray()
+        async with self._http.stream("POST", self._url, json=content) as response:
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > LONGEST_REPLY:
+                    raise _Transient(f"{self.host} answered with more than {LONGEST_REPLY >> 20} MiB")
+        return response, bytes(body)
+
+    def _failure(self, response: httpx.Response, body: bytes) -> Exception:
+        """What a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
+        said, parameter = _error_message(body)
+        sentence = f"{self.host} answered {response.status_code} {response.reason_phrase}".rstrip() + (f": {said}" if said else "")
+        if response.status_code == 400 and self._without(parameter):
+            return _Transient(sentence, 0.0)
+        if response.status_code not in _TRANSIENT and response.status_code < 500:
+            return ChatFailed(sentence)
+        wait_s = _retry_after(response.headers)
+        if wait_s is not None:
+            wait_s = min(wait_s, self._timeout_s)
+            self._resting_until = max(self._resting_until, asyncio.get_running_loop().time() + wait_s)
+        return _Transient(sentence, wait_s)
+
+    def _without(self, parameter: str) -> bool:
+        """Ask without a parameter that this model refuses, from now on: reasoning models take no temperature and rename max_tokens."""
+        value = self._options.pop(parameter, None) if parameter in ("temperature", "max_tokens") else None
+        if parameter == "max_tokens" and value is not None:
+            self._options["max_completion_tokens"] = value
+        return value is not None
+
+    def _masked(self, sentence: str) -> str:
+        return sentence.replace(self._key, "***") if self._key else sentence
+
+
+def _wait_after(error: Exception) -> bool | float:
+    """stamina's question about an error: retry, and after how many seconds if not by its own schedule."""
+    if not isinstance(error, _Transient):
+        return False
+    return True if error.wait_s is None else error.wait_s
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    try:
+        return max(0.0, float(headers["retry-after"]))
+    except (KeyError, ValueError):  # absent, or a date
+        return None
+
+
+def _reply(body: bytes, host: str) -> Reply:
+    """The text of a chat completion. Raises _Transient for anything else."""
+    try:
+        answer = json.loads(body)
+        choice = answer["choices"][0]
+        text = choice["message"].get("content")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        raise _Transient(f"{host} answered with something that is no chat completion: {_shown(body.decode(errors='replace'))!r}") from None
+    used = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
+    cost = used.get("cost")
+    usage = JudgeUsage(
+        prompt_tokens=_count(used.get("prompt_tokens")),
+        completion_tokens=_count(used.get("completion_tokens")),
+        cost=float(cost) if isinstance(cost, int | float) else None,
+    )
+    return Reply(text if isinstance(text, str) else "", choice.get("finish_reason") == "length", usage)
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _error_message(body: bytes) -> tuple[str, str]:
+    """What a server says about an error, and the parameter that it blames; "" for what it does not say."""
+    try:
+        error = json.loads(body)["error"]
+        return _shown(str(error["message"])), str(error.get("param") or "")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return _shown(body.decode(errors="replace")), ""
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..."

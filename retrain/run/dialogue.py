@@ -1,0 +1,83 @@
+"""One conversation as it is sampled: what the model has in sight, the turns so far, and what is said next."""
+
+import numpy as np
+
+from retrain.data.chat import ChatRenderer
+from retrain.environments.base import Observation
+from retrain.types import ChatMessage, Completion, FinishReason, Int32Array, Prompt, Trajectory, Turn
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+DialogueKey = tuple[int, int]
+"""(slot, sample): names a dialogue within a draw."""
+
+
+class Dialogue:
+    """A prompt, and the replies to it under one sample index."""
+
+    def __init__(self, prompt: Prompt, slot: int, sample: int) -> None:
+        self.prompt, self.slot, self.sample = prompt, slot, sample
+        self.in_sight: Int32Array = prompt.token_ids
+        """[P] what the next reply follows."""
+        self.used = 0
+        """Action tokens so far: the noise coordinate of the next one."""
+        self.cut = False
+        """It ended because there was no room for another reply."""
+        self._turns: list[Turn] = []
+        self._context, self._restarts = _NO_TOKENS, False
+        self._text = prompt.text
+        self._messages: list[ChatMessage] = _opening(prompt)
+
+    @property
+    def key(self) -> DialogueKey:
+        return self.slot, self.sample
+
+    @property
+    def reply(self) -> str:
+        """The newest reply's text."""
+        return self._messages[-1]["content"]
+
+    @property
+    def ended_by_length(self) -> bool:
+        """No token is left after the newest reply."""
+        return self._turns[-1].completion.finish_reason is FinishReason.LENGTH
+
+    @property
+    def said(self) -> Int32Array:
+        """The tokens of all turns; those of a rewritten history as each turn had them."""
+        return np.concatenate([tokens for turn in self._turns for tokens in (turn.context, turn.completion.token_ids)])
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The turns so far; one without tokens where the first reply was never asked for."""
+        nothing = Completion(0, self.sample, _NO_TOKENS, np.zeros(0, np.float32), None, FinishReason.STOP)
+        return Trajectory(tuple(self._turns) or (Turn(nothing),), cut=self.cut)
+
+    def add(self, completion: Completion, reply: str) -> None:
+        """The model has replied."""
+        self._turns.append(Turn(completion, self._context, self._restarts))
+        self._messages.append(ChatMessage(role="assistant", content=reply))
+        self.in_sight = np.concatenate([self.in_sight, completion.token_ids])
+        self.used += len(completion.token_ids)
+
+    def hear(self, said: Observation, renderer: ChatRenderer) -> None:
+        """The environment has answered the newest reply, or opened the conversation with messages of its own."""
+        known = self._messages
+        if not self._turns and not said.tools and (not said.messages or said.messages == known):
+            return
+        if said.rewrites and not (self._turns and said.messages[: len(known)] == known):
+            self._messages = list(said.messages)
+            following = renderer.opening(said.messages, said.tools)
+        else:
+            new = said.messages[len(known) :] if said.rewrites else said.messages
+            last = int(self._turns[-1].completion.token_ids[-1])
+            following = renderer.continued(self._text, known, new, last, said.tools)
+            self._messages = [*known, *new]
+        self._text, self._context, self._restarts = following.text, following.token_ids, following.restarts
+        self.in_sight = following.token_ids if following.restarts else np.concatenate([self.in_sight, following.token_ids])
+
+
+def _opening(prompt: Prompt) -> list[ChatMessage]:
+    opening = prompt.example.prompt
+    return [ChatMessage(role="user", content=opening)] if isinstance(opening, str) else list(opening)

@@ -1,0 +1,59 @@
+"""`make test-environments`: an environment for each library under the cache folder, and the tests marked `environments` in each.
+
+verifiers before and after 0.4 exclude each other, so each has an environment of its own. They borrow torch and the rest from the Python
+that runs this script, and hold only what that one lacks.
+
+    python scripts/test_environments.py [v0] [v1] [games]
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(os.environ.get("RETRAIN_CACHE") or Path.home() / ".cache" / "retrain") / "environments"
+ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
+    "v0": (["verifiers==0.3.1"], ["tests/environments/test_verifiers_v0.py", "tests/environments/test_auto_install.py"]),
+    "v1": (["verifiers==0.4.0"], ["tests/environments/test_verifiers_v1.py"]),
+    "games": (["reasoning-gym==0.1.25", "textarena==0.7.4"], ["tests/environments/test_games.py"]),
+}
+"""Name -> requirements and test files."""
+
+
+def build(name: str, requirements: list[str]) -> Path:
+    """The Python of the environment, made where it is missing or its requirements changed."""
+    folder = CACHE / name
+    python, stamp = folder / "bin" / "python", folder / "requirements.txt"
+    wanted = "\n".join(requirements) + "\n"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted and python.exists():
+        return python
+    venv.create(folder, clear=True, with_pip=True)
+    site = Path(subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip())
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements], check=True)
+    # Behind its own packages: what this Python has. A line of a .pth file is not itself searched for .pth files, so all are listed.
+    borrowed = [sysconfig.get_path("purelib"), *(entry for entry in sys.path if entry.endswith("site-packages")), str(ROOT)]
+    (site / "retrain_borrowed.pth").write_text("\n".join(dict.fromkeys(borrowed)) + "\n", encoding="utf-8")
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def main(names: list[str]) -> int:
+    failed = []
+    for name in names or list(ENVIRONMENTS):
+        requirements, tests = ENVIRONMENTS[name]
+        began = time.monotonic()
+        python = build(name, requirements)
+        built = time.monotonic()
+        done = subprocess.run([python, "-m", "pytest", "-m", "environments", *tests], cwd=ROOT, check=False)
+        print(f"{name}: environment {built - began:.0f} s, tests {time.monotonic() - built:.0f} s, exit code {done.returncode}", flush=True)
+        if done.returncode:
+            failed.append(name)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""What every environment must hold, whichever library it comes from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain import train
+from retrain.config.schema import Model
+from retrain.environments.base import Observation
+from retrain.environments.episodes import EpisodeHost
+from retrain.model.text import load_text_model
+from retrain.records.token_table import read_tokens
+from retrain.types import Example, Score
+from tests.runs import lines, small
+
+
+def scripted(host: EpisodeHost, example: Example, replies: Sequence[str], tools: Sequence[str] = ()) -> tuple[list[str], Score]:
+    """Play an episode: what was said to each reply but the last, and the verdict. `tools`: names that must be offered."""
+    episode, said = host.begin(example, seed=0), []
+    answer = episode.answer(lambda: None)
+    assert isinstance(answer, Observation), answer
+    assert [tool["function"]["name"] for tool in answer.tools] == list(tools)
+    for reply in replies:
+        episode.reply(reply, last=False)
+        answer = episode.answer(lambda: None)
+        if isinstance(answer, Score):
+            assert reply == replies[-1], f"the episode ended early: {answer}"
+            return said, answer
+        said.append(answer.messages[-1]["content"])
+    raise AssertionError(f"the episode goes on after {replies}: {said}")
+
+
+def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None:
+    """A short run learns: its records hold turns and metrics, the tokens of every turn have ratio 1, and their ids render."""
+    sections = {"training": {"max_steps": 2, "batch_size": 4, "max_tokens": 60}, "evaluation": {"at_end": True, "max_examples": 2}}
+    logging = {"tokens_every": 1, "generations_per_step": 99}
+    train(small(folder, environment=environment, logging=logging, **sections), quiet=True)
+    first, records = lines(folder / "metrics.jsonl")[0], lines(folder / "emergence/generations.jsonl")
+    assert first["environment_metrics"] and first["reward_could_not_judge"] == 0
+    assert max(record["turns"] for record in records) == turns
+    assert first["trajectories_rewritten"] == 0, "a conversation that only goes on must be one row"
+    assert len(lines(folder / "evaluation.jsonl")) == 2
+    table = read_tokens(folder / "tokens/step_0.safetensors")
+    assert table.log_ratios is not None
+    known = table.log_ratios[~np.isnan(table.log_ratios)]
+    assert not len(known) or np.abs(known).max() < 1e-4
+    text = load_text_model(Model(model="lab"))
+    for record in records:
+        spoken = record["prompt"] + record["completion"]
+        ids = text.tokenizer(spoken, add_special_tokens=False)["input_ids"]
+        assert text.decode(np.array(ids)) == spoken

@@ -1,0 +1,60 @@
+"""auto_install: the failure of the real command, and its success with a stand-in for `prime`, which needs the network."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.environments
+pytest.importorskip("verifiers")
+
+from retrain.config.schema import Environment as Settings  # noqa: E402
+from retrain.environments.verifiers import load_verifiers  # noqa: E402
+from retrain.errors import ConfigurationError, EnvironmentFailure  # noqa: E402
+
+STAND_IN = """#!{python}
+# A stand-in for `prime env install owner/name`: it puts the environment's module where this Python looks.
+import pathlib, sys
+assert sys.argv[1:] == ["env", "install", "someone/fetched-env"], sys.argv
+pathlib.Path({target!r}, "fetched_env.py").write_text("from lab_sums import load_environment\\n")
+"""
+
+
+def settings(name: str) -> Settings:
+    return Settings(provider="verifiers", id=name, auto_install=True)
+
+
+def command(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    (folder / "prime").write_text(text)
+    (folder / "prime").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_fetched_environment_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command(tmp_path / "bin", STAND_IN.format(python=sys.executable, target=str(tmp_path)), monkeypatch)
+    environment = load_verifiers(settings("someone/fetched-env"))
+    assert len(environment.examples("train")) == 64
+    environment.close()
+
+
+def test_a_failed_command_is_told_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command(tmp_path / "bin", "#!/bin/sh\necho 'Failed to connect to the hub' >&2\nexit 7\n", monkeypatch)
+    with pytest.raises(EnvironmentFailure, match="prime env install someone/absent` failed with status 7: Failed to connect to the hub"):
+        load_verifiers(settings("someone/absent"))
+
+
+def test_a_command_that_installs_nowhere_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command(tmp_path / "bin", "#!/bin/sh\nexit 0\n", monkeypatch)
+    with pytest.raises(EnvironmentFailure, match="although `prime env install someone/absent` succeeded"):
+        load_verifiers(settings("someone/absent"))
+
+
+def test_without_the_command_or_an_owner_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EnvironmentFailure, match="auto_install needs the command prime"):
+        load_verifiers(settings("someone/absent"))
+    with pytest.raises(ConfigurationError, match="the Prime hub knows environments as owner/name"):
+        load_verifiers(settings("absent"))

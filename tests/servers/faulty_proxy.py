@@ -1,0 +1,114 @@
+"""A proxy on this machine that answers some requests with an error instead of passing them on, and counts samples that are under way."""
+
+import http.client
+import json
+import re
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
+
+
+@dataclass
+class Fault:
+    """Requests whose path ends in `path` get `status`, `times` of them after the first `after`."""
+
+    path: str
+    status: int
+    times: int = 1_000_000
+    after: int = 0
+
+
+@dataclass
+class Traffic:
+    faults: list[Fault] = field(default_factory=list)
+    injected: Counter[int] = field(default_factory=Counter)
+    """Status -> answers that the proxy made itself."""
+    sampling: set[str] = field(default_factory=set)
+    """Promises of samples that are not kept yet."""
+    most_sampling: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+    def fault_for(self, path: str) -> int:
+        with self.lock:
+            for fault in self.faults:
+                if path.endswith(fault.path):
+                    if fault.after > 0:
+                        fault.after -= 1
+                    elif fault.times > 0:
+                        fault.times -= 1
+                        self.injected[fault.status] += 1
+                        return fault.status
+        return 0
+
+    def note(self, path: str, request: bytes, status: int, answer: bytes) -> None:
+        if status != 200:
+            return
+        with self.lock:
+            if path.endswith("/asample"):
+                self.sampling.add(str(json.loads(answer)["request_id"]))
+                self.most_sampling = max(self.most_sampling, len(self.sampling))
+            elif path.endswith("/retrieve_future") and (found := re.search(rb'"request_id"\s*:\s*"([^"]+)"', request)):
+                self.sampling.discard(found.group(1).decode())
+
+
+@contextmanager
+def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]:
+    """(its address, its traffic). `traffic.faults` may be changed while it runs."""
+    traffic, target = Traffic(list(faults)), upstream.removeprefix("http://")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def forward(self) -> None:
+            request = self.rfile.read(int(self.headers.get("content-length", 0)))
+            path = self.path.partition("?")[0]
+            if status := traffic.fault_for(path):
+                self.answer(status, [("content-type", "application/json")], json.dumps({"detail": f"injected {status}"}).encode())
+                return
+            connection = http.client.HTTPConnection(target, timeout=120)
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+            try:
+                connection.request(self.command, self.path, request, headers)
+                response = connection.getresponse()
+                answer = response.read()
+            finally:
+                connection.close()
+            traffic.note(path, request, response.status, answer)
+            self.answer(response.status, [(n, v) for n, v in response.getheaders() if n.lower() not in _HOP], answer)
+
+        def answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+            self.send_response(status)
+            for name, value in [*headers, ("content-length", str(len(body)))]:
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = do_DELETE = forward  # noqa: N815 - the names that http.server calls
+
+        def log_message(self, *_: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None: ...  # a client that went away, or an upstream that is dead
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", traffic
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

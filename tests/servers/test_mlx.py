@@ -1,0 +1,90 @@
+"""The mlx engine against MLX-LM's server on the CPU: parity, learning beside the local engine, a stale adapter."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_servers import RealServer, started
+from runs import small
+
+from retrain import train
+from retrain.errors import RunFailed
+from retrain.inference_engine.http import Server
+from retrain.inference_engine.mlx import MLXDialect, MLXEngine
+from retrain.inference_engine.served import ServedAdapter
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+
+LEARNING: dict[str, Any] = {
+    "model": {"lora_rank": 16},
+    "reward": {"type": "match"},
+    # At this temperature raw log-probs are not those of the policy.
+    "training": {"seed": 0, "max_steps": 10, "batch_size": 8, "group_size": 4, "max_tokens": 128, "temperature": 0.8, "lr": 1e-3},
+    "loss": {"max_grad_norm": 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with started("mlx") as (one,):
+        yield one
+
+
+def through(folder: Path, server: RealServer, engine: str = "mlx") -> Any:
+    return small(folder, inference={"engine": engine, "url": server.url}, **LEARNING)
+
+
+def largest_difference(record: Any) -> float:
+    """Nats, from the largest and the smallest ratio of the step, which are at temperature 1."""
+    return max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min))) if record.ratio_max else 0.0
+
+
+def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealServer) -> None:
+    """Writes the table of docs/engines.md."""
+    served = train(through(tmp_path / "mlx", server), quiet=True).metrics()
+    local = train(small(tmp_path / "local", **LEARNING), quiet=True).metrics()
+    print("\n| step | largest difference, nats | correct, mlx | correct, pytorch | seconds sampling, mlx | pytorch |")
+    print("|---|---|---|---|---|---|")
+    for mine, other in zip(served, local, strict=True):
+        print(
+            f"| {mine.step} | {largest_difference(mine):.1e} | {mine.correct_rate:.1%} | {other.correct_rate:.1%} "
+            f"| {mine.time_sample_s:.1f} | {other.time_sample_s:.1f} |"
+        )
+    assert len(served) == 10 and max(map(largest_difference, served)) < 1e-3
+    gate = json.loads((tmp_path / "mlx" / "environment.json").read_text())["parity_gate"]
+    assert gate["max_difference"] < 1e-3 and gate["adapter_effect"] > 0.01 and gate["longest_prompt"] > 256
+    mine, other = (sum(record.correct_rate for record in run[5:]) / 5 for run in (served, local))
+    assert abs(mine - other) < 0.2, "160 completions each"
+
+
+class OneFolder(MLXDialect):
+    """Gives every version of the adapter in the same folder."""
+
+    async def load(self, server: Server, adapter: ServedAdapter) -> None:
+        constant = adapter.folder.parent / "constant"
+        await super().load(server, ServedAdapter(adapter.name, adapter.folder))
+        if not constant.exists():
+            (adapter.folder / "mlx").rename(constant)
+        else:
+            for file in (adapter.folder / "mlx").iterdir():
+                file.replace(constant / file.name)
+            (adapter.folder / "mlx").rmdir()
+        (adapter.folder / "mlx").symlink_to(constant)
+
+    def _completion(self, prompt: str, settings: Any, adapter: ServedAdapter | None = None) -> Any:
+        path, body = super()._completion(prompt, settings, adapter)
+        if adapter and (adapter.folder.parent / "constant").exists():
+            body["adapters"] = str(adapter.folder.parent / "constant")
+        return path, body
+
+
+class StaleMLX(MLXEngine):
+    dialect_class = OneFolder
+
+
+def test_new_weights_in_a_folder_that_the_server_knows_are_stopped_by_the_gate(tmp_path: Path, server: RealServer) -> None:
+    with pytest.raises(RunFailed, match="Parity gate"):
+        train(through(tmp_path / "run", server, engine=f"{__name__}.StaleMLX"), quiet=True)

@@ -1,0 +1,251 @@
+"""What a run's own files contradict is not asserted: unjudged answers, failed runs, other data, other evaluations, few pairs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from campaigns import problems, write_campaign, write_manifest, write_run
+
+from retrain.analysis.two_way import TwoWay
+from retrain.campaign import plan_campaign
+from retrain.cli.main import main
+from retrain.config import config_from_mapping
+from retrain.errors import RunFailed
+from retrain.records.entries import EvaluationRecord, StepRecord
+from retrain.run.evaluation import Evaluator
+from retrain.run.rollout import Rollout, Watcher
+from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored
+
+BASE, BETTER = "grpo+none", "maxrl+none"
+EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    assert main(["compare", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main(["compare", *map(str, arguments)]) == 0, capsys.readouterr().err
+    return " ".join(capsys.readouterr().out.split())
+
+
+def shifted(by: Sequence[int]) -> list[int]:
+    return [right + extra for right, extra in zip(EIGHT, by, strict=True)]
+
+
+def judged(right: int, wrong: int, unjudged: int) -> list[EvaluationRecord]:
+    """One answer to each problem: right ones first, then wrong ones, then those that could not be judged."""
+    counts = [(1, 1, 0)] * right + [(1, 0, 0)] * wrong + [(0, 0, 1)] * unjudged
+    return [EvaluationRecord(0, f"problem-{index}", "task", n, c, lost, None) for index, (n, c, lost) in enumerate(counts)]
+
+
+# -- answers that could not be judged --------------------------------------------------------------------------------------
+
+
+def unjudged_campaign(folder: Path, lost: int) -> Path:
+    """Equal arms, of one of which `lost` wrong answers could not be judged."""
+    entries = []
+    for seed, right in enumerate(EIGHT, start=1):
+        for label, unjudged in ((BASE, 0), (BETTER, lost)):
+            answers = judged(right + seed % 2 * (label == BETTER), 100 - right - seed % 2 * (label == BETTER) - unjudged, unjudged)
+            write_run(folder / f"runs/{label}_s{seed}", seed, held_out=answers)
+            entries.append({"condition": label, "seed": seed})
+    return write_manifest(folder, entries)
+
+
+def test_wrong_answers_that_could_not_be_judged_make_no_improvement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = compared(capsys, unjudged_campaign(tmp_path, 25))
+    (found,) = result["contrasts"]
+    low, high = found["unjudged_bounds"]
+    assert found["mean_difference"] > 0 and low < found["mean_difference"] < high
+    assert found["verdict"] == "inconclusive"
+    assert [arm["unjudged"] for arm in result["arms"]] == [0, 200] and result["arms"][1]["answered"] == 800
+    assert "200 of 800" in shown(capsys, tmp_path)
+
+
+def test_a_difference_is_taken_on_the_problems_that_both_runs_of_a_pair_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The base got the problems wrong that the candidate's judge lost: alone, their absence would look like a gain."""
+    for seed in (1, 2):
+        write_run(tmp_path / f"base{seed}", seed, held_out=judged(60, 40, 0))
+        write_run(tmp_path / f"new{seed}", seed, held_out=judged(60, 20, 20), training={"lr": 2e-3})
+    (found,) = compared(capsys, tmp_path / "new1", tmp_path / "new2", "--baseline", tmp_path / "base1", tmp_path / "base2")["contrasts"]
+    assert found["mean_difference"] == 0.0 and found["unjudged_bounds"] == [0.0, pytest.approx(0.2)]
+
+
+def test_a_clear_improvement_outlives_a_few_unjudged_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = []
+    for seed in range(1, 9):
+        for label, right in ((BASE, 30 + seed % 3), (BETTER, 60 + seed % 2)):
+            write_run(tmp_path / f"runs/{label}_s{seed}", seed, held_out=judged(right, 98 - right, 2))
+            entries.append({"condition": label, "seed": seed})
+    (found,) = compared(capsys, write_manifest(tmp_path, entries))["contrasts"]
+    assert found["verdict"] == "improvement" and found["unjudged_bounds"][0] > 0.2
+
+
+def test_one_missing_cell_drops_neither_its_problem_nor_its_seed() -> None:
+    rng = np.random.default_rng(0)
+    table = rng.normal(0, 0.1, (8, 1)) + rng.normal(0, 0.2, 40) + rng.normal(0, 0.3, (8, 40))
+    whole = TwoWay.of(table)
+    table[3, 7] = np.nan
+    holed = TwoWay.of(table)
+    assert whole and holed and (holed.seeds, holed.problems) == (8, 40)
+    assert holed.interval() == pytest.approx(whole.interval(), abs=0.02)
+    assert holed.residual_freedom == whole.residual_freedom - 1
+
+
+class Silent:
+    """A sampler whose reward judges some answers and none of the others."""
+
+    def __init__(self, unjudged: int, total: int) -> None:
+        completion = Completion(0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
+        lost, right = Score(Outcome.COULD_NOT_JUDGE, None, "the worker died"), Score.of(1.0, 0.5)
+        prompt = Prompt(Example("", "", example_id="p"), "", np.zeros(1, np.int32))
+        self.group = Group(prompt, 0, [Scored(completion, "", lost if index < unjudged else right) for index in range(total)])
+
+    def draw(self, *_: object) -> Rollout:
+        return Rollout([self.group], [self.group])
+
+
+def test_an_evaluation_with_too_many_unjudged_answers_fails_as_training_does() -> None:
+    watcher = Watcher(lambda: None, lambda _: None)
+
+    def evaluated(unjudged: int, limit: float) -> int:
+        evaluator = Evaluator(Silent(unjudged, 40), [], None, [1], limit)  # type: ignore[arg-type]
+        return evaluator.run(3, watcher).problems[0].could_not_judge
+
+    with pytest.raises(RunFailed, match=r"9 of 40 held-out answers could not be judged \(9 times: the worker died\), more than .*0\.1"):
+        evaluated(9, 0.1)
+    assert evaluated(4, 0.1) == 4 and evaluated(1, 0.0) == 1 and evaluated(40, 1.0) == 40
+
+
+# -- what two runs had in common -------------------------------------------------------------------------------------------
+
+
+def test_same_prompts_and_an_a_a_comparison_are_what_the_runs_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machines = {
+        "same": {},
+        "data": {"data_sha256": "another file"},
+        "torch": {"packages": {"torch": "2.12.0"}},
+        "device": {"device": "cuda:0"},
+        "silent": {"data_sha256": None},
+    }
+    for seed in (1, 2):
+        write_run(tmp_path / f"base{seed}", seed)
+        for name, environment in machines.items():
+            write_run(tmp_path / f"{name}{seed}", seed, environment=environment)
+    bases = [tmp_path / "base1", tmp_path / "base2"]
+    found = {
+        name: compared(capsys, tmp_path / f"{name}1", tmp_path / f"{name}2", "--baseline", *bases)["contrasts"][0] for name in machines
+    }
+    assert {name: item["same_prompts"] for name, item in found.items()} == {"same": 2, "data": 0, "torch": 2, "device": 2, "silent": 0}
+    said = {name: shown(capsys, tmp_path / f"{name}1", tmp_path / f"{name}2", "--baseline", *bases) for name in machines}
+    assert [name for name, text in said.items() if "an A/A comparison" in text] == ["same"]
+    assert "torch (2.12.0, not recorded)" in said["torch"] and "device (cuda:0, not recorded)" in said["device"]
+    assert "training data" in said["data"] and "was not recorded" in said["silent"]
+
+
+def test_held_out_answers_sampled_in_different_ways_are_compared_only_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "hot": {"training": {"temperature": 0.7}},
+        "short": {"evaluation": {"max_tokens": 12}},
+        "alike": {"training": {"temperature": 0.7, "max_tokens": 48}, "evaluation": {"temperature": 1.0, "max_tokens": 24}},
+    }
+    entries = []
+    for seed in (1, 2):
+        for label, sections in {BASE: {}, **ways}.items():
+            write_run(tmp_path / f"runs/{label}_s{seed}", seed, held_out=problems([1, seed - 1]), **sections)
+            entries.append({"condition": label, "seed": seed})
+    result = compared(capsys, write_manifest(tmp_path, entries))
+    assert [contrast["condition"] for contrast in result["contrasts"]] == ["alike"]
+    left_out = " ".join(result["left_out"])
+    assert "hot was evaluated at temperature 0.7" in left_out and "at most 12 tokens" in left_out and "--metric pass@1" in left_out
+    insisted = compared(capsys, tmp_path, "--metric", "pass@1")
+    assert len(insisted["contrasts"]) == 3 and not insisted["left_out"]
+    assert any("hot was evaluated at temperature 0.7" in note for note in insisted["notes"])
+
+
+def test_a_campaign_measures_every_condition_as_its_base_is_measured(tmp_path: Path) -> None:
+    conditions = [
+        {"advantage_mode": "grpo", "transform_mode": "none"},
+        {
+            "advantage_mode": "grpo",
+            "transform_mode": "none",
+            "label": "cold",
+            "training": {"temperature": 0.6, "max_tokens": 12, "top_p": 0.9},
+        },
+        {"advantage_mode": "grpo", "transform_mode": "none", "label": "own", "training.temperature": 0.6, "evaluation.temperature": 0.2},
+    ]
+    config = config_from_mapping(
+        {
+            "campaign": {"seeds": [1], "conditions": conditions},
+            "model": {"model": "lab"},
+            "data": {"source": "lab"},
+            "reward": {"type": "match"},
+            "training": {"temperature": 1.0, "max_tokens": 48},
+        }
+    )
+    base, cold, own = (run.config for run in plan_campaign(config, tmp_path).runs)
+    assert base.evaluation.temperature is None and base.evaluation.max_tokens is None
+    assert (cold.evaluation.temperature, cold.evaluation.max_tokens, cold.evaluation.top_p) == (1.0, 48, 1.0)
+    assert cold.training.temperature == 0.6 and own.evaluation.temperature == 0.2
+
+
+# -- equivalence -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_pairs_are_never_equivalent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = write_campaign(tmp_path, {BASE: [50, 50], BETTER: [50, 50]}, asked=1000)
+    assert compared(capsys, campaign, "--margin", "0.5", "--alpha", "0.3")["contrasts"][0]["verdict"] == "inconclusive"
+
+
+def test_equal_and_nearly_equal_differences_are_equivalent_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = {BASE: EIGHT, BETTER: EIGHT, "rloo+none": shifted([0, 0, 0, 0, 0, 0, 0, 1]), "maxrl+gtpo": EIGHT, "rloo+gtpo": EIGHT}
+    found = compared(capsys, write_campaign(tmp_path, arms), "--margin", "0.02")["contrasts"]
+    assert {item["verdict"] for item in found} == {"equivalent"}
+    assert len({item["equivalence_p_adjusted"] for item in found}) == 1
+
+
+def test_an_improvement_within_the_margin_says_both_and_shows_tosts_p(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = write_campaign(tmp_path, {BASE: EIGHT, BETTER: shifted([7, 8, 7, 8, 7, 8, 7, 8])})
+    (found,) = compared(capsys, campaign, "--margin", "0.2")["contrasts"]
+    assert found["verdict"] == "improvement" and found["within_margin"]
+    text = shown(capsys, campaign, "--margin", "0.2")
+    assert "improvement, but within the margin of 20.0 pp" in text and "p (TOST)" in text
+    assert "largest difference of a pair is 8.0 pp" in text and "up to 31% of runs" in text
+
+
+# -- which direction is better ---------------------------------------------------------------------------------------------
+
+
+def test_every_number_of_a_step_declares_which_direction_is_better() -> None:
+    numeric = [item for item in fields(StepRecord) if item.type in (int | None, float | None)]
+    assert [item.name for item in numeric if item.metadata.get("better", "undeclared") not in ("higher", "lower", None)] == []
+
+
+@pytest.mark.parametrize(("metric", "verdict"), [("step_time_s", "worse"), ("loss", "different"), ("tokens_per_s", "improvement")])
+def test_more_is_no_improvement_of_a_cost_or_of_what_has_no_direction(
+    metric: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = []
+    for seed in range(1, 9):
+        for label, value in ((BASE, 1.0 + seed / 100), (BETTER, 2.0 + seed / 50)):
+            folder = write_run(tmp_path / f"runs/{label}_s{seed}", seed)
+            lines = [json.loads(line) | {metric: value} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            entries.append({"condition": label, "seed": seed})
+    assert compared(capsys, write_manifest(tmp_path, entries), "--metric", metric)["contrasts"][0]["verdict"] == verdict
+
+
+def test_pass_at_k_comes_from_the_stored_samples_whatever_k_was_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arm, right in (("one", [1, 0, 4]), ("two", [2, 0, 4])):
+        write_run(tmp_path / arm, 1, held_out=problems(right, samples=4))
+    result = compared(capsys, tmp_path / "one", "--baseline", tmp_path / "two", "--metric", "pass@2")
+    assert result["arms"][1]["mean"] == pytest.approx((0.5 + 0 + 1) / 3)

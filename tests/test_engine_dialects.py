@@ -1,0 +1,268 @@
+"""Engines that speak SGLang's, MLX-LM's and MAX's dialects, against stand-ins; raw log-probs; the child that serves MAX."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from dialect_doubles import HastyMAX, HastyMLX, HastySGLang, MAXDouble, MLXDouble, SGLangDouble, double
+from runs import small
+from vllm_double import lab
+
+from retrain import train
+from retrain.backends.local.backend import LocalBackend
+from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, ServerFailure
+from retrain.inference_engine import max as max_engine
+from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.inference_engine.mlx import to_mlx
+from retrain.types import Prompt, Row
+
+DOUBLES: dict[str, type] = {"HastySGLang": SGLangDouble, "HastyMLX": MLXDouble, "HastyMAX": MAXDouble}
+
+
+@pytest.fixture
+def sglang() -> Iterator[SGLangDouble]:
+    with double(SGLangDouble) as one:
+        yield one
+
+
+@pytest.fixture
+def mlx() -> Iterator[MLXDouble]:
+    with double(MLXDouble) as one:
+        yield one
+
+
+@pytest.fixture
+def maximal() -> Iterator[MAXDouble]:
+    with double(MAXDouble) as one:
+        yield one
+
+
+def served(folder: Path, url: str, engine: str, **sections: Any) -> Any:
+    training = {"max_steps": 2, "temperature": 0.7} | sections.pop("training", {})
+    return small(folder, inference={"engine": f"dialect_doubles.{engine}", "url": url}, training=training, **sections)
+
+
+def engine_of(make: type, url: str, folder: Path) -> Any:
+    config = served(folder, url, make.__name__)
+    return make(config, model=lab()._base.model, eos_ids=lab()._eos_ids(), device=lab()._base.device)
+
+
+def request(ids: Any = range(40, 60), count: int = 2, **changes: Any) -> SampleRequest:
+    settings = {"max_tokens": 6, "temperature": 0.7} | changes
+    return SampleRequest(np.array(ids, np.int32), count, noise=NoiseKey(0, 0, 0, 0), **settings)
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "steps"), [("HastySGLang", 1), ("HastyMLX", 2), ("HastyMAX", 1)])
+def test_a_run_at_another_temperature_than_1_passes_the_gate_and_stays_on_policy(engine: str, steps: int, tmp_path: Path) -> None:
+    with double(DOUBLES[engine]) as server:
+        run = train(served(tmp_path / "run", server.url, engine, training={"max_steps": steps}), quiet=True)
+    assert run.summary.steps == steps
+    assert all(record.log_ratio_mean is not None and record.log_ratio_mean < 1e-4 for record in run.metrics())
+    gate = json.loads((tmp_path / "run" / "environment.json").read_text())["parity_gate"]
+    assert gate["adapter_effect"] > 0.01 and gate["max_difference"] < 1e-3
+    assert not list((tmp_path / "run").glob(".served-*"))
+
+
+# -- SGLang ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_sample_has_its_own_seed_and_the_adapter_by_name(sglang: SGLangDouble, tmp_path: Path) -> None:
+    engine = engine_of(HastySGLang, sglang.url, tmp_path)
+    engine.sync(lab().save_adapter, 0)
+    first, second = (sorted(engine.sample([request(count=4)]), key=lambda one: one.sample) for _ in range(2))
+    engine.sync(lab().save_adapter, 1)
+    engine.close()
+    asked = {path: [body for other, body in sglang.asked if other == path] for path, _ in sglang.asked}
+    generate = asked["/generate"][0]
+    seeds = [settings["sampling_seed"] for settings in generate["sampling_params"]]
+    assert len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
+    assert generate["input_ids"] == [list(range(40, 60))] * 4 and len(set(map(str, (one.token_ids for one in first)))) > 1
+    assert [one.token_ids.tolist() for one in first] == [one.token_ids.tolist() for one in second], "the noise is the run's own"
+    loads, unloads = ([body["lora_name"] for body in asked[path]] for path in ("/load_lora_adapter", "/unload_lora_adapter"))
+    assert loads == unloads and len(set(loads)) == 2 and generate["lora_path"] == [loads[0]] * 4
+    assert len(asked["/flush_cache"]) == 2
+
+
+def test_log_probs_before_the_temperature_are_stopped_by_the_gate(sglang: SGLangDouble, tmp_path: Path) -> None:
+    sglang.raw = True
+    with pytest.raises(RunFailed, match=r"Parity gate: engine and learner disagree by"):
+        train(served(tmp_path / "run", sglang.url, "HastySGLang"), quiet=True)
+
+
+def test_an_adapter_that_the_server_does_not_list_is_refused(sglang: SGLangDouble, tmp_path: Path) -> None:
+    sglang.hides_adapters = True
+    engine = engine_of(HastySGLang, sglang.url, tmp_path)
+    with pytest.raises(ServerFailure, match=r"did not load the adapter retrain-.*-1 \(it does not list it\); start it with --enable-lora"):
+        engine.sync(lab().save_adapter, 0)
+    engine.close()
+
+
+# -- MLX-LM ------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_sent_as_text_one_request_per_sample_and_the_adapter_as_a_folder_of_its_own(mlx: MLXDouble, tmp_path: Path) -> None:
+    engine = engine_of(HastyMLX, mlx.url, tmp_path)
+    engine.sync(lab().save_adapter, 0)
+    found = list(engine.sample([request(count=3)]))
+    folders = {body.get("adapters") for _, body in mlx.asked}
+    engine.sync(lab().save_adapter, 1)
+    engine.close()
+    bodies = [body for _, body in mlx.asked if body["max_tokens"] == 6]
+    assert sorted(one.sample for one in found) == [0, 1, 2] and len(bodies) == 3
+    assert all(
+        "seed" not in body and body["temperature"] == 0.7 and mlx.tokenizer.encode(body["prompt"]) == list(range(40, 60)) for body in bodies
+    )
+    later = {body.get("adapters") for _, body in mlx.asked} - folders
+    assert len(folders - {None}) == len(later) == 1 and all(Path(str(folder)).is_absolute() for folder in later)
+
+
+def test_a_prompt_that_does_not_survive_as_text_is_refused(mlx: MLXDouble, tmp_path: Path) -> None:
+    engine = engine_of(HastyMLX, mlx.url, tmp_path)
+    engine.sync(lab().save_adapter, 0)
+    spelled = [mlx.tokenizer.encode(letter)[0] for letter in "<|im_end|>"]  # letters, which encode to the special token
+    with pytest.raises(ConfigurationError, match=r"prompt '<\|im_end\|>' \(10 tokens\) encodes to other token ids"):
+        list(engine.sample([request(spelled)]))
+    engine.close()
+
+
+def test_a_server_with_another_tokenizer_is_found_by_the_number_of_prompt_tokens(mlx: MLXDouble, tmp_path: Path) -> None:
+    engine = engine_of(HastyMLX, mlx.url, tmp_path)
+    engine.sync(lab().save_adapter, 0)
+    mlx.extra_tokens = 1
+    with pytest.raises(ServerFailure, match="the prompt of 20 tokens reached the model as 21"):
+        list(engine.sample([request()]))
+    engine.close()
+
+
+def test_raw_log_probs_of_the_base_model_are_stopped_by_the_gate(mlx: MLXDouble, tmp_path: Path) -> None:
+    mlx.base_only = True
+    with pytest.raises(RunFailed, match="samples from the base model"):
+        train(served(tmp_path / "run", mlx.url, "HastyMLX"), quiet=True)
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 4.0), (True, 8.0)])
+def test_an_adapter_is_converted_with_its_scale(rslora: bool, scale: float, tmp_path: Path) -> None:
+    backend = LocalBackend(small(tmp_path, lora={"use_rslora": rslora, "alpha": 16}))
+    backend.save_adapter(tmp_path / "peft")
+    to_mlx(tmp_path / "peft", tmp_path / "mlx")
+    settings = json.loads((tmp_path / "mlx" / "adapter_config.json").read_text())
+    assert settings["lora_parameters"]["scale"] == scale and settings["lora_parameters"]["rank"] == 4 and settings["num_layers"] == 4
+    assert "self_attn.q_proj" in settings["lora_parameters"]["keys"] and len(settings["lora_parameters"]["keys"]) == 7
+    backend.close()
+
+
+# -- MAX ---------------------------------------------------------------------------------------------------------------
+
+
+def test_max_is_asked_for_one_sample_at_a_time_each_with_its_seed(maximal: MAXDouble, tmp_path: Path) -> None:
+    engine = engine_of(HastyMAX, maximal.url, tmp_path)
+    engine.sync(lab().save_adapter, 0)
+    list(engine.sample([request(count=3)]))
+    engine.close()
+    bodies = [body for path, body in maximal.asked if path == "/v1/completions"]
+    assert len(bodies) == len({body["seed"] for body in bodies}) == 3
+    assert all(body["logprobs"] == 1 and body["prompt"] == list(range(40, 60)) and "n" not in body for body in bodies)
+
+
+def test_max_on_a_cpu_cannot_train(maximal: MAXDouble, tmp_path: Path) -> None:
+    maximal.on_a_cpu = True
+    with pytest.raises(ConfigurationError, match=r"without adapters, which MAX serves on a GPU only"):
+        train(served(tmp_path / "run", maximal.url, "HastyMAX"), quiet=True)
+
+
+def test_without_max_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(max_engine, "which", lambda name: None)
+    with pytest.raises(EnvironmentFailure, match=r"uv pip install 'max\[serve\]'"):
+        HastyMAX.preflight(small(Path("nowhere"), inference={"engine": "max"}))
+
+
+SERVER = """
+import http.server, json, sys
+arguments = dict(zip(sys.argv, sys.argv[1:]))
+print(json.dumps(sys.argv[1:]), flush=True)
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer((arguments["--host"], int(arguments["--port"])), Healthy).serve_forever()
+"""
+
+
+def test_max_is_started_as_a_child_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "max"
+    program.write_text(f"#!{sys.executable}\n{SERVER}")
+    program.chmod(0o755)
+    monkeypatch.setattr(max_engine, "max_program", lambda: str(program))
+    child = max_engine.MAXChild(small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model)
+    config = child.wait()
+    (server,) = psutil.Process(child._guard.pid).children()
+    told = json.loads((tmp_path / "max-server.log").read_text().splitlines()[0])
+    assert config.inference.urls[0].endswith(told[told.index("--port") + 1]) and told[:2] == ["serve", "--model"]
+    assert os.getsid(server.pid) != os.getsid(0), "Ctrl-C does not reach it"
+    child.close()
+    assert eventually(lambda: not server.is_running())
+
+
+def test_a_child_that_ends_early_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(max_engine, "max_program", lambda: "/bin/false")
+    child = max_engine.MAXChild(small(tmp_path, inference={"engine": "max"}), "cpu", lab()._base.model)
+    with pytest.raises(EnvironmentFailure, match=r"`max serve` ended with 1 before it was ready; .*max-server.log says why"):
+        child.wait()
+
+
+def test_a_server_dies_with_the_process_that_wanted_it() -> None:
+    code = (
+        "import os, subprocess, sys, time\n"
+        "command = [sys.executable, '-m', 'retrain.inference_engine.guard', str(os.getpid()), 'sleep', '60']\n"
+        "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    guard = psutil.Process(int(parent.stdout.readline()))
+    assert eventually(lambda: bool(guard.children()))
+    (server,) = guard.children()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert eventually(lambda: not server.is_running() and not guard.is_running())
+
+
+def eventually(test: Callable[[], bool], seconds: float = 10.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not test() and time.monotonic() < ends:
+        time.sleep(0.05)
+    return test()
+
+
+# -- raw log-probs -----------------------------------------------------------------------------------------------------
+
+
+def test_with_raw_log_probs_a_step_is_the_same_as_with_those_of_the_policy(tmp_path: Path) -> None:
+    config = small(tmp_path, training={"temperature": 0.7, "updates_per_batch": 2}, loss={"mode": "ppo"})
+    one, other = LocalBackend(config), LocalBackend(config)
+    prompt = Prompt(None, "", np.arange(40, 60, dtype=np.int32))  # type: ignore[arg-type]
+    drawn = list(one.engine.sample([request(prompt.token_ids, count=4, max_tokens=12)]))
+    rows = [Row.from_completion(prompt, each, np.full(len(each.token_ids), 0.5 - each.sample % 2, np.float32), 0) for each in drawn]
+    raw = [replace(row, logprobs=own) for row, own in zip(rows, one.logprobs(rows, 1.0), strict=True)]
+    assert max(np.abs(row.logprobs - own.logprobs).max() for row, own in zip(rows, raw, strict=True)) > 0.1
+    result = one._learner.train(raw, 0, sampler_is_raw=True)
+    other.train([replace(row, logprobs=own) for row, own in zip(rows, other.logprobs(rows), strict=True)], 0)
+    for ours, theirs in zip(one._adapter.parameters.values(), other._adapter.parameters.values(), strict=True):
+        assert ours.equal(theirs)
+    assert result.log_ratio_mean == pytest.approx(0, abs=1e-6), "measured at temperature 1, where the raw ones belong"
+    stale = one._learner.train([replace(row, logprobs=row.logprobs - 0.3) for row in raw], 1, sampler_is_raw=True)
+    assert stale.log_ratio_mean is not None and stale.log_ratio_mean > 0.2, "a sampler with other weights is still seen"
+    one.close()
+    other.close()

@@ -1,0 +1,374 @@
+"""Environments: trajectories of several turns, exact in tokens, and episodes that fail alone."""
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrain import train
+from retrain.config import TrainConfig
+from retrain.config.overrides import deep_merge
+from retrain.config.schema import Model
+from retrain.data.chat import ChatRenderer
+from retrain.environments import Environment, Episode, Observation, Result
+from retrain.environments.base import Split
+from retrain.environments.episodes import EpisodeHost, play
+from retrain.environments.lab import NumberGuessing
+from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.model.text import TextModel, load_text_model
+from retrain.records.token_table import TokenTable, read_tokens
+from retrain.run.dialogue import Dialogue
+from retrain.run.rollout import environment_seed
+from retrain.run.session import Session
+from retrain.types import ChatMessage, Completion, Example, FinishReason, Int32Array, Outcome, Prompt, Row, Trajectory, Turn
+from tests.runs import lines, small, timeless
+
+GUESSING: dict[str, Any] = {
+    "environment": {"provider": "retrain.environments.lab.NumberGuessing", "args": {"largest": 3, "turns": 3}},
+    "training": {"max_tokens": 40},
+    "evaluation": {"every": 2, "at_start": True, "max_examples": 2},
+    "logging": {"tokens_every": 1, "generations_per_step": 99},
+}
+
+
+def guessing(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
+    return small(folder, **deep_merge(GUESSING, sections))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    train(guessing(folder), quiet=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text() -> TextModel:
+    return load_text_model(Model(model="lab"))
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------------
+
+
+def sequences(table: TokenTable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """For every trajectory the (context, actions) of its turns, the prompt in front of the first."""
+    assert table.turns is not None and table.prompt_offsets is not None and table.prompt_token_ids is not None
+    turns, slots = table.turns, list(dict.fromkeys(table.slot.tolist()))
+    found = []
+    for number, slot in enumerate(table.slot.tolist()):
+        place, start, pairs = slots.index(slot), int(table.offsets[number]), []
+        prompt = table.prompt_token_ids[table.prompt_offsets[place] : table.prompt_offsets[place + 1]]
+        for turn in range(turns.offsets[number], turns.offsets[number + 1]):
+            context = turns.context_token_ids[turns.context_offsets[turn] : turns.context_offsets[turn + 1]]
+            if turn == turns.offsets[number]:
+                context = np.concatenate([prompt, context])
+            stop = start + int(turns.actions[turn])
+            pairs.append((context, table.token_ids[start:stop]))
+            start = stop
+        found.append(pairs)
+    return found
+
+
+def test_every_trajectorys_ids_are_what_the_chat_template_renders(straight: Path, text: TextModel) -> None:
+    """The lab's tokenizer has a token per byte, so the rendered text of a conversation has the ids of the trajectory."""
+    replies = []
+    for step in range(4):
+        for pairs in sequences(read_tokens(straight / f"tokens/step_{step}.safetensors")):
+            ids = np.concatenate([piece for pair in pairs for piece in pair])
+            messages = conversation(text, pairs)
+            rendered = text.tokenizer.apply_chat_template(messages, tokenize=False)
+            spoken = text.decode(ids)
+            assert rendered.startswith(spoken) and rendered.removeprefix(spoken) in ("", "\n", "<|im_end|>\n")
+            replies.append(len(pairs))
+    assert max(replies) == 3 and min(replies) < 3
+
+
+def conversation(text: TextModel, pairs: list[tuple[Int32Array, Int32Array]]) -> list[dict[str, str]]:
+    """The messages of a trajectory, read from its tokens."""
+    messages = []
+    for context, actions in pairs:
+        said = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text.decode(context), re.DOTALL)
+        messages += [{"role": role, "content": content} for role, content in said]
+        messages.append({"role": "assistant", "content": text.decode(actions).removesuffix("<|im_end|>")})
+    return messages
+
+
+def test_the_ratio_is_one_on_policy_in_every_turn(straight: Path) -> None:
+    table = read_tokens(straight / "tokens/step_0.safetensors")
+    assert table.log_ratios is not None
+    known = table.log_ratios[~np.isnan(table.log_ratios)]
+    assert len(known) > 50 and np.abs(known).max() < 1e-4
+    assert lines(straight / "metrics.jsonl")[0]["ratio_max"] == pytest.approx(1, abs=1e-4)
+
+
+def test_records_know_turns(straight: Path) -> None:
+    records, generations = lines(straight / "metrics.jsonl"), lines(straight / "emergence/generations.jsonl")
+    assert all(1 <= record["turns_mean"] <= 3 and record["trajectories_rewritten"] == 0 for record in records)
+    assert {"solved", "turns"} <= records[0]["environment_metrics"].keys()
+    several = [one for one in generations if one["turns"] > 1]
+    assert several and all(one["completion"].count("<|im_start|>assistant") == one["turns"] - 1 for one in several)
+    assert all(one["metrics"]["turns"] == one["turns"] for one in generations)
+    evaluations = lines(straight / "evaluation.jsonl")
+    assert [line["step"] for line in evaluations] == [0, 0, 2, 2, 4, 4] and {line["task"] for line in evaluations} == {"guess"}
+
+
+def test_inspect_shows_what_the_environment_said_between_the_replies(straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from retrain.cli.main import main
+
+    assert main(["inspect", str(straight), "--step", "0", "--json"]) == 0
+    completions = json.loads(capsys.readouterr().out)["completions"]
+    several = next(one for one in completions if len(one["turns"]) > 1)
+    assert several["turns"][0] == {"start": 0, "context": "", "restarts": False}
+    assert "<|im_start|>user" in several["turns"][1]["context"] and 0 < several["turns"][1]["start"] < len(several["token_ids"])
+    assert main(["inspect", str(straight), "--step", "0", "--against", "gtpo"]) == 0
+    shown = capsys.readouterr().out
+    assert " turns" in shown and "<|im_start|>assistant" in shown
+
+
+def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    real = Session.turn_to_learning
+
+    def stop(session: Session, used: int) -> None:
+        if session.state.step == 3:
+            raise Interrupted("cut", signal.SIGINT)
+        real(session, used)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Session, "turn_to_learning", stop)
+        train(guessing(folder), quiet=True)
+    train(guessing(folder, resume={"from": str(folder)}), quiet=True)
+    assert timeless(straight / "metrics.jsonl") == timeless(folder / "metrics.jsonl")
+    for name in (
+        "emergence/generations.jsonl",
+        "evaluation.jsonl",
+        "checkpoints/final/adapter_model.safetensors",
+        "tokens/step_3.safetensors",
+    ):
+        assert (straight / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_a_later_turn_continues_the_noise_of_the_turns_before(straight: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every token of a trajectory has a uniform of its own: no two of its turns begin at the same position."""
+    asked: list[tuple[int, int, int]] = []
+    from retrain.inference_engine.torch_engine import TorchEngine
+
+    real = TorchEngine.sample
+
+    def watched(engine: TorchEngine, requests: Any) -> Any:
+        asked.extend((item.noise.prompt, item.first_sample, item.first_position) for item in requests if item.noise.stream == 0)
+        return real(engine, requests)
+
+    monkeypatch.setattr(TorchEngine, "sample", watched)
+    train(guessing(tmp_path / "run", training={"max_steps": 1}, evaluation={"every": 0, "at_start": False}), quiet=True)
+    table = read_tokens(tmp_path / "run/tokens/step_0.safetensors")
+    assert table.turns is not None
+    wanted = set()
+    for number in range(len(table.slot)):
+        actions = table.turns.actions[table.turns.offsets[number] : table.turns.offsets[number + 1]]
+        wanted |= {(int(table.slot[number]), int(table.sample[number]), int(sum(actions[:turn]))) for turn in range(1, len(actions))}
+    assert wanted and wanted == {one for one in asked if one[2] > 0}
+
+
+# -- conversations and rows ------------------------------------------------------------------------------------------------
+
+
+def completion(ids: list[int], reason: FinishReason = FinishReason.STOP) -> Completion:
+    return Completion(0, 5, np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), None, reason)
+
+
+def dialogue(text: TextModel) -> Dialogue:
+    renderer = ChatRenderer(text.tokenizer, text.eos_ids, {})
+    opening = renderer.opening([ChatMessage(role="user", content="1..3")])
+    return Dialogue(Prompt(Example("1..3", "2"), opening.text, opening.token_ids), 0, 5)
+
+
+def test_only_what_the_environment_says_is_encoded_and_the_models_tokens_stay(text: TextModel) -> None:
+    """The reply is sampled in tokens that its text would not be encoded to; an unfinished turn is closed by the template."""
+    renderer, talk = ChatRenderer(text.tokenizer, text.eos_ids, {}), dialogue(text)
+    talk.add(completion([50, 257, 258]), "2")  # a special token in mid-reply, which the text does not show
+    talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
+    assert text.decode(talk.in_sight).endswith(
+        "<|im_start|>assistant\n" + text.decode(np.array([50, 257, 258])) + "\n<|im_start|>user\n><|im_end|>\n<|im_start|>assistant\n"
+    )
+    talk.add(completion([51], FinishReason.LENGTH), "3")
+    (row,) = Row.of(talk.prompt, talk.trajectory, np.array([1, 1, 1, 2], np.float32), group=0)
+    assert [row.token_ids[start:stop].tolist() for start, stop in row.spans] == [[50, 257, 258], [51]]
+    assert row.num_actions == 4 and row.token_ids[: row.spans[0][0]].tolist() == talk.prompt.token_ids.tolist()
+
+
+def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
+    """A template that drops earlier reasoning, as reasoning models have: the second turn's row holds what the model then had in sight."""
+    tokenizer = load_text_model(Model(model="lab")).tokenizer
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+    )
+    renderer, talk = ChatRenderer(tokenizer, text.eos_ids, {}), dialogue(text)
+    ids = tokenizer("<think>a</think>2<|im_end|>", add_special_tokens=False)["input_ids"]
+    talk.add(completion(ids), "<think>a</think>2")
+    talk.hear(Observation([ChatMessage(role="user", content=">")]), renderer)
+    talk.add(completion([51, 258]), "3")
+    talk.hear(Observation([ChatMessage(role="user", content="<")]), renderer)
+    talk.add(completion([52, 258]), "4")
+    first, second = Row.of(talk.prompt, talk.trajectory, np.arange(len(ids) + 4, dtype=np.float32), group=0)
+    assert first.num_actions == len(ids) and second.num_actions == 4 and len(second.spans) == 2
+    assert first.key == (0, 5, 0) and second.key == (0, 5, 1)
+    assert "think" not in text.decode(second.token_ids) and text.decode(second.token_ids).startswith("<|im_start|>user\n1..3<|im_end|>")
+    assert second.advantages.tolist() == [len(ids), len(ids) + 1, len(ids) + 2, len(ids) + 3]
+
+
+# -- episodes that fail ----------------------------------------------------------------------------------------------------
+
+
+class Misbehaving(Environment):
+    """Problem n does what its reference says."""
+
+    max_turns = 2
+
+    def examples(self, split: Split) -> list[Example]:
+        return [] if split == "evaluation" else [Example("?", what) for what in ("fine", "crash", "hang", "reset", "nan", "long")]
+
+    def episode(self) -> Episode:
+        return Misbehaves()
+
+
+class Misbehaves(Episode):
+    def reset(self, example: Example, seed: int) -> None:
+        self.what = example.reference
+        if self.what == "reset":
+            raise RuntimeError("no seat is free")
+
+    def step(self, reply: str) -> list[ChatMessage] | None:
+        if self.what == "crash":
+            raise ValueError("division by zero")
+        if self.what == "hang":
+            time.sleep(30)
+        return [ChatMessage(role="user", content="go on")] if self.what == "long" else None
+
+    def result(self) -> Result:
+        return Result(float("nan") if self.what == "nan" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("fine", ""),
+        ("crash", "the environment failed with ValueError: division by zero"),
+        ("hang", "took longer than [environment] timeout_s = 0.3"),
+        ("reset", "the environment failed with RuntimeError: no seat is free"),
+        ("nan", "reward is nan"),
+        ("long", ""),
+    ],
+)
+def test_an_episode_that_fails_could_not_be_judged(what: str, reason: str) -> None:
+    host = EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5)
+    began = time.monotonic()
+    score = play(host, Example("?", what), ["a", "b", "c"])
+    assert time.monotonic() - began < 5
+    assert reason in score.reason and (score.outcome is Outcome.RIGHT) == (not reason) == (score.outcome is not Outcome.COULD_NOT_JUDGE)
+
+
+def test_a_hanging_episode_costs_only_itself() -> None:
+    """With one thread, the episode behind a hanging one is still judged."""
+    from retrain.environments.threads import DaemonThreads
+
+    host = EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5, threads=DaemonThreads(1, "test"))
+    hanging, fine = (host.begin(Example("?", what), 0) for what in ("hang", "fine"))
+    for episode in (hanging, fine):
+        assert isinstance(episode.answer(lambda: None), Observation)
+        episode.reply("a", last=False)
+    outcomes = [episode.answer(lambda: None) for episode in (hanging, fine)]
+    assert [one.outcome for one in outcomes if not isinstance(one, Observation)] == [Outcome.COULD_NOT_JUDGE, Outcome.RIGHT]
+
+
+def test_failed_trajectories_stay_in_their_group_and_out_of_training(tmp_path: Path) -> None:
+    provider = {"provider": "tests.test_environments.Sometimes", "args": {}}
+    config = small(
+        tmp_path / "run",
+        environment=provider,
+        reward={"max_failure_rate": 1.0},
+        training={"max_steps": 1, "max_tokens": 48},
+        logging={"generations_per_step": 99},
+    )
+    train(config, quiet=True)
+    generations, record = lines(tmp_path / "run/emergence/generations.jsonl"), lines(tmp_path / "run/metrics.jsonl")[0]
+    failed = [one for one in generations if one["outcome"] == "could_not_judge"]
+    assert len(generations) == 8 and len(failed) == record["reward_could_not_judge"] > 0
+    assert all(one["advantage"] is None for one in failed)
+    assert record["num_datums"] <= 8 - len(failed)
+
+
+class Sometimes(Environment):
+    """Fails for some replies, and is random for the others."""
+
+    def examples(self, split: Split) -> list[Example]:
+        return [Example("7+8+9=?", "24"), Example("1+2+3=?", "6")] if split == "train" else []
+
+    def episode(self) -> Episode:
+        return Fails()
+
+
+class Fails(Episode):
+    def reset(self, example: Example, seed: int) -> list[ChatMessage]:
+        return [ChatMessage(role="user", content=str(example.prompt))]
+
+    def step(self, reply: str) -> None:
+        self.sum = sum(map(ord, reply))
+        if self.sum % 2 == 0:
+            raise RuntimeError("out of luck")
+
+    def result(self) -> Result:
+        return Result(float(self.sum % 3 == 0))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("provider", "args", "sentence"),
+    [
+        ("tests.test_environments.Nowhere", {}, "cannot be loaded"),
+        ("tests.test_environments.Misbehaves", {}, "must be a subclass of retrain.environments.base.Environment"),
+        ("retrain.environments.lab.NumberGuessing", {"smallest": 3}, "failed with TypeError"),
+        ("retrain.environments.lab.NumberGuessing", {"examples": 0}, "has no training set, so it can evaluate and not train"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_a_sentence(provider: str, args: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        train(small(tmp_path / "run", environment={"provider": provider, "args": args}), quiet=True)
+
+
+def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", environment={"provider": "tests.test_environments.Sometimes"}, evaluation={"at_end": True})
+    with pytest.raises(ConfigurationError, match="has no evaluation set"):
+        train(config, quiet=True)
+
+
+def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumberGuessing, "gold", lambda self, example: ["0"])
+    with pytest.raises(RunFailed, match=r"own solution .* is not right"):
+        train(guessing(tmp_path / "run"), quiet=True)
+
+
+def test_unused_sections_are_named(tmp_path: Path) -> None:
+    from retrain.config.outcomes import unused_keys
+
+    said = unused_keys(guessing(tmp_path / "run", data={"source": "gsm8k"}, reward={"type": "math"}, environment={"id": "x"}))
+    assert any("[data] source" in line and "the problems come from [environment]" in line for line in said)
+    assert any("[reward] type" in line and "the rubric of [environment] scores" in line for line in said)
+    assert any("[environment] id" in line for line in said)
+
+
+def test_a_groups_episodes_share_a_seed_and_groups_do_not() -> None:
+    from retrain.run.rollout import SamplingPlan
+
+    plan = SamplingPlan(4, 8, 1.0, seed=3, stream=0)
+    seeds = [environment_seed(plan, step, slot) for step in range(3) for slot in range(3)]
+    assert len(set(seeds)) == 9 and seeds[0] == environment_seed(plan, 0, 0)
+    assert Trajectory((Turn(completion([1])),)).token_ids.tolist() == [1]

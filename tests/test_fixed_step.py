@@ -1,0 +1,148 @@
+"""A decoding step can be captured as a graph: it reads nothing back, its shapes and addresses never change, and torch traces it whole."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_engine_decoding import EOS, requests, tiny, with_adapter
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retrain.backends.local.backend import _deterministic
+from retrain.inference_engine.decoder import Decoder
+from retrain.inference_engine.fixed_step import BUCKETS, Variant, bucket_of
+from retrain.inference_engine.paged_run import PagedEngine, PagedRun
+from retrain.inference_engine.scheduler import Job
+from retrain.model import sums
+from retrain.model.budget import DecodeLimits
+
+PLAIN = Variant(greedy=False, truncated=False, adapters="own")
+VARIANTS = {
+    "plain": PLAIN,
+    "greedy": PLAIN._replace(greedy=True),
+    "truncated": PLAIN._replace(truncated=True),
+    "mixed": Variant(greedy=True, truncated=True, adapters="mixed"),
+}
+HOST_READS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "unique_dim", "_unique2", "is_nonzero", "equal"}
+
+
+def started(rows: int = 5) -> tuple[PagedRun, PagedEngine, Decoder]:
+    """An engine whose rows have drawn their first tokens."""
+    decoder = Decoder(with_adapter(tiny()), False)
+    engine = PagedEngine(decoder, DecodeLimits(8, 2000), np.array(EOS), 200, 8, keeps_prompts=True)
+    jobs = [Job(0, request, sample, 150) for request in requests(count=2, many=3) for sample in range(2)][:rows]
+    run = PagedRun(decoder, jobs, engine)
+    with decoder.sampling({0}):
+        run._admit()
+        run._find_pages()
+        run._buffers.put_pages([(row.slot, number, page) for row in run._active for number, page in enumerate(engine.pool.take(12), 4)])
+    return run, engine, decoder
+
+
+class Lint(TorchDispatchMode):
+    """Fails where the host would wait or a tensor would change its device, and notes every operator's shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+        self.sums_of_floats = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        assert name not in HOST_READS, f"{name} makes the host wait"
+        result = func(*args, **(kwargs or {}))
+        outputs = [tensor for tensor in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(tensor, Tensor)]
+        if name in ("_to_copy", "copy_"):
+            assert len({tensor.device for tensor in (*outputs, args[0], *args[1:2]) if isinstance(tensor, Tensor)}) == 1
+        self.sums_of_floats |= name == "cumsum" and outputs[0].is_floating_point()
+        self.calls.append((name, tuple(tuple(tensor.shape) for tensor in outputs)))
+        return result
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_waits_for_nothing_and_has_the_same_shapes_at_every_length(variant: str) -> None:
+    run, engine, decoder = started()
+    with decoder.sampling({0} if variant != "mixed" else {-1, 0}):
+        seen = []
+        for _ in range(20):  # past a page's end
+            with Lint() as lint:
+                engine.step.step(8, VARIANTS[variant])
+            seen.append(lint.calls)
+    assert all(calls == seen[0] for calls in seen)
+    assert int(run._buffers.position.max()) > 20
+
+
+def test_no_buffer_moves_while_rows_come_and_go() -> None:
+    decoder = Decoder(tiny(), False)
+    engine = PagedEngine(decoder, DecodeLimits(4, 2000), np.array(EOS), 200, 8, keeps_prompts=True)
+    held = [*engine.buffers.of_rows.values(), engine.buffers.ring, engine.buffers.ring_place, *engine.pool.keys, *engine.pool.values]
+    before = [tensor.data_ptr() for tensor in held]
+    run = PagedRun(decoder, [Job(0, request, sample, 60) for request in requests(count=4) for sample in range(4)], engine)
+    with decoder.sampling({0}):
+        while run.unfinished:
+            run.advance()
+    after = [*engine.buffers.of_rows.values(), engine.buffers.ring, engine.buffers.ring_place, *engine.pool.keys, *engine.pool.values]
+    assert [tensor.data_ptr() for tensor in after] == before
+
+
+def test_torch_traces_a_step_without_a_break() -> None:
+    run, engine, decoder = started()
+    with decoder.sampling({0}), torch.no_grad():
+        state = {name: buffer.clone() for name, buffer in run._buffers.of_rows.items()}
+        engine.step.step(8, VARIANTS["greedy"])
+        expected = engine.buffers.ring[0].clone()
+        for name, values in state.items():
+            getattr(run._buffers, name).copy_(values)
+        run._buffers.ring_place.zero_()
+        torch.compile(engine.step.step, fullgraph=True, backend="eager")(8, VARIANTS["greedy"])
+    torch.testing.assert_close(engine.buffers.ring[0], expected, rtol=0, atol=1e-6)
+
+
+def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:
+    """On a processor, in one bucket; and a row that is done changes nothing of its own state."""
+    run, engine, decoder = started(rows=5)
+    with decoder.sampling({0}):
+        state = {name: buffer.clone() for name, buffer in run._buffers.of_rows.items()}
+        engine.step.step(8, PLAIN)
+        together = engine.buffers.ring[0].clone()
+        for name, values in state.items():
+            getattr(run._buffers, name).copy_(values)
+        run._buffers.stop(np.array([0, 2, 3, 4]))
+        engine.step.step(8, PLAIN)
+    assert torch.equal(engine.buffers.ring[1, 1], together[1])
+    for name in ("token", "position", "sampled"):
+        assert torch.equal(getattr(run._buffers, name)[2], state[name][2])
+
+
+def test_a_step_in_split_mode_has_no_operator_that_the_learner_makes_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's flag is the process's. torch says which operators raise under it on CUDA; on a processor they do not."""
+    monkeypatch.setattr(sums, "BY_PRODUCT", {"cpu"})
+    manual = " ".join((torch.use_deterministic_algorithms.__doc__ or "").split())
+    refused = set(re.findall(r"torch\.(?:Tensor\.)?(\w+)`", manual.partition("operations will throw a :class:`RuntimeError`")[2]))
+    assert {"put_", "histc", "cumsum"} <= refused
+    _, engine, decoder = started()
+    with decoder.sampling({-1, 0}), _deterministic(torch.device("cuda")), Lint() as lint:
+        engine.step.step(8, VARIANTS["mixed"])
+    called = {name for name, shapes in lint.calls} & refused
+    assert called <= {"cumsum"}
+    assert not lint.sums_of_floats, "torch has a deterministic cumsum of integers only"
+
+
+def test_operators_of_a_step_are_counted() -> None:
+    """What a GPU launches at least: operators that compute, views left out."""
+    _, engine, decoder = started()
+    views = {"view", "_unsafe_view", "slice", "select", "transpose", "t", "expand", "unsqueeze", "squeeze", "permute", "alias", "detach"}
+    views |= {"as_strided", "split", "split_with_sizes", "chunk", "reshape", "_reshape_alias", "unbind"}
+    with decoder.sampling({0}), Lint() as lint:
+        engine.step.step(8, PLAIN)
+    computing = Counter(name for name, _ in lint.calls if name not in views)
+    layers = 3
+    assert sum(computing.values()) < 75 * layers + 80, computing
+
+
+def test_buckets_hold_every_number_of_rows() -> None:
+    assert [bucket_of(rows) for rows in (1, 3, 9, 33, 65, 512)] == [1, 4, 16, 48, 96, 512]
+    assert list(BUCKETS) == sorted(set(BUCKETS))

@@ -1,0 +1,152 @@
+"""Decoding from fixed buffers over pages draws what the other engine draws, token for token, however short memory is."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_engine_decoding import EOS, assert_agrees, assert_same, prompts, requests, run, tiny, with_adapter
+
+from retrain.errors import RunFailed
+from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
+from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model.devices import EngineOptions
+
+PAGES = EngineOptions(paged=True, page_tokens=8)
+
+
+def paged(model: torch.nn.Module, eos: Sequence[int] = EOS, options: EngineOptions = PAGES, **settings: Any) -> TorchEngine:
+    return TorchEngine(model, eos, "cpu", options=options, **settings)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ragged prompts, rows that finish and are taken over": {"count": 5, "max_tokens": 30, "temperature": 0.7},
+    "greedy": {"count": 2, "max_tokens": 12, "temperature": 0.0},
+    "one token": {"count": 3, "max_tokens": 1},
+    "past a block of noise": {"count": 2, "max_tokens": 150},
+    "the base model": {"count": 3, "slot": BASE_MODEL},
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("rows", [64, 5])
+def test_families_draw_the_same(family: str, rows: int) -> None:
+    model, asked = tiny(family), requests(count=4, max_tokens=20, temperature=0.7)
+    eos = range(2, 12)
+    assert_same(run(paged(model, eos, decode_rows=rows), asked), run(TorchEngine(model, eos, "cpu"), asked))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_requests_of_every_kind_draw_the_same(case: str) -> None:
+    model, asked = with_adapter(tiny()), requests(**CASES[case])
+    found = run(paged(model, decode_rows=6), asked)
+    assert_same(found, run(TorchEngine(model, EOS, "cpu"), asked), atol=1e-4)
+    for one in found.values():
+        assert one.kept is None and len(one.entropies) == len(one.token_ids)
+
+
+def test_truncated_rows_beside_whole_and_greedy_ones_draw_the_same() -> None:
+    cuts = [Truncation(), Truncation(top_p=0.7), Truncation(top_k=5, min_p=0.02), Truncation(top_k=3)]
+    asked = [
+        SampleRequest(prompt, 2, 15, temperature, NoiseKey(1, 0, 0, number), truncation=cut)
+        for number, (prompt, cut, temperature) in enumerate(zip(prompts(4), cuts, (1.0, 0.7, 1.0, 0.0), strict=True))
+    ]
+    model = tiny()
+    found, expected = run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked)
+    assert_same(found, expected)
+    for key, one in expected.items():
+        assert (one.kept is None) == (found[key].kept is None)
+        if one.kept is not None:
+            np.testing.assert_array_equal(found[key].kept, one.kept)
+
+
+def test_rows_under_several_adapters_draw_the_same(tmp_path: Any) -> None:
+    from retrain.squeeze.adapter import read_adapter
+
+    with_adapter(tiny()).save_pretrained(tmp_path)
+    layers = read_adapter(tmp_path).layers
+    model = with_adapter(tiny())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.mul_(-0.5)
+    asked = [request for slot in (BASE_MODEL, 0, 4) for request in requests(many=2, slot=slot)]
+    found = []
+    for engine in (paged(model), TorchEngine(model, EOS, "cpu")):
+        engine.load_adapter(4, layers)
+        found.append(run(engine, asked))
+    assert_same(*found, atol=1e-4)
+    assert not np.array_equal(found[0][0, 0].token_ids, found[0][4, 0].token_ids)
+    alone = with_adapter(tiny())
+    last_two = {(index, sample): one for (index, sample), one in found[0].items() if index >= 4}
+    assert_agrees(alone, asked, last_two, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [50, 90, 200])
+@pytest.mark.parametrize("shares", [True, False])
+def test_short_memory_changes_no_completion(tokens: int, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages for one row and a little, for two, for five: rows wait, and go back."""
+    from retrain.inference_engine.paged_run import PagedRun
+
+    model, asked = tiny(), requests(count=5, max_tokens=35)
+    plenty = run(paged(model, []), asked)
+    back: list[int] = []
+    stop = PagedRun._stop
+    monkeypatch.setattr(PagedRun, "_stop", lambda run, rows: (back.extend(row.number for row in rows), stop(run, rows))[1])
+    engine = paged(model, [], EngineOptions(paged=True, page_tokens=8, prefix_caching=shares), decode_tokens=tokens)
+    assert_same(run(engine, asked), plenty, atol=1e-4)
+    assert back, "some rows went back"
+    engine.release()
+    assert engine._paged is not None and engine._paged.pool.free == engine._paged.pool.pages, "every page came back"
+
+
+def test_the_youngest_row_goes_back_and_the_same_bytes_come_twice() -> None:
+    model, asked = tiny(), requests(count=6, max_tokens=30)
+    one, other = (run(paged(model, [], decode_tokens=120), asked) for _ in range(2))
+    assert_same(one, other, atol=0)
+
+
+def test_a_group_shares_the_full_pages_of_its_prompt() -> None:
+    prompt = np.arange(3, 3 + 20).astype(np.int32)  # two and a half pages of 8
+    engine = paged(tiny(), [])
+    stream = engine.sample(
+        [SampleRequest(prompt, 4, 30, 1.0, NoiseKey(1, 0, 0, 0)), SampleRequest(prompt, 1, 2, 1.0, NoiseKey(1, 0, 0, 1))]
+    )
+    assert next(stream).request == 1
+    pool = engine._paged.pool  # type: ignore[union-attr]
+    used = pool.pages - pool.free
+    assert pool._holders.max() == 5, "four rows, and the prompt that is kept for a redraw"
+    assert used == 3 + 4 + 3, "the prompt, one page for each row of its group, and the other prompt"
+    stream.close()
+    engine.release()
+    assert pool.free == pool.pages, "a consumer that stops listening leaves no page behind"
+
+
+def test_a_redraw_uses_the_kept_prompt_until_the_weights_change() -> None:
+    model = with_adapter(tiny())
+    engine = paged(model)
+    first = requests(many=1)
+    redraw = [SampleRequest(r.prompt_ids, 4, r.max_tokens, r.temperature, r.noise, first_sample=4) for r in first]
+    run(engine, first)
+    compute, calls = engine._decoder.run_prompts, []
+    engine._decoder.run_prompts = lambda prompts, *rest: (calls.append(len(prompts)), compute(prompts, *rest))[1]  # type: ignore[method-assign]
+    assert_agrees(model, redraw, run(engine, redraw), atol=1e-4)
+    assert calls == []
+    with torch.no_grad():
+        next(parameter for parameter in model.parameters() if parameter.requires_grad).add_(0.5)
+    assert_agrees(model, redraw, run(engine, redraw), atol=1e-4)
+    assert calls == [1]
+
+
+def test_logits_that_are_not_finite_stop_the_run_and_name_the_completion() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    with pytest.raises(RunFailed, match=r"step 5, prompt slot 0, sample 0, completion token 0"):
+        list(paged(model).sample(requests()))
+
+
+def test_families_without_a_fused_forward_decode_as_before() -> None:
+    model, asked = tiny("gemma2"), requests()
+    assert_same(run(paged(model), asked), run(TorchEngine(model, EOS, "cpu"), asked), atol=0)

@@ -1,0 +1,318 @@
+"""The judge reward against a server in this process: verdicts, faults, cache, limits, and what is recorded."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.config import TrainConfig, config_from_mapping
+from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.rewards import Scorer, ScoreRequest, build_scorer, chat
+from retrain.rewards.judge import DEFAULT_TEMPLATE, LONGEST_COMPLETION, fill_template, question_of, read_verdict
+from retrain.types import Example, JudgeUsage, Outcome, Score
+from tests.judges import (
+    Answer,
+    Handler,
+    JudgeServer,
+    breaking_off,
+    dripping,
+    failing,
+    fair,
+    first,
+    hanging,
+    hanging_up,
+    raw,
+    saying,
+    serving,
+)
+
+KEY = "sk-test-0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _patient_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(chat, "_LONGEST_WAIT_S", 0.05)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+def request(response: str, reference: str | None = "4", prompt: Any = "What is 2+2?") -> ScoreRequest:
+    return ScoreRequest(response, reference, "<rendered>", Example(prompt, reference or ""), 0, 0, 0)
+
+
+@contextmanager
+def judged_by(answer: Answer, verdicts: Path | None = None, **reward: Any) -> Iterator[tuple[Scorer, JudgeServer]]:
+    with serving(answer) as server:
+        table = {"type": "judge", "judge_model": "judge-1", "judge_base_url": server.url, "judge_timeout_s": 5.0} | reward
+        with build_scorer(TrainConfig.model_validate({"reward": table}), verdicts) as scorer:
+            yield scorer, server
+
+
+def score(scorer: Scorer, response: str, **changes: Any) -> Score:
+    return scorer.submit(request(response, **changes)).result(30)
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reply", ["yes", "Yes.", "**Yes**", '"yes"', " YES, because 4 = 8/2. No doubt.", "<think>no, wait</think>\n\nyes"])
+def test_a_reply_that_begins_with_yes_is_a_yes(reply: str) -> None:
+    assert read_verdict(reply) is True
+
+
+@pytest.mark.parametrize("reply", ["no", "No, the answer is not yes", "`no`", "(No)", "<think>yes</think>no"])
+def test_a_reply_that_begins_with_no_is_a_no(reply: str) -> None:
+    assert read_verdict(reply) is False
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["", " ", "eyes", "not yes", "yesterday", "Nothing", "yes or no", "Yes/No", "no / yes", "The answer is yes", "1", "<think>yes", "True"],
+)
+def test_any_other_reply_is_no_verdict(reply: str) -> None:
+    assert read_verdict(reply) is None
+
+
+def test_the_judge_sees_question_reference_and_the_end_of_the_completion_and_nothing_fills_a_place_twice() -> None:
+    filled = fill_template(DEFAULT_TEMPLATE, r"Find \frac{1}{2} {reference}", r"\frac12", "{question} " + "x" * 100_000 + " so 4")
+    assert r"Find \frac{1}{2} {reference}" in filled and "\\frac12\n" in filled and filled.count("x") < LONGEST_COMPLETION + 100
+    assert " so 4\n-----" in filled and "{question}" not in filled  # it was at the completion's beginning
+    assert fill_template("{completion} {other}", "q", "r", "{question}") == "{question} {other}"
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}]
+    assert question_of(Example(messages, "4")) == "One?\n\nTwo?"  # type: ignore[arg-type]
+
+
+def test_right_wrong_and_the_request_that_was_made() -> None:
+    with judged_by(fair) as (scorer, server):
+        right, wrong = score(scorer, "The answer is 4."), score(scorer, "<think>The answer is 4.</think> The answer is 5.")
+    assert (right.outcome, right.reward) == (Outcome.RIGHT, 1.0) and (wrong.outcome, wrong.reward) == (Outcome.WRONG, 0.0)
+    assert right.usage == JudgeUsage(requests=1, prompt_tokens=100, completion_tokens=2)
+    (path, headers, body), (_, _, second) = server.requests
+    assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
+    assert (body["model"], body["temperature"]) == ("judge-1", 0)
+    assert "What is 2+2?" in body["messages"][0]["content"] and "<rendered>" not in str(body) and "<think>" not in str(second)
+    assert not scorer.compares_answers
+
+
+def test_no_answer_and_no_reference_are_wrong_and_cost_nothing() -> None:
+    with judged_by(fair) as (scorer, server):
+        for response, reference in (("", "4"), (" \n", "4"), ("<think>4</think>", "4"), ("The answer is 4.", None), ("4", " ")):
+            verdict = score(scorer, response, reference=reference)
+            assert (verdict.outcome, verdict.usage) == (Outcome.WRONG, None)
+        assert server.requests == []
+    with judged_by(saying("yes"), judge_template="Is this polite? {completion}") as (scorer, _):
+        assert score(scorer, "You are welcome.", reference=None).outcome is Outcome.RIGHT
+
+
+# -- faults --------------------------------------------------------------------------------------------------------------
+
+_NO_CHAT = b'{"choices": []}'
+
+
+@pytest.mark.parametrize(
+    ("fault", "requests"),
+    [
+        (failing(429, "slow down", Retry_After="0.05"), 2),
+        (failing(500), 2),
+        (failing(503), 2),
+        (failing(408), 2),
+        (hanging_up, 2),
+        (breaking_off, 2),
+        (raw(b"<html>a proxy's page</html>"), 2),
+        (raw(_NO_CHAT), 2),
+        (raw(b'{"choices": [{"message": null}]}'), 2),
+        (raw(b"[" * 100_000), 2),
+        (raw(b"x" * (chat.LONGEST_REPLY + 1)), 2),
+        (saying(""), 2),
+        (saying(None), 2),
+        (saying("Let me see: yes"), 2),
+        (failing(400, "use max_completion_tokens", "max_tokens"), 2),
+        (failing(400, "only 1 is supported", "temperature"), 2),
+    ],
+    ids=lambda value: None if callable(value) else str(value),
+)
+def test_one_fault_is_retried(fault: Answer, requests: int) -> None:
+    with judged_by(first(fault, 1)) as (scorer, server):
+        verdict = score(scorer, "The answer is 4.")
+    assert verdict.outcome is Outcome.RIGHT
+    assert verdict.usage is not None and verdict.usage.requests == len(server.requests) == requests
+
+
+@pytest.mark.parametrize(
+    ("fault", "requests", "reason"),
+    [
+        (failing(429, "slow down", Retry_After="0.01"), chat.MOST_ATTEMPTS, "429 Too Many Requests: slow down"),
+        (failing(500), chat.MOST_ATTEMPTS, "500 Internal Server Error: it is broken"),
+        (raw(b"gibberish"), chat.MOST_ATTEMPTS, "no chat completion: 'gibberish'"),
+        (hanging_up, chat.MOST_ATTEMPTS, "could not be asked (RemoteProtocolError"),
+        (saying(""), 2, "the judge's reply was empty"),
+        (saying("I think so"), 2, "begins with neither yes nor no: 'I think so'"),
+        (failing(401, f"Incorrect API key provided: {KEY}"), 1, "401 Unauthorized: Incorrect API key provided: ***"),
+        (failing(404, "no such model"), 1, "404 Not Found: no such model"),
+        (failing(400, "too long"), 1, "400 Bad Request: too long"),
+    ],
+    ids=["429", "500", "garbage", "hang-up", "empty", "unreadable", "401", "404", "400"],
+)
+def test_a_fault_that_stays_is_could_not_judge_and_never_zero(fault: Answer, requests: int, reason: str) -> None:
+    with judged_by(fault) as (scorer, server):
+        verdict = score(scorer, "The answer is 5.")
+    assert (verdict.outcome, verdict.reward) == (Outcome.COULD_NOT_JUDGE, None)
+    assert reason in verdict.reason and KEY not in verdict.reason
+    assert verdict.usage is not None and verdict.usage.requests == len(server.requests) == requests
+
+
+@pytest.mark.parametrize("fault", [hanging(2.0), dripping], ids=["silence", "a byte at a time"])
+def test_a_judge_that_is_too_slow_could_not_judge_within_its_own_limit(fault: Answer) -> None:
+    with judged_by(fault, judge_timeout_s=0.3, deadline_s=0.01) as (scorer, _):
+        began = time.monotonic()
+        verdict = score(scorer, "The answer is 4.")
+    assert "did not answer within 0.3 s" in verdict.reason
+    assert time.monotonic() - began < 3 * 0.3 + 0.5
+
+
+def test_a_server_that_is_not_there_could_not_judge() -> None:
+    with judged_by(fair) as (_, server):
+        url = server.url
+    with build_scorer(config_from_mapping({"reward": {"type": "judge", "judge_model": "m", "judge_base_url": url}})) as scorer:
+        assert "could not be asked (ConnectError" in score(scorer, "The answer is 4.").reason
+
+
+def test_a_limit_of_the_rate_stops_every_request_for_as_long_as_it_says() -> None:
+    times: list[float] = []
+
+    def answer(handler: Handler) -> None:
+        times.append(time.monotonic())
+        handler.error(429, "slow down", Retry_After="0.6") if len(times) == 1 else fair(handler)
+
+    with judged_by(answer, judge_concurrency=1) as (scorer, _):
+        verdicts = [scorer.submit(request(f"The answer is 4. {n}")) for n in range(3)]
+        assert all(verdict.result(30).outcome is Outcome.RIGHT for verdict in verdicts)
+    assert len(times) == 4 and times[1] - times[0] >= 0.6
+
+
+def test_a_closed_judge_gives_up_at_once_what_it_was_asked() -> None:
+    with judged_by(hanging(2.0)) as (scorer, _):
+        verdict = scorer.submit(request("The answer is 4."))
+        time.sleep(0.1)
+        began = time.monotonic()
+        scorer.close()
+        assert verdict.result(1).outcome is Outcome.COULD_NOT_JUDGE
+        assert time.monotonic() - began < 1
+        assert score(scorer, "The answer is 5.").outcome is Outcome.COULD_NOT_JUDGE
+
+
+# -- how much is asked ---------------------------------------------------------------------------------------------------
+
+
+def test_no_more_requests_at_a_time_than_judge_concurrency_says() -> None:
+    def slow(handler: Handler) -> None:
+        time.sleep(0.02)
+        fair(handler)
+
+    with judged_by(slow, judge_concurrency=3) as (scorer, server):
+        verdicts = [scorer.submit(request(f"{n}: The answer is 4.")) for n in range(24)]
+        assert all(verdict.result(30).outcome is Outcome.RIGHT for verdict in verdicts)
+    assert server.most == 3 and len(server.requests) == 24
+
+
+def test_equal_completions_are_judged_once_and_a_resumed_run_repeats_its_verdicts(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    with judged_by(fair, path) as (scorer, server):
+        scores = [scorer.submit(request(f"The answer is {4 + n % 2}.")) for n in range(16)]
+        outcomes = [each.result(30).outcome for each in scores]
+        usage = sum((each.result().usage or JudgeUsage() for each in scores), JudgeUsage())
+        assert (usage.requests, usage.cached, usage.prompt_tokens, len(server.requests)) == (2, 14, 200, 2)
+    lines = path.read_bytes()
+    path.write_bytes(b"foreign\n" + lines + lines.splitlines()[0][:40])  # torn by a kill
+    with judged_by(saying("a judge that has changed its mind"), path) as (scorer, server):
+        assert [score(scorer, f"The answer is {4 + n % 2}.").outcome for n in range(16)] == outcomes
+        assert server.requests == []
+    with judged_by(fair, path) as (scorer, server):
+        score(scorer, "The answer is 6.")
+    with judged_by(fair, path) as (scorer, server):
+        assert [score(scorer, f"The answer is {n}.").outcome for n in (4, 5, 6)] == [Outcome.RIGHT, Outcome.WRONG, Outcome.WRONG]
+        assert server.requests == []
+
+
+def test_what_could_not_be_judged_is_not_kept_and_another_question_or_model_is_another_verdict(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    with judged_by(failing(404), path) as (scorer, _):
+        score(scorer, "The answer is 4.")
+    with judged_by(fair, path) as (scorer, server):
+        assert score(scorer, "The answer is 4.").outcome is Outcome.RIGHT
+        assert score(scorer, "The answer is 4.", reference="5").outcome is Outcome.WRONG
+        assert len(server.requests) == 2
+    with judged_by(saying("no"), path, judge_model="judge-2") as (scorer, _):
+        assert score(scorer, "The answer is 4.").outcome is Outcome.WRONG
+    with judged_by(fair, path, judge_cache=False) as (scorer, server):
+        score(scorer, "The answer is 4."), score(scorer, "The answer is 4.")
+        assert len(server.requests) == 2
+
+
+def test_a_full_disk_costs_the_memory_of_verdicts_and_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a file" / "verdicts.jsonl"
+    path.parent.write_text("in the way")
+    with judged_by(fair, path) as (scorer, _):
+        assert score(scorer, "The answer is 4.").outcome is Outcome.RIGHT
+    assert "verdicts.jsonl cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("prices", "reported", "cost"), [([2.0, 10.0], {}, 2.2e-4), ([], {"cost": 0.5}, 0.5), ([], {}, None)])
+def test_the_cost_follows_the_prices_or_what_the_server_says(prices: list[float], reported: dict[str, float], cost: float | None) -> None:
+    with judged_by(lambda handler: handler.reply("yes", **reported), judge_prices=prices) as (scorer, _):
+        usage = score(scorer, "The answer is 4.").usage
+    assert usage is not None and usage.cost == pytest.approx(cost)
+
+
+def test_a_judge_adds_to_other_rewards_and_takes_the_sum_with_it() -> None:
+    with judged_by(fair, type=["match", "judge"], weights=[0.4, 0.6]) as (scorer, _):
+        assert score(scorer, r"\boxed{4} The answer is 4.").reward == 1.0
+        assert score(scorer, "The answer is 4.").reward == 0.6
+    with judged_by(failing(404), type=["match", "judge"], weights=[0.4, 0.6]) as (scorer, _):
+        assert score(scorer, r"\boxed{4} The answer is 4.").outcome is Outcome.COULD_NOT_JUDGE
+
+
+# -- the start -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_refuses_a_judge_that_cannot_be_asked_and_names_what_to_check() -> None:
+    with judged_by(failing(401, "who are you?")) as (scorer, _), pytest.raises(EnvironmentFailure) as refused:
+        scorer.probe()
+    for words in ("401 Unauthorized: who are you?", "judge_base_url", 'judge_model = "judge-1"', "OPENAI_API_KEY"):
+        assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("answer", "said"), [(fair, ""), (saying("no"), "2 + 2 = 4 is wrong"), (saying("Sure!"), "replied 'Sure!'")])
+def test_the_probe_says_how_a_judge_answers_a_plain_question(answer: Answer, said: str) -> None:
+    with judged_by(answer) as (scorer, _):
+        note = scorer.probe()
+    assert said in note and bool(said) == bool(note)
+
+
+def test_a_key_is_needed_for_the_hosted_service_and_where_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(EnvironmentFailure, match="OPENAI_API_KEY, which is not set"):
+        build_scorer(config_from_mapping({"reward": {"type": "judge", "judge_model": "m"}}))
+    with pytest.raises(EnvironmentFailure, match="MY_KEY, which is not set"), judged_by(fair, judge_api_key_env="MY_KEY"):
+        pass
+    with judged_by(fair) as (scorer, server):  # a server of one's own
+        assert score(scorer, "The answer is 4.").outcome is Outcome.RIGHT
+    assert "Authorization" not in server.requests[0][1]
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ({"judge_api_key_env": "sk-abc"}, "is no name of an environment variable"),
+        ({"judge_base_url": "localhost:8000"}, "is no address of a server"),
+        ({"judge_template": "Right? {reference}"}, r"has no \{completion\} in it"),
+        ({"judge_prices": [1.0]}, "is not two prices"),
+        ({"judge_concurrency": 0}, "judge_concurrency"),
+    ],
+)
+def test_wrong_keys_are_one_sentence(reward: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        config_from_mapping({"reward": {"type": "judge", "judge_model": "m"} | reward})

@@ -1,0 +1,144 @@
+"""`retrain serve`: the command that starts a server as a configuration needs it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.cli.main import main
+from retrain.config import TrainConfig, config_from_mapping
+from retrain.config.support import ENGINE_KEYS
+from retrain.errors import ConfigurationError
+from retrain.inference_engine.commands import COMMANDS, VLLM_RANKS, ServerCommand, ServerNeeds, Variable, server_command
+
+CPU = ServerNeeds("/models/m", "float32", "cpu", 700, 1024)
+GPU = ServerNeeds("/models/m", "bfloat16", "cuda", 700, 1024)
+
+
+def command(engine: str, needs: ServerNeeds = GPU, **sections: dict[str, Any]) -> str:
+    return server_command(engine, config_of(**sections), needs, "/env/bin/python").shell()
+
+
+def config_of(**sections: dict[str, Any]) -> TrainConfig:
+    return config_from_mapping({"training": {"batch_size": 4, "group_size": 4, "max_tokens": 600}} | sections)
+
+
+def test_vllm_is_told_everything_that_a_run_relies_on() -> None:
+    lines = command("vllm", CPU, model={"lora_rank": 40}).replace(" \\\n", "\n").split("\n")
+    for line in (
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+        "VLLM_CPU_KVCACHE_SPACE=1",
+        "/env/bin/python -m vllm.entrypoints.openai.api_server",
+        "  --model /models/m",
+        "  --host 127.0.0.1",
+        "  --dtype float32",
+        "  --max-model-len 700",
+        "  --enable-lora",
+        "  --max-lora-rank 64",
+        "  --max-loras 2",
+        "  --logprobs-mode processed_logprobs",
+        "  --generation-config vllm",
+        "  --enable-prefix-caching",
+        "  --enforce-eager",
+    ):
+        assert line in lines
+
+
+@pytest.mark.parametrize("rank", [1, 2, 8, 9, 257, 512])
+def test_ranks_are_rounded_up_to_what_vllm_takes(rank: int) -> None:
+    served = next(item for item in VLLM_RANKS if item >= rank)
+    assert f"--max-lora-rank {served} " in command("vllm", model={"lora_rank": rank})
+    assert f"--max-lora-rank {rank} " in command("sglang", model={"lora_rank": rank})
+
+
+def test_a_rank_beyond_vllms_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="lora_rank = 513: vLLM serves ranks up to 512"):
+        command("vllm", model={"lora_rank": 513})
+
+
+CHANGES: list[tuple[str, Any]] = [
+    ("attention_kernel", "flash"),
+    ("attention_kernel", "triton"),
+    ("attention_kernel", "cutlass"),
+    ("attention_kernel", "tk"),
+    ("dtype", "fp8"),
+    ("dtype", "fp4"),
+    ("kv_cache_dtype", "bf16"),
+    ("kv_cache_dtype", "fp8"),
+    ("kv_cache_dtype", "int8"),
+    ("prefix_caching", False),
+]
+
+
+@pytest.mark.parametrize("engine", list(COMMANDS))
+@pytest.mark.parametrize(("name", "value"), CHANGES)
+def test_every_key_that_serve_passes_on_changes_the_command_or_is_refused(engine: str, name: str, value: Any) -> None:
+    """Both keys that a run leaves to the server, and those that it only allows rounding for."""
+    needs = CPU if engine == "max" and name == "prefix_caching" else GPU  # with adapters, MAX has no prefix cache
+    assert any(row.covers(f"inference.{name}") and row.use in ("serve", "used") for row in ENGINE_KEYS[engine])
+    try:
+        changed = command(engine, needs, inference={name: value})
+    except ConfigurationError as error:
+        assert f"[inference] {name} = " in str(error) and "has no such setting; use " in str(error)  # noqa: PT017
+    else:
+        assert changed != command(engine, needs)
+
+
+def test_a_truncated_run_asks_vllm_for_kept_sets() -> None:
+    assert "--return-sampling-mask" in command("vllm", training={"top_k": 20}) and "--return-sampling-mask" not in command("vllm")
+
+
+def test_the_first_url_gives_host_and_port_and_a_key_stays_in_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", "do-not-show")
+    inference = {"url": ["http://localhost:9001", "http://other:1"], "api_key_env": "SERVER_KEY", "served_model": "my model"}
+    shown = command("vllm", inference=inference)
+    assert "--host 127.0.0.1" in shown and "--port 9001" in shown and "--served-model-name 'my model'" in shown
+    assert 'VLLM_API_KEY="$SERVER_KEY"' in shown and "do-not-show" not in shown
+    assert '--api-key "$SERVER_KEY"' in command("sglang", inference=inference)
+
+
+def test_run_replaces_the_process_with_the_server(tmp_path: Path) -> None:
+    code = (
+        "from retrain.inference_engine.commands import ServerCommand, Variable\n"
+        "ServerCommand(['/bin/sh', '-c', 'echo $PART $KEY'], {'PART': 'a b', 'KEY': Variable('SECRET')}).run()"
+    )
+    found = subprocess.run([sys.executable, "-c", code], env={"SECRET": "s"}, capture_output=True, text=True, cwd=tmp_path)
+    assert found.stdout == "a b s\n", found.stderr
+
+
+def test_the_printed_command_is_a_shell_command() -> None:
+    shown = ServerCommand(["/bin/echo", "--name", "two words", "--key", Variable("HOME")], {"A": "1 2"}).shell()
+    assert (
+        subprocess.run(["/bin/sh", "-c", shown], capture_output=True, text=True, env={"HOME": "/h"}).stdout == "--name two words --key /h\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["vlm"], 2, "'vlm' is no server that retrain knows how to start; name one of vllm, sglang, mlx, max."),
+        (["mlx", "--inference-attention-kernel", "tk"], 2, '[inference] attention_kernel = "tk": a server of mlx has no such setting'),
+        (["mlx", "--prompt-tokens", "50", "--run", "--python", "/nowhere/python"], 3, "/nowhere/python cannot be started"),
+    ],
+)
+def test_mistakes_are_answered_in_a_sentence(
+    arguments: list[str], code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n')
+    engine, *flags = arguments
+    assert main(["serve", engine, str(file), *flags]) == code
+    shown = capsys.readouterr()
+    assert says in shown.err and not shown.out
+
+
+def test_the_context_is_that_of_the_longest_prompt_and_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_tokens = 900\n')
+    assert main(["serve", "vllm", str(file)]) == 0
+    counted = int(capsys.readouterr().out.partition("--max-model-len ")[2].split()[0])
+    assert 900 < counted < 1100
+    assert main(["serve", "vllm", str(file), "--prompt-tokens", "300"]) == 0
+    assert "--max-model-len 1200 " in capsys.readouterr().out

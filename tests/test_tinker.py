@@ -1,0 +1,462 @@
+"""The Tinker backend's own logic: shifted datums, one normalisation, real losses, what is asked for before what, and no torch anywhere."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker_double
+import torch
+from runs import lines, small
+from tinker_double import APIConnectionError, APIStatusError, Double
+
+from retrain import train
+from retrain.backends.local.loss import ActionTokens, clipped_tokens, policy_terms
+from retrain.backends.tinker import archive, loss
+from retrain.backends.tinker.backend import STATE_FILE, TinkerBackend
+from retrain.backends.tinker.datums import ShiftedRow, policy_datum
+from retrain.campaign.runner import run_campaign
+from retrain.config import config_from_mapping, config_from_toml, unused_keys
+from retrain.config.overrides import deep_merge
+from retrain.config.schema import Loss
+from retrain.errors import EnvironmentFailure, RunFailed, ServerFailure
+from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.run.notes import notes
+from retrain.types import FinishReason, Row
+
+KEY = "tml-a-key-that-stays-here"
+TINKER: dict[str, Any] = {"backend": {"backend": "tinker", "devices": "gpu:0"}, "model": {"model": "lab", "lora_rank": 4}}
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
+    before = {name: sys.modules.get(name) for name in ("tinker", "tinker.types")}
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    yield tinker_double.install()
+    for name, module in before.items():
+        sys.modules.pop(name)
+        if module is not None:
+            sys.modules[name] = module
+
+
+def tinker_config(folder: Path, **sections: dict[str, Any]) -> Any:
+    return small(folder, **deep_merge(TINKER, sections))
+
+
+def backend_for(folder: Path, said: list[str] | None = None, **sections: dict[str, Any]) -> TinkerBackend:
+    return TinkerBackend(tinker_config(folder, **sections), eos_ids=[258], say=(said if said is not None else []).append)
+
+
+def make_rows(count: int = 3) -> list[Row]:
+    noise = np.random.default_rng(0)
+    lengths = [(3 + number, 2 + 2 * number) for number in range(count)]
+    return [
+        Row(
+            noise.integers(0, 256, prompt + action).astype(np.int32),
+            ((prompt, prompt + action),),
+            noise.normal(-5, 0.1, action).astype(np.float32),
+            noise.normal(size=action).astype(np.float32),
+            group,
+        )
+        for group, (prompt, action) in enumerate(lengths)
+    ]
+
+
+# -- datums --------------------------------------------------------------------------------------------------------------
+
+
+def test_targets_are_the_next_tokens_and_only_actions_have_advantages(double: Double) -> None:
+    row = Row(np.array([5, 6, 7, 8, 9], np.int32), ((3, 5),), np.array([-1, -2], np.float32), np.array([0.5, -0.25], np.float32), 0)
+    datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
+    assert datum.model_input.ids == [5, 6, 7, 8]
+    assert datum["target_tokens"].tolist() == [6, 7, 8, 9] and datum["target_tokens"].dtype == np.int64
+    assert datum["advantages"].tolist() == [0, 0, 0.5, -0.25]
+    assert datum["logprobs"].tolist() == [0, 0, -1, -2]
+
+
+def test_tokens_of_the_environment_have_no_advantage_and_what_follows_the_last_action_is_not_sent(double: Double) -> None:
+    values = np.array([1, 2, 3], np.float32)
+    row = Row(np.arange(10, 19, dtype=np.int32), ((2, 4), (6, 7)), -values, values, 0)
+    datum: Any = policy_datum(ShiftedRow.of(row), row.logprobs, row.advantages)
+    assert datum.model_input.ids == [10, 11, 12, 13, 14, 15]
+    assert datum["target_tokens"].tolist() == [11, 12, 13, 14, 15, 16]
+    assert datum["advantages"].tolist() == [0, 1, 2, 0, 0, 3]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant", "sum"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_gradient_is_normalised_once_however_the_service_adds_up(
+    double: Double, tmp_path: Path, aggregation: str, reduction: str
+) -> None:
+    """The reference divides by what docs/losses.md names; the service by nothing, or by positions and rows."""
+    double.reduction = reduction
+    options = {"options": {"loss_reduction": reduction}}
+    backend = backend_for(tmp_path, backend=options, loss={"aggregation": aggregation}, training={"lr": 1e-3, "max_tokens": 24})
+    rows = make_rows()
+    before = backend.trainer.weights.logits.copy()
+    result = backend.train(rows, 0)
+    gradient = (before - backend.trainer.weights.logits) / 100 / 1e-3
+    tokens = [row.num_actions for row in rows]
+    weights = {
+        "token_mean": [1 / sum(tokens)] * 3,
+        "sequence_mean": [1 / (3 * count) for count in tokens],
+        "constant": [1 / (3 * 24)] * 3,
+        "sum": [1.0] * 3,
+    }
+    logits = torch.tensor(before, requires_grad=True)
+    expected = torch.zeros((), dtype=torch.float64)
+    for row, weight in zip(rows, weights[aggregation], strict=True):
+        start, stop = row.spans[0]
+        ids = torch.tensor(row.token_ids.astype(np.int64))
+        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1).gather(1, ids[start:stop, None])[:, 0]
+        expected = expected - (torch.exp(new - torch.tensor(row.logprobs)) * torch.tensor(row.advantages)).sum() * weight
+    expected.backward()  # type: ignore[no-untyped-call]
+    np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
+    assert result.grad_norm == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "ppo"}, {"mode": "ppo", "clip_high": 0.05}, {"mode": "cispo", "clip_high": 1.1}])
+def test_the_reported_loss_and_clip_are_those_of_the_local_learner(settings: dict[str, Any]) -> None:
+    noise, chosen = np.random.default_rng(1), Loss(**settings)
+    old, advantages = noise.normal(-2, 1, 200), noise.normal(size=200)
+    new = old + noise.normal(0, 0.2, 200)
+    tokens = ActionTokens(*(torch.tensor(values) for values in (new, old, old, advantages, np.ones(200))), lengths=[200])
+    np.testing.assert_allclose(loss.policy_terms(new, old, advantages, chosen), policy_terms(tokens, chosen).numpy())
+    np.testing.assert_array_equal(loss.clipped_tokens(new, old, advantages, chosen), clipped_tokens(tokens, chosen).numpy())
+
+
+def test_clip_bounds_and_adam_reach_the_service(double: Double, tmp_path: Path) -> None:
+    training = {"lr": 0.5, "weight_decay": 0.1, "lr_warmup_steps": 4}
+    loss_keys = {"mode": "ppo", "clip_high": 0.3, "max_grad_norm": 2.0}
+    backend = backend_for(tmp_path, loss=loss_keys, training=training, optimizer={"beta1": 0.8, "beta2": 0.9, "eps": 1e-6})
+    backend.train(make_rows(), 0)
+    assert double.losses == [("ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.3})]
+    (adam,) = double.adam
+    assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm) == (
+        0.125,
+        0.8,
+        0.9,
+        1e-6,
+        0.1,
+        2.0,
+    )
+    assert double.created == [{"base_model": backend.base_model, "rank": 4, "seed": 3, "train_unembed": False}]
+
+
+# -- the order of requests -----------------------------------------------------------------------------------------------
+
+
+def test_all_updates_of_a_step_and_its_sampler_are_asked_for_before_anything_is_waited_for(double: Double, tmp_path: Path) -> None:
+    backend = backend_for(tmp_path, training={"updates_per_batch": 2, "minibatches": 2})
+    assert backend.trainer is not None
+    double.events.clear()
+    result = backend.train(make_rows(4), 0)
+    asked = [event for event in double.events if event.startswith("ask")]
+    assert asked == ["ask forward_backward", "ask optim_step"] * 4 + ["ask sampler"]
+    assert double.events[: len(asked)] == asked
+    assert result.updates == 4 and result.ratio_mean is not None
+    backend.engine.sync(lambda folder: None, 1)
+    assert double.events.count("ask sampler") == 1 and double.events[-1] == "wait sampler"
+
+
+def test_a_row_that_is_not_trained_is_not_sent_but_counts_in_a_constant_divisor(double: Double, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    backend = backend_for(tmp_path, loss={"aggregation": "constant"}, training={"max_tokens": 24})
+    first, *rest = make_rows(4)
+    backend.train([first, *(replace(row, trained=False) for row in rest)], 0)
+    ((datum,),) = double.sent
+    np.testing.assert_allclose(datum["advantages"][2:], first.advantages / (4 * 24), rtol=1e-6)
+
+
+# -- sampling ------------------------------------------------------------------------------------------------------------
+
+
+def request(count: int = 3, sample: int = 0) -> SampleRequest:
+    return SampleRequest(np.array([65, 66], np.int32), count, 12, 1.0, NoiseKey(1, 0, 5, 2), first_sample=sample)
+
+
+def test_completions_are_numbered_end_with_eos_and_repeat_with_their_coordinates(double: Double, tmp_path: Path) -> None:
+    engine = backend_for(tmp_path).engine
+    engine.sync(lambda folder: None, 0)
+    first = sorted(engine.sample([request(40), request(2, sample=40)]), key=lambda one: (one.request, one.sample))
+    assert [(one.request, one.sample) for one in first] == [(0, number) for number in range(40)] + [(1, 40), (1, 41)]
+    for one in first:
+        assert len(one.token_ids) == len(one.logprobs) and (one.logprobs < 0).all()
+        assert (one.finish_reason is FinishReason.STOP) == (one.token_ids[-1] == 258) == (one.finish_reason is not FinishReason.LENGTH)
+    again = sorted(engine.sample([request(40)]), key=lambda one: one.sample)
+    assert all(np.array_equal(one.token_ids, other.token_ids) for one, other in zip(first, again, strict=False))
+
+
+@pytest.mark.parametrize(("fault", "words"), [("drops_eos", "never learn to stop"), ("drops_logprobs", "needs one for each")])
+def test_a_service_that_withholds_eos_or_log_probs_stops_the_run(double: Double, tmp_path: Path, fault: str, words: str) -> None:
+    setattr(double, fault, True)
+    engine = backend_for(tmp_path).engine
+    engine.sync(lambda folder: None, 0)
+    with pytest.raises(RunFailed, match=words):
+        list(engine.sample([request(200)]))
+
+
+# -- errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "words"),
+    [
+        ("session", APIStatusError(401), "refused the key in TINKER_API_KEY (401)"),
+        ("create", APIStatusError(400, "no such model"), "refused the request (400: no such model)"),
+        ("optim_step", APIStatusError(503), "failed (503) and failed again whenever the SDK tried"),
+        ("forward_backward", APIConnectionError("lost"), "could not be reached"),
+        ("forward_backward", ValueError("Error retrieving result: exceeded 3 retries"), "failed: Error retrieving result"),
+        ("forward_backward", TimeoutError(), "gave no answer within 7 s ([backend.options] timeout_s)"),
+    ],
+)
+def test_an_error_of_the_service_is_one_sentence_and_no_further_call_is_made(
+    double: Double, tmp_path: Path, name: str, problem: Exception, words: str
+) -> None:
+    double.problems[name] = problem
+    with pytest.raises(EnvironmentFailure) as raised:
+        backend_for(tmp_path, backend={"options": {"timeout_s": 7.0}}).train(make_rows(), 0)
+    assert words in str(raised.value) and f"continue with --resume {tmp_path}" in str(raised.value) and KEY not in str(raised.value)
+
+
+def test_after_a_failure_nothing_more_is_asked_of_the_service(double: Double, tmp_path: Path) -> None:
+    backend = backend_for(tmp_path)
+    double.problems["forward_backward"] = APIStatusError(400)
+    with pytest.raises(EnvironmentFailure):
+        backend.train(make_rows(), 0)
+    double.events.clear()
+    with pytest.raises(EnvironmentFailure, match="400"):
+        backend.save(tmp_path)
+    assert double.events == []
+
+
+def test_a_refusal_by_the_sampler_saves_the_run(double: Double, tmp_path: Path) -> None:
+    config = tinker_config(tmp_path / "run", training={"save_every": 100, "max_steps": 50})
+    sampled = 0
+
+    class Later(dict[str, Exception]):
+        def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+            nonlocal sampled
+            sampled += name == "sample"
+            return APIStatusError(429, "quota") if name == "sample" and sampled > 12 else default
+
+    double.problems = Later()
+    with pytest.raises(ServerFailure, match=r"steps so far are saved: continue with --resume .*--base-url"):
+        train(config, quiet=True)
+    (checkpoint,) = (tmp_path / "run/checkpoints").glob("step_*")
+    assert json.loads((checkpoint / STATE_FILE).read_text())["state"].startswith("tinker://run-1/weights/")
+
+
+def test_log_probs_that_are_not_finite_end_the_run_and_advantages_that_are_not_are_never_sent(double: Double, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    backend = backend_for(tmp_path)
+    rows = make_rows()
+    result = backend.train([replace(rows[0], advantages=rows[0].advantages * np.nan), *rows[1:]], 0)
+    assert (result.updates, result.nonfinite_updates, result.nonfinite_tensor) == (0, 1, "advantages") and not double.sent
+    double.broken = True
+    with pytest.raises(RunFailed, match="not finite"):
+        backend.train(rows, 0)
+
+
+def test_without_a_key_or_the_sdk_the_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    with pytest.raises(EnvironmentFailure, match=r"pip install"):
+        backend_for(tmp_path)
+    tinker_double.install()
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    with pytest.raises(EnvironmentFailure, match="TINKER_API_KEY is not set"):
+        backend_for(tmp_path)
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_saves_places_at_the_service_and_resumes_from_them(
+    double: Double, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tinker_config(tmp_path / "run"))
+    shown = capsys.readouterr().out
+    order = [
+        "Pre-encoded",
+        "Connecting to Tinker...",
+        "Creating LoRA training client (model=lab, rank=4)...",
+        "Training client ready.",
+        "Step 0",
+    ]
+    assert [shown.index(line) for line in order] == sorted(shown.index(line) for line in order)
+    assert "Parity gate passed" in shown and "stays with the service as tinker://run-1/sampler_weights/" in shown
+    assert [record.loss_is_placeholder for record in run.metrics()] == [False] * 4
+    resumed = train(tinker_config(tmp_path / "run", resume={"from": str(tmp_path / "run")}, training={"max_steps": 6}))
+    assert "Creating training client from tinker://run-1/weights/" in capsys.readouterr().out
+    assert [record.step for record in resumed.metrics()] == list(range(6))
+    assert (
+        double.keys == [KEY, KEY]
+        and KEY not in (tmp_path / "run/config.toml").read_text() + (tmp_path / "run/environment.json").read_text()
+    )
+
+
+def test_a_campaign_makes_its_workers_share_a_throttle(double: Double, tmp_path: Path) -> None:
+    sections = {
+        "campaign": {"seeds": [1, 2], "conditions": [{"advantage_mode": "grpo", "transform_mode": "none"}]},
+        "training": {"max_steps": 1},
+    }
+    manifest = run_campaign(tinker_config(tmp_path / "campaign", **sections), quiet=True)
+    assert len(manifest.runs) == 2 and (tmp_path / "campaign/tinker_throttle").is_dir()
+
+
+def test_calls_hold_a_place_of_the_throttle(double: Double, tmp_path: Path) -> None:
+    backend = backend_for(tmp_path)
+    held: list[str] = []
+
+    @contextmanager
+    def slot() -> Iterator[None]:
+        held.append("in")
+        yield
+        held.append("out")
+
+    backend._service.slot = slot
+    backend.train(make_rows(), 0)
+    backend.engine.sync(lambda folder: None, 1)
+    list(backend.engine.sample([request()]))
+    backend.logprobs(make_rows())
+    backend.save(tmp_path)
+    assert held == ["in", "out"] * 4
+
+
+BLOCKED = """
+import sys
+
+sys.modules |= {"torch": None, "peft": None}
+import tinker_double
+tinker_double.install()
+from retrain.cli.main import main
+code = main(sys.argv[1:])
+assert sys.modules["torch"] is None and sys.modules["peft"] is None
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("campaign", [False, True])
+def test_neither_a_run_nor_a_campaign_imports_torch(tmp_path: Path, campaign: bool) -> None:
+    toml = '[backend]\nbackend = "tinker"\n[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[reward]\ntype = "random"\n'
+    toml += "[training]\nmax_steps = 2\n"
+    toml += "batch_size = 2\ngroup_size = 4\nmax_tokens = 8\n[evaluation]\nat_end = true\nmax_examples = 4\n"
+    toml += (
+        '[campaign]\nseeds = [1]\nmax_steps = 1\nconditions = [{advantage_mode = "grpo", transform_mode = "none"}]\n[squeeze]\n' * campaign
+    )
+    (tmp_path / "run.toml").write_text(toml)
+    environment = os.environ | {"TINKER_API_KEY": KEY, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", BLOCKED, str(tmp_path / "run.toml"), "--log-dir", str(tmp_path / "logs")]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "Traceback" not in found.stderr and "PyTorch was not found" not in found.stderr
+    assert not campaign or "LoRA-Squeeze failed; the campaign continues: LoRA-Squeeze needs torch" in found.stdout
+
+
+# -- configurations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["minimal_tinker", "campaign"])
+def test_the_blocks_of_the_guide_start_as_they_are(name: str) -> None:
+    from retrain.backends.declared import incapable
+
+    config = config_from_toml((Path(__file__).parent / f"data/config_blocks/{name}.toml").read_text())
+    assert config.backend.backend == "tinker" and config.training.temperature == 1.0
+    assert incapable(config) == []
+
+
+def test_options_belong_to_their_backend() -> None:
+    unused = unused_keys(config_from_mapping({"backend": {"options": {"loss_reduction": "mean"}}}))
+    assert unused == ['[backend.options] loss_reduction = "mean" is unused here: it is an option of tinker, and backend is "local".']
+
+
+def test_the_temperature_is_said_and_is_one() -> None:
+    assert any("sampled and trained at temperature 1" in line for line in notes(config_from_mapping(TINKER)))
+    assert config_from_mapping({}).training.temperature == 0.7
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------------
+
+
+def tar(**files: bytes) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as packed:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name.replace("__", "."))
+            member.size = len(data)
+            packed.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+@contextmanager
+def archive_server(status: int, body: bytes, redirect: str = "") -> Iterator[tuple[str, list[str | None]]]:
+    keys: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append(self.headers.get("x-api-key"))
+            self.send_response(302 if redirect else status)
+            if redirect:
+                self.send_header("location", redirect)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", keys
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_archive_becomes_a_peft_folder_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    packed = tar(adapter_config__json=b"{}", adapter_model__safetensors=b"weights", **{"../../escaped": b"no"})
+    with archive_server(200, packed) as (store, store_keys):
+        elsewhere = store.replace("127.0.0.1", "localhost")
+        with archive_server(302, b"", redirect=elsewhere) as (url, keys):
+            archive.download_adapter(url, "tinker://run/sampler_weights/name", tmp_path / ".", 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert keys == [KEY] and store_keys == [None]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [(404, b"", "offers no archive of it"), (200, b"no tar", "holds no adapter"), (200, tar(a=b""), "holds no adapter")],
+)
+def test_a_service_without_an_archive_gives_a_sentence(tmp_path: Path, status: int, body: bytes, words: str) -> None:
+    with archive_server(status, body) as (url, _), pytest.raises(EnvironmentFailure, match=words):
+        archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
+
+
+def test_metrics_of_a_run_are_written(double: Double, tmp_path: Path) -> None:
+    train(tinker_config(tmp_path / "run", training={"max_steps": 2}), quiet=True)
+    for line in lines(tmp_path / "run/metrics.jsonl"):
+        assert line["loss"] is not None and line["grad_norm"] is not None and abs(line["ratio_mean"] - 1) < 1e-5
+
+
+def test_a_path_of_the_service_is_squeezed_after_a_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from retrain.cli.main import main
+
+    local = train(small(tmp_path / "local"), quiet=True).adapter
+    packed = tar(**{name.replace(".", "__"): (local / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")})
+    (tmp_path / "squeeze.toml").write_text('[squeeze]\nadapter_path = "tinker://run/sampler_weights/name"\n')
+    for status, code, words in ((200, 0, "Recommended rank: "), (404, 3, "this service offers no archive of it")):
+        with archive_server(status, packed) as (url, _):
+            assert main([str(tmp_path / "squeeze.toml"), "--base-url", url, "--log-dir", str(tmp_path / "logs/train")]) == code
+        shown = capsys.readouterr()
+        assert words in shown.out + shown.err and "base_url" not in shown.out.replace("model.base_url = ", "")
