@@ -17,7 +17,7 @@ from retrain import train
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.records.entries import StepRecord
 
-SIZES, GROUP, TOKENS = (1, 2, 4, 8, 16), 8, 64
+SIZES, GROUP, TOKENS = (1, 2, 4, 8, 16), 8, 48
 ROUNDS, STEPS = 6, 40
 
 
@@ -42,10 +42,10 @@ def rate(records: list[StepRecord]) -> float:
     return sum((record.tokens_per_s or 0.0) * (record.step_time_s or 0.0) for record in records) / seconds
 
 
-def fixed_rates(folder: Path) -> dict[int, list[float]]:
+def fixed_rates(folder: Path, rounds: int) -> dict[int, list[float]]:
     """Batch size -> tokens per second of each round; the first step of a size is left out."""
     rates: dict[int, list[float]] = {size: [] for size in SIZES}
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for size in SIZES:
             run = train(configuration(folder / f"fixed-{size}", turn + 1, size, False, resume=turn > 0), quiet=True)
             if turn:
@@ -56,10 +56,12 @@ def fixed_rates(folder: Path) -> dict[int, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="Markdown file; without it the table is printed alone")
-    output = parser.parse_args().output
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="measured steps of each fixed size")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps with back pressure, its sweep included")
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        fixed = fixed_rates(Path(place))
-        records = train(configuration(Path(place) / "pressed", STEPS, 4, True), quiet=True).metrics()
+        fixed = fixed_rates(Path(place), chosen.rounds)
+        records = train(configuration(Path(place) / "pressed", chosen.steps, 4, True), quiet=True).metrics()
     swept = [record for record in records if record.bp_regime != "warmup"]
     best = max(median(rates) for rates in fixed.values())
     rows = [(f"fixed, {size} prompts", median(rates), f"{min(rates):.0f} to {max(rates):.0f}") for size, rates in fixed.items()]
@@ -71,8 +73,8 @@ def main() -> None:
     )
     table = "\n".join([head, "", "| batch size | tokens/s | of the best fixed | |", "|---|---|---|---|", *lines]) + "\n"
     print(table)
-    if output:
-        output.write_text(f"# Back pressure on the lab\n\n`python benchmarks/backpressure_lab.py`\n\n{table}", encoding="utf-8")
+    if chosen.output:
+        chosen.output.write_text(f"# Back pressure on the lab\n\n`python benchmarks/backpressure_lab.py`\n\n{table}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The prime_rl backend against a counterpart of its own: what is on the wire, the handshake, whole runs, and what goes wrong."""
 
+import os
+import signal
 import threading
 import time
 import tomllib
@@ -21,7 +23,7 @@ from retrain.backends.prime_rl.transport import FileSystemSender, ZmqSender
 from retrain.backends.prime_rl.wire import Sample, encode, share_out, trained_samples
 from retrain.config.load import replaced
 from retrain.config.schema import PrimeRLOptions
-from retrain.errors import ConfigurationError, ServerFailure
+from retrain.errors import ConfigurationError, Interrupted, ServerFailure
 from retrain.inference_engine.http import ServerPool
 from retrain.types import Completion, Example, FinishReason, Prompt, Row
 from tests.prime_counterpart import (
@@ -295,7 +297,9 @@ def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[
 
 @pytest.mark.parametrize("transport", ["filesystem", "zmq"])
 def test_a_run_trains_through_the_wire(tmp_path: Path, learner: LocalBackend, server: InferenceServer, transport: str) -> None:
-    config = prime(tmp_path, server, transport, options={"zmq_port": free_ports()}, training={"micro_batch_tokens": 200})
+    """Held-out prompts are asked again at each other policy, so a prefix cache without a salt would answer for an old one."""
+    sections = {"training": {"micro_batch_tokens": 200}, "evaluation": {"every": 2, "max_examples": 2}}
+    config = prime(tmp_path, server, transport, options={"zmq_port": free_ports()}, **sections)
     with trainer_of(config, learner) as trainer:
         run = train(config, quiet=True)
         trainer.join(timeout=20)
@@ -304,11 +308,25 @@ def test_a_run_trains_through_the_wire(tmp_path: Path, learner: LocalBackend, se
     assert [record.loss for record in records] == [None] * 4 and all(record.loss_is_placeholder for record in records)
     sent = [sum(1 for batch in trainer.batches[step] for _ in rows_of(batch)) for step in (1, 2, 3, 4)]
     assert sent == [record.num_datums for record in records] and sum(sent)
-    assert [path for path, _ in server.calls].count("/load_lora_adapter") == 4  # v0 to v3; nothing is sampled from v4
+    assert [path for path, _ in server.calls].count("/load_lora_adapter") == 5  # v0 to v4
     assert server.stale == 0 and max(trainer.differences) < 1e-3
     assert (run.folder / "checkpoints" / "final" / "adapter_model.safetensors").read_bytes() == (
         tmp_path / "shared" / "broadcasts" / "step_4" / "adapter_model.safetensors"
     ).read_bytes()
+
+
+def test_a_signal_ends_the_wait_for_a_trainer(tmp_path: Path, server: InferenceServer) -> None:
+    def stop() -> None:
+        while not (tmp_path / "shared" / "rollouts").exists():  # made just before the wait
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    in_thread(stop)
+    started = time.monotonic()
+    with pytest.raises(Interrupted):
+        train(prime(tmp_path, server, options={"sync_wait_s": 300}), quiet=True)
+    assert time.monotonic() - started < 100
 
 
 SEEDS_BLOCK = """
@@ -337,7 +355,7 @@ def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
     shared = tmp_path / "shared"
     gone = Trainer(learner, shared, FileReceiver(shared, "batches"), steps=2)
     gone.start()
-    with pytest.raises(ServerFailure, match=r"did not offer policy v4 .*The 4 steps so far are saved: continue with --resume"):
+    with pytest.raises(ServerFailure, match=r"did not offer policy v4 .*continue with --resume"):
         train(replaced(config, {"training.max_steps": 8}), quiet=True)
     gone.stop()
     with trainer_of(config, learner, first=3, steps=6, where="batches") as trainer:  # batches 3 and 4 still lie there

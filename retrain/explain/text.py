@@ -61,7 +61,7 @@ def _headline(seen: "Explanation") -> Iterator[str]:
     else:
         folder = seen.config.resume.from_ or seen.config.logging.log_dir
     facts = [("batch", batch), ("model", config.model.model), ("problems", _problems(seen)), ("folder", folder)]
-    sampler = config.inference.engine if seen.backend and seen.backend.sampler is None else "the backend's own"
+    sampler = config.inference.engine if seen.backend is None or seen.backend.sampler is None else "the backend's own"
     facts += [("engine", f"{sampler}: {engine_words(seen.engine)}")] if seen.engine else []
     facts += [("backend", f"{config.backend.backend}: {backend_words(seen.backend)}")] if seen.backend else []
     if seen.kind == "run" and seen.conditions[0].maximal_lambda is not None:

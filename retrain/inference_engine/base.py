@@ -139,6 +139,8 @@ class InferenceEngine(ABC):
     capabilities: EngineCapabilities
     say: Callable[[str], None] = staticmethod(print)
     """For what happens to the engine during a run; may be called from another thread."""
+    check: Callable[[], None] = staticmethod(lambda: None)
+    """Called while the engine waits for something that may take long; raises where a signal asked the run to stop."""
     replicas = 1
     """Servers that share the requests. The parity gate asks each of them."""
     unchecked = False

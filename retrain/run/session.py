@@ -58,6 +58,8 @@ class Session:
         self.observer = StepObserver(opened, parts, tracker, world, self.pressure)
         self.evaluations: list[Evaluation] = []
         self.prefetched = PrefetchedRollout(interrupts.check) if parts.backend.capabilities.samples_ahead else None
+        if world.size == 1:
+            parts.backend.engine.check = interrupts.check
         self._adapter = opened.store.folder / "final"
         self._synced = -1
         """The step whose weights the engine samples from."""

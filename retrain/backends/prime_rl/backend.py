@@ -6,6 +6,7 @@ than `sync_wait_s`. Nothing here loads weights or imports torch.
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from retrain.backends.prime_rl.engine import DEFAULT_URL, PrimeEngine
 from retrain.backends.prime_rl.transport import BATCHES, build_sender
 from retrain.backends.prime_rl.wire import encode, share_out, trained_samples
 from retrain.config.load import replaced
-from retrain.errors import RunFailed, ServerFailure
+from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.text import load_model_config
 from retrain.parsing import read_object
@@ -35,7 +36,8 @@ class PrimeRLBackend(Backend):
         self.config, self._options = config, config.backend.prime_rl
         self.output_dir = output_dir(config)
         options = self._options
-        self._broadcasts = Broadcasts(self.output_dir / "broadcasts", wait_s=options.sync_wait_s, poll_s=options.sync_poll_s)
+        folder = self.output_dir / "broadcasts"
+        self._broadcasts = Broadcasts(folder, wait_s=options.sync_wait_s, poll_s=options.sync_poll_s, sleep=self._sleep)
         self._shipped = 0
         self._prepared = False
         self._lost = False
@@ -87,6 +89,10 @@ class PrimeRLBackend(Backend):
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         raise NotImplementedError("PRIME-RL's trainer answers no questions; `capabilities.scores_rows` says so.")
 
+    def _sleep(self, seconds: float) -> None:
+        self.engine.check()
+        time.sleep(seconds)
+
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
@@ -134,7 +140,7 @@ class PrimeRLBackend(Backend):
         if not self._lost:
             try:
                 return self._broadcasts.take(self._shipped)
-            except ServerFailure:
+            except (ServerFailure, Interrupted):
                 self._lost = True
         return self._broadcasts.newest
 
