@@ -21,6 +21,7 @@ from retrain.types import Example, JudgeUsage, Outcome, Score
 
 _HOSTILE_EXAMPLES = 8
 """Hostile completions hardly depend on the example, and some take the whole deadline."""
+_WARM_UP = 20
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
     with build_scorer(config) as scorer:
         if note := scorer.probe():
             say(note)
+        if "judge" not in config.reward.types:  # no time of starting workers in a case's; a judge has answered its probe
+            list(_judge_all(scorer, cases[:_WARM_UP], _at_once(config)))
         began = time.perf_counter()
         judged = list(_judge_all(scorer, cases, _at_once(config)))
         seconds = time.perf_counter() - began

@@ -21,6 +21,12 @@ from retrain.types import Example, Outcome
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
+SHORT = """\
+Problem: {question}
+Right answer: {reference}
+Student's answer: {completion}
+Is the student's answer the right answer? Reply with one word, yes or no."""
+"""A model of 135 million parameters does not follow the built-in template."""
 SMOLLM2 = Path(os.environ.get("RETRAIN_SMOLLM2", ROOT / "models" / "smollm2-135m"))
 
 
@@ -31,7 +37,8 @@ def servers() -> Iterator[list[RealServer]]:
 
 
 def judge(server: RealServer, **more: Any) -> dict[str, Any]:
-    return {"type": "judge", "judge_model": "base", "judge_base_url": f"{server.url}/v1"} | more
+    table = {"type": "judge", "judge_model": "base", "judge_base_url": f"{server.url}/v1", "judge_template": SHORT}
+    return table | {"judge_timeout_s": 300.0} | more
 
 
 def ask(reward: dict[str, Any], *responses: str) -> list[Any]:
