@@ -12,8 +12,8 @@ from retrain import train
 from retrain.cli.main import main
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
+from retrain.records.evaluation_folder import KIND, EvaluationFolder
 from retrain.records.run_folder import mark
-from retrain.run.evaluation_folder import KIND, EvaluationFolder
 
 
 @pytest.fixture(scope="module")
