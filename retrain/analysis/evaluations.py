@@ -20,9 +20,9 @@ from retrain.config import TrainConfig, load_stored
 from retrain.config.judging import judge_words, judging_rewards
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
+from retrain.records.evaluation_folder import EvaluationFolder
 from retrain.records.jsonl import read_jsonl
 from retrain.records.printing import counted
-from retrain.run.evaluation_folder import EvaluationFolder
 
 
 @dataclass(frozen=True)

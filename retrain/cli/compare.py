@@ -82,9 +82,9 @@ def command(
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over all of them, and a verdict."""
     from retrain.analysis.comparison_text import to_json, to_markdown, to_text
     from retrain.analysis.verdict import TestSettings
+    from retrain.records.evaluation_folder import is_evaluation
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
-    from retrain.run.evaluation_folder import is_evaluation
 
     if any(map(is_evaluation, targets)):
         _print_evaluations(targets, baseline or [], metric, alpha, as_json=as_json or form is Format.JSON)
@@ -103,9 +103,9 @@ def _print_evaluations(targets: list[Path], baseline: list[str], metric: str | N
     """Two folders of `retrain eval`, paired by problem."""
     from retrain.analysis.evaluations import compare_evaluations, evaluation_json, evaluation_lines, open_evaluation
     from retrain.analysis.measures import choose_metric
+    from retrain.records.evaluation_folder import is_evaluation
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
-    from retrain.run.evaluation_folder import is_evaluation
 
     if len(targets) != 1 or len(baseline) != 1 or not is_evaluation(Path(baseline[0])):
         raise ConfigurationError(f"{targets[0]} is an evaluation, and is compared with one other: --baseline EVALUATION.")

@@ -33,10 +33,10 @@ def command(
     if not target.exists():
         raise ConfigurationError(f"{target} does not exist; name a run's folder or a configuration.")
     load_dotenv()
+    from retrain.records.evaluation_folder import EvaluationFolder
     from retrain.records.jsonl import finite
     from retrain.records.terminal import clean
     from retrain.run.evaluate import evaluate_run
-    from retrain.run.evaluation_folder import EvaluationFolder
     from retrain.tracking.console import evaluation_line, task_lines
 
     folder = EvaluationFolder.new(output, target)

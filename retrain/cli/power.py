@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,7 +11,8 @@ import typer
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.analysis.power import Pilot, SeedPlan
+    from retrain.analysis.design import Spread
+    from retrain.analysis.pilot import Pilot, SeedPlan
 
 
 def command(
@@ -26,7 +28,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Plan a campaign: the seeds needed to find a difference, given a pilot or a standard deviation."""
-    from retrain.analysis.power import SeedPlan, read_pilot
+    from retrain.analysis.pilot import SeedPlan, read_pilot
 
     if (pilot is None) == (sd is None):
         raise ConfigurationError("retrain power needs the spread of the differences: a pilot's folder, or --sd; give one of them.")
@@ -76,14 +78,31 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
                 f"Held-out problems that tell two given models apart by {_number(plan.effect)}: {plan.problems(held_out):,} "
                 f"with {counted(held_out.samples, 'sample')} each; the pilot has {held_out.problems:,}."
             )
+    if pilot and pilot.spread and plan.effect is not None:
+        yield from _design_lines(plan, pilot.spread)
     yield ""
     rows = [(str(seeds), "none" if found is None else _number(found)) for seeds, found in plan.detectable().items()]
     yield from table_lines([("seeds", "detectable difference"), *rows], right=(0,))
 
 
+def _design_lines(plan: "SeedPlan", spread: "Spread") -> Iterator[str]:
+    """Seeds, problems and samples together, at the pilot's own spread."""
+    from retrain.records.printing import counted
+
+    luck = f"The luck of the runs has an sd of {_number(spread.luck**0.5)}, which no evaluation removes"
+    found = plan.cheapest(spread)
+    if found is None:
+        yield f"{luck}; no design of at most 40 seeds finds {_number(plan.effect or 0.0)}."
+        return
+    yield (
+        f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds, {found.problems:,} problems x "
+        f"{counted(found.samples, 'sample')}, {found.hours:.2g} hours for all {plan.comparisons + 1} arms one after the other."
+    )
+
+
 def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
     """The assured number first: at the sd that a pilot shows, the true power is often far below the stated one."""
-    from retrain.analysis.power import ASSURANCE
+    from retrain.analysis.pilot import ASSURANCE
 
     wanted = f"Seeds needed for a difference of {_number(plan.effect or 0.0)}"
     if not pilot:
@@ -129,4 +148,5 @@ def _as_json(plan: "SeedPlan", pilot: "Pilot | None") -> dict[str, Any]:
         "detectable": {str(seeds): difference for seeds, difference in plan.detectable().items()},
         "held_out_problems_needed": plan.problems(held_out) if held_out and wanted else None,
         "held_out_problems": held_out.problems if held_out else None,
+        "cheapest": asdict(design) if pilot and pilot.spread and wanted and (design := plan.cheapest(pilot.spread)) else None,
     }

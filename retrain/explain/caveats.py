@@ -49,7 +49,7 @@ def _pilot_sd(pilot: Path | None) -> tuple[float, str | None]:
     """The sd of the pilot's differences and its metric; (1.0, None) without a pilot or with too few runs in it."""
     if pilot is None:
         return 1.0, None
-    from retrain.analysis.power import read_pilot
+    from retrain.analysis.pilot import read_pilot
 
     try:
         found = read_pilot(pilot)

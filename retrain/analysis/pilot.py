@@ -1,0 +1,169 @@
+"""A pilot: what earlier runs show about the spread of differences, and the plan of a campaign that rests on it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from retrain.analysis.arms import Arm, arm_of, group_by_condition
+from retrain.analysis.design import Design, Spread, cheapest
+from retrain.analysis.measures import Metric, choose_metric
+from retrain.analysis.pairs import pair_up
+from retrain.analysis.power import (
+    SEED_COUNTS,
+    Correction,
+    minimal_detectable_effect,
+    out_of_reach,
+    problems_needed,
+    sd_interval,
+    seeds_needed,
+)
+from retrain.analysis.runs import StoredRun, find_runs
+from retrain.analysis.statistics import paired_differences, sample_sd
+from retrain.errors import ConfigurationError
+
+ASSURANCE = 0.8
+"""How often a pilot's upper limit of the sd is above the true one."""
+
+
+@dataclass(frozen=True)
+class HeldOutVariances:
+    """How the difference between two runs varies over held-out problems."""
+
+    problems: int
+    samples: int
+    """Per problem."""
+    between: float
+    """Variance of the difference in true accuracy; with one sample per problem it includes the sampling noise."""
+    within: float
+    """Variance of one sample, summed over both arms; 0 with one sample per problem, which cannot tell."""
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """What earlier runs show about the spread of differences between two arms."""
+
+    metric: Metric
+    sd: float
+    """Standard deviation of the differences."""
+    freedom: int
+    """Degrees of freedom of `sd`."""
+    source: str
+    """What it was estimated from, in words."""
+    comparisons: int
+    """Conditions beside the baseline."""
+    held_out: HeldOutVariances | None
+    sd_by_contrast: Mapping[str, float] = field(default_factory=dict)
+    """Condition -> the sd of its differences from the baseline."""
+    spread: Spread | None = None
+    """Where the variance comes from and what it costs to lower it; None where the runs do not show it."""
+
+    @property
+    def sd_interval(self) -> tuple[float, float]:
+        """95%; after a pilot of few seeds its ends differ by a factor of two or more."""
+        return sd_interval(self.sd, self.freedom)
+
+    @property
+    def assured_sd(self) -> float:
+        """The upper limit that four of five pilots put above the true sd: seeds planned with it have the stated power as often."""
+        return sd_interval(self.sd, self.freedom, 2 * ASSURANCE - 1)[1]
+
+
+@dataclass(frozen=True)
+class SeedPlan:
+    """A planned campaign: the difference to find, the sd of the differences, and the test."""
+
+    effect: float | None
+    sd: float
+    alpha: float
+    power: float
+    comparisons: int
+    correction: Correction = "maxt"
+
+    def seeds(self, sd: float) -> int | None:
+        """Seeds that find the effect at this sd; None if more than MOST_SEEDS. Requires an effect."""
+        assert self.effect is not None
+        if out_of_reach(self.effect, sd, self.alpha, self.power, self.comparisons):
+            return None
+        return seeds_needed(self.effect, sd, self.alpha, self.power, self.comparisons, self.correction)
+
+    def detectable(self) -> dict[int, float | None]:
+        """Seeds -> the smallest difference they find; None if so few can conclude nothing."""
+        rule = self.alpha, self.power, self.comparisons, self.correction
+        return {seeds: minimal_detectable_effect(seeds, self.sd, *rule) for seeds in SEED_COUNTS}
+
+    def cheapest(self, spread: Spread) -> Design | None:
+        """The seeds, problems and samples that find the effect in the least time. Requires an effect."""
+        assert self.effect is not None
+        return cheapest(spread, self.effect, self.comparisons, self.alpha, self.power, self.correction)
+
+    def problems(self, held_out: HeldOutVariances) -> int:
+        """Held-out problems that tell two given models apart which differ by the effect. Requires an effect."""
+        assert self.effect is not None
+        return problems_needed(self.effect, held_out.between, held_out.within, held_out.samples, self.alpha, self.power)
+
+
+def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
+    """The spread between the runs in or below `folder`: of paired differences if there are two conditions, else between the seeds of one.
+
+    Raises ConfigurationError if no condition has two finished runs.
+    """
+    grouped = group_by_condition(find_runs(folder))
+    metric = choose_metric(metric_name, grouped.runs)
+    arms = [arm_of(label, runs, metric, grouped.left_out) for label, runs in grouped.conditions.items()]
+    base, *others = arms
+    paired = [arm for arm in others if len(paired_differences(arm.values, base.values)) > 1]
+    if paired:
+        return _paired_pilot(metric, base, paired)
+    largest = max(arms, key=lambda arm: len(arm.values))
+    if len(largest.values) < 2:
+        because = f" Left out: {' '.join(grouped.left_out)}" if grouped.left_out else ""
+        raise ConfigurationError(
+            f"{folder} has no two finished runs of one condition with {metric.name}, so it shows no spread; "
+            f"run at least two seeds, or give --sd.{because}"
+        )
+    # Var(a - b) = 2 Var(a) for independent arms; pairing usually makes it less.
+    sd = float(np.sqrt(2)) * sample_sd(list(largest.values.values()))
+    source = f"{len(largest.values)} runs of {largest.label} alone, as if two arms were independent: pairing usually needs fewer"
+    return Pilot(metric, sd, len(largest.values) - 1, source, 1, None)
+
+
+def _paired_pilot(metric: Metric, base: Arm, others: Sequence[Arm]) -> Pilot:
+    """The differences of all contrasts pooled. They share the baseline's runs, so the degrees of freedom are those of the longest."""
+    differences = [paired_differences(arm.values, base.values) for arm in others]
+    freedom = [len(by_seed) - 1 for by_seed in differences]
+    squares = [sample_sd(list(by_seed.values())) ** 2 * count for by_seed, count in zip(differences, freedom, strict=True)]
+    source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(arm.label for arm in others)}"
+    pairs = [(arm.runs[seed], base.runs[seed]) for arm, by_seed in zip(others, differences, strict=True) for seed in by_seed]
+    held_out = held_out_variances(pairs) if metric.k == 1 else None
+    sds = {arm.label: sample_sd(list(by_seed.values())) for arm, by_seed in zip(others, differences, strict=True)}
+    spread = Spread.of([pair_up(arm, base, metric, None) for arm in others]) if metric.k == 1 else None
+    return Pilot(metric, float(np.sqrt(sum(squares) / sum(freedom))), max(freedom), source, len(others), held_out, sds, spread)
+
+
+def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutVariances | None:
+    """Averaged over pairs of runs; None if no pair shares two problems that were judged equally often."""
+    parts = [part for pair in pairs if (part := _variances_of_pair(*pair))]
+    if not parts:
+        return None
+    return HeldOutVariances(
+        problems=min(part.problems for part in parts),
+        samples=min(part.samples for part in parts),
+        between=float(np.mean([part.between for part in parts])),
+        within=float(np.mean([part.within for part in parts])),
+    )
+
+
+def _variances_of_pair(one: StoredRun, other: StoredRun) -> HeldOutVariances | None:
+    if one.final_evaluation is None or other.final_evaluation is None:
+        return None
+    ours, theirs = ({item.example_id: item for item in run.problems} for run in (one.final_evaluation, other.final_evaluation))
+    samples = max((item.samples for item in ours.values()), default=0)
+    shared = [name for name, item in ours.items() if name in theirs and item.samples == theirs[name].samples == samples]
+    if len(shared) < 2 or not samples:
+        return None
+    rates = np.array([[arm[name].correct / samples for name in shared] for arm in (ours, theirs)])
+    within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1) if samples > 1 else 0.0
+    total = float(np.var(rates[0] - rates[1], ddof=1))
+    return HeldOutVariances(len(shared), samples, max(0.0, total - within / samples), within)
