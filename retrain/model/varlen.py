@@ -123,5 +123,8 @@ def has_flash(device_type: str, dtype: torch.dtype) -> bool:
 
 def fits_flash(query: Tensor) -> bool:
     """Whether `flash` takes queries of this head size and dtype."""
-    size = query.shape[-1]
-    return query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= _LARGEST_HEAD
+    return query.dtype in (torch.bfloat16, torch.float16) and fits_head(query.shape[-1])
+
+
+def fits_head(size: int) -> bool:
+    return size % 8 == 0 and size <= _LARGEST_HEAD
