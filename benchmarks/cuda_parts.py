@@ -106,9 +106,9 @@ def decode(bench: Bench) -> list[str]:
             f"{sizes.decode_tokens} tokens after prompts of {sizes.prompt_tokens}, groups of {GROUP}, with the adapter, "
             f"{bench.settings['dtype']}; the better of two beside the first. Ragged: prompts of half to all of these tokens and "
             "completions of an eighth to all, other lengths in each turn, and rows that are done give way. A decoding step reads "
-            f"{machine['weights'] / 1e9:.2f} GB of weights, and "
-            f"{machine['kv']:,} bytes of keys and values per cached token; the memory bound assumes the {machine['bandwidth'] / 1e9:,.0f} "
-            f"GB/s of a large copy here.{'' if fused else ' The fused forward pass was not used: it did not reproduce the model.'}"
+            f"{machine['weights'] / 1e9:.2f} GB of weights, and {machine['kv']:,} bytes of keys and values per cached token; the memory "
+            f"bound assumes the {machine['bandwidth'] / 1e9:,.0f} GB/s of a large copy here."
+            f"{'' if fused else ' The fused forward pass was not used: it did not reproduce the model.'}"
         ),
         table(head, lines),
     ]

@@ -40,7 +40,7 @@ from retrain.model.budget import DecodeLimits
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head, score_tokens
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.varlen import Spans, flash_paged, has_flash, plain, plain_paged
+from retrain.model.varlen import PagedRows, Spans, flash_paged, has_flash, plain, plain_paged
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -148,10 +148,11 @@ def attention(machine: Machine) -> Found:
         lengths = torch.tensor([700, 1, 256, 1000], device=machine.device, dtype=torch.int32)
         one = make(4, heads, size)
         paged = flash_paged if machine.cuda else plain_paged
-        together = paged(one, keys, values, table, lengths, 0.1, window)
-        expected = plain_paged(one.float(), keys.float(), values.float(), table, lengths, 0.1, window)
+        rows = PagedRows.of(table, lengths, 256)
+        together = paged(one, keys, values, rows, 0.1, window)
+        expected = plain_paged(one.float(), keys.float(), values.float(), rows, 0.1, window)
         found[f"paged, window {window}"] = float((together.float() - expected).abs().max())
-        alone = paged(one[3:], keys, values, table[3:], lengths[3:], 0.1, window)
+        alone = paged(one[3:], keys, values, PagedRows.of(table[3:], lengths[3:], 256), 0.1, window)
         found[f"paged, window {window}, a row alone has the same bits"] = bool(torch.equal(alone[0], together[3]))
     return found
 
@@ -194,7 +195,7 @@ def replay(machine: Machine) -> Found:
 
 
 def decode(machine: Machine) -> Found:
-    """Whole calls, ragged prompts, of the engine with pages and of the other: seconds of the first and the second turn, tokens that differ."""
+    """Whole calls, ragged prompts, of the engine with pages and of the other: seconds of two turns, tokens until they differ."""
     rows, tokens = (32, 200) if machine.big else (6, 20)
     found: Found = {}
     drawn: dict[str, list[Any]] = {}
@@ -234,7 +235,11 @@ def learn(machine: Machine) -> Found:
     long = [Segment(0, 256), Segment(256, 16_128, 0, 256)] if machine.big else [Segment(0, 16), Segment(16, 100, 0, 16)]
     own = VarlenAttention() if machine.cuda else VarlenAttention(plain, lambda _: True)
     found, gradients = {}, {}
-    for name, segments, checkpointed in (("16k row", long, True), ("16k row, kept", long, False), ("ragged groups", ragged(machine), False)):
+    for name, segments, checkpointed in (
+        ("16k row", long, True),
+        ("16k row, kept", long, False),
+        ("ragged groups", ragged(machine), False),
+    ):
         for kind, kernel in (("flash", own), ("masked", FusedAttention())):
             if machine.cuda:
                 torch.cuda.empty_cache()

@@ -16,8 +16,9 @@ from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import BUCKETS, Variant, bucket_of
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
 from retrain.inference_engine.scheduler import Job
-from retrain.model import sums
+from retrain.model import functions, sums
 from retrain.model.budget import DecodeLimits
+from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
 
 PLAIN = Variant(greedy=False, truncated=False, adapters="own")
 VARIANTS = {
@@ -146,3 +147,29 @@ def test_operators_of_a_step_are_counted() -> None:
 def test_buckets_hold_every_number_of_rows() -> None:
     assert [bucket_of(rows) for rows in (1, 3, 9, 33, 65, 512)] == [1, 4, 16, 48, 96, 512]
     assert list(BUCKETS) == sorted(set(BUCKETS))
+
+
+def test_the_norm_of_a_sampler_in_one_kernel_is_the_learners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same two roundings: of x times its scale, and of that times the weight."""
+    norm = functions.Norm(tiny().model.layers[0].input_layernorm.bfloat16())
+    norm.weight = torch.randn(32).bfloat16()
+    x = torch.randn(50, 32).bfloat16() * 3
+    with torch.no_grad():
+        expected = functions.normed(x, norm)
+        monkeypatch.setattr(functions, "_FUSED_NORM", {"cpu"})
+        found = functions.normed(x, norm)
+    assert (found != expected).float().mean() < 0.02, "the scale itself may differ in its last bit"
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
+def test_pages_of_a_window_are_those_of_the_kernels_definition() -> None:
+    """The oracle of decoding over pages is the oracle of packed rows, row by row."""
+    keys, values = torch.randn(9, 4, 2, 8), torch.randn(9, 4, 2, 8)
+    table, lengths = torch.tensor([[3, 7, 1], [2, 5, 0]], dtype=torch.int32), torch.tensor([10, 5], dtype=torch.int32)
+    query = torch.randn(2, 6, 8)
+    for window in (None, 3):
+        found = plain_paged(query, keys, values, PagedRows.of(table, lengths, 4), 0.3, window)
+        for row, length in enumerate(lengths.tolist()):
+            k, v = (stored[table[row].long()].flatten(0, 1)[:length] for stored in (keys, values))
+            alone = plain(query[row : row + 1], k, v, Spans.of([1], [length], torch.device("cpu")), 0.3, window)
+            torch.testing.assert_close(found[row], alone[0])

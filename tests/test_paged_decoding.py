@@ -150,3 +150,35 @@ def test_logits_that_are_not_finite_stop_the_run_and_name_the_completion() -> No
 def test_families_without_a_fused_forward_decode_as_before() -> None:
     model, asked = tiny("gemma2"), requests()
     assert_same(run(paged(model), asked), run(TorchEngine(model, EOS, "cpu"), asked), atol=0)
+
+
+def test_two_calls_at_once_do_not_meet() -> None:
+    model, asked = tiny(), requests(count=3, max_tokens=20)
+    expected = run(paged(model), asked)
+    engine = paged(model)
+    one, other = engine.sample(asked), engine.sample(asked)
+    found: list[dict[tuple[int, int], Any]] = [{}, {}]
+    for pair in zip(one, other, strict=True):
+        for into, completion in zip(found, pair, strict=True):
+            into[completion.request, completion.sample] = completion
+    for each in found:
+        assert_same(each, expected)
+
+
+def test_pages_are_given_back_before_a_learning_pass_that_does_not_fit_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from learner_models import config_for, make_rows
+
+    from retrain.backends.local import backend as local
+
+    backend = local.LocalBackend(config_for(), eos_ids=[3])
+    backend.engine = TorchEngine(backend._adapter.peft_model, [3], "cpu", options=PAGES, fused=backend._fused)
+    asked = [SampleRequest(np.arange(4, 15, dtype=np.int32), 4, 12, 0.7, NoiseKey(1, 0, 0, 0))]
+    before = run(backend.engine, asked)
+    held = backend.engine.held_bytes
+    assert held == 2 * 4 * 2 * 2 * 8 * 8 * (backend.engine._paged.pool.pages + 1)  # type: ignore[union-attr]
+    for leaves, kept in ((held, held), (held - 1, 0)):
+        monkeypatch.setattr(local, "learning_leaves", lambda *given, leaves=leaves: leaves)
+        backend._learning_leaves = None
+        backend.train(make_rows(), 0)  # lr = 0
+        assert backend.engine.held_bytes == kept
+    assert_same(run(backend.engine, asked), before, atol=0)

@@ -111,6 +111,8 @@ class PagedEngine:
         self.buffers = StepBuffers(bucket_of(self.rows), self.pool.needed(context), decoder.device)
         self.step = FixedStep(decoder.fused, self.pool, self.buffers, decoder.kernel, eos_ids, context)
         self.prompts: OrderedDict[PromptKey, _Prompt] = OrderedDict()
+        self.busy = False
+        """A run has its rows in the buffers."""
 
     def serves(self, limits: DecodeLimits, context: int) -> bool:
         """Whether it has the rows and tokens of `limits`, for rows of up to `context` tokens."""
@@ -146,6 +148,7 @@ class PagedRun:
         self._queue = deque(_Row(number, job) for number, job in enumerate(jobs))
         self._slots: list[_Row | None] = [None] * min(engine.rows, len(jobs))
         self._unread: deque[tuple[Drawn, list[_Row | None]]] = deque()
+        engine.busy = True
         self._finished: list[Completion] = []
         self._ends = frozenset(engine.eos_ids.tolist())
         self.slots = frozenset(job.request.adapter_slot for job in jobs)
@@ -180,6 +183,7 @@ class PagedRun:
         """Give the pages back; also of rows that were abandoned."""
         self._stop(self._active)
         self._unread.clear()
+        self._engine.busy = False
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from retrain.inference_engine.sampling import upload
 from retrain.model.attention import Kernel
 from retrain.model.budget import PAGE_TOKENS
+from retrain.model.varlen import PagedRows
 
 
 class PagePool:
@@ -85,7 +86,7 @@ class PagedTokens:
     def __init__(self, pool: PagePool, kernel: Kernel, places: Tensor, table: Tensor, lengths: Tensor) -> None:
         """`places` [R] of the new tokens; `table` [R, pages] int32 of each row; `lengths` [R] int32 with the new tokens."""
         self._pool, self._attend = pool, kernel.paged
-        self._places, self._table, self._lengths = places, table, lengths
+        self._places, self._rows = places, PagedRows.of(table, lengths, pool.tokens)
         self._layer = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -96,4 +97,4 @@ class PagedTokens:
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         """[R, Hq, 1, D] from queries of the same shape."""
         keys, values = self._pool.keys[self._layer], self._pool.values[self._layer]
-        return self._attend(query[:, :, 0], keys, values, self._table, self._lengths, scaling, window).unsqueeze(2)
+        return self._attend(query[:, :, 0], keys, values, self._rows, scaling, window).unsqueeze(2)

@@ -25,6 +25,7 @@ from retrain.model.devices import EngineOptions
 from retrain.model.fused import FusedDecoder
 from retrain.model.pool import Pool
 from retrain.model.projection import AdapterLayer
+from retrain.model.varlen import fits_head
 from retrain.types import Completion
 
 _MOST_PIECES = {"cpu": 16}
@@ -107,15 +108,18 @@ class TorchEngine(InferenceEngine):
 
     @property
     def _is_paged(self) -> bool:
-        return self._options.paged and self._decoder.fused is not None and self._kv_storage is None
+        fused = self._decoder.fused
+        return self._options.paged and self._kv_storage is None and fused is not None and all(fits_head(size) for _, size in fused.kv_heads)
 
     def _run(self, jobs: Sequence[Job]) -> "DecodeRun | PagedRun":
-        """Pages and captured steps are held from one call to the next, as long as rows fit their tables."""
+        """Pages and captured steps are held from one call to the next, as long as rows fit their tables. A call that begins before another
+        has ended has its own.
+        """
         if not self._is_paged:
             return DecodeRun(self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
         longest, page, keeps = max(job.tokens for job in jobs) + 1, self._options.page_tokens, self._options.prefix_caching
         wanted = DecodeLimits(min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page)))
-        if self._paged is None or not self._paged.serves(wanted, longest):
+        if self._paged is None or self._paged.busy or not self._paged.serves(wanted, longest):
             self._paged = None  # first, so that both are never held
             self._paged = PagedEngine(self._decoder, wanted, self._eos_ids, longest, page, keeps_prompts=keeps)
         return PagedRun(self._decoder, jobs, self._paged)
@@ -130,6 +134,7 @@ class TorchEngine(InferenceEngine):
         self._pool.close()  # workers have the adapters from when they were forked
         self._decoder.load_adapter(slot, layers)
         self.release()
+        self.free_pages()  # captured steps read the adapters where they were
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
         """Nothing to do for shared weights; a copy follows. What was computed from the old weights is dropped at the next call."""

@@ -8,6 +8,7 @@ Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,35 +65,47 @@ def plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: floa
     return torch.cat(outputs)
 
 
-PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
-"""(query [R, Hq, D], keys and values in pages [P, T, Hk, D], table [R, M] int32, lengths [R] int32, scaling, window) to [R, Hq, D].
+class PagedRows(NamedTuple):
+    """Rows of which each has one query, the last of its tokens, which lie in its pages in order."""
 
-One query per row, the last of `lengths` tokens, which lie in the row's pages in order."""
+    table: Tensor
+    """[R, M] int32 pages."""
+    lengths: Tensor
+    """[R] int32 tokens."""
+    spans: Spans
+    """Of one query per row, and of as many keys as `lengths` say; built once for all layers."""
+
+    @classmethod
+    def of(cls, table: Tensor, lengths: Tensor, page_tokens: int) -> "PagedRows":
+        queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+        keys = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return cls(table, lengths, Spans(queries, keys, 1, table.shape[1] * page_tokens))
 
 
-def flash_paged(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
+PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedRows, float, int | None], Tensor]
+"""(query [R, Hq, D], keys and values in pages [P, T, Hk, D], rows, scaling, window) to [R, Hq, D]."""
+
+
+def flash_paged(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
     """torch's flash kernel (CUDA, half precision). A row's result does not depend on the other rows: its keys are not split."""
     from torch.nn.attention.varlen import varlen_attn
 
-    rows, most = len(query), table.shape[1] * keys.shape[1]
-    queries = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
-    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    before = -1 if window is None else window - 1
+    spans, before = rows.spans, -1 if window is None else window - 1
     return varlen_attn(  # type: ignore[return-value]
-        query, keys, values, queries, ends, 1, most,
-        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=lengths, block_table=table, num_splits=1,
+        query, keys, values, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
+        scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=rows.lengths, block_table=rows.table, num_splits=1,
     )  # fmt: skip
 
 
-def plain_paged(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
+def plain_paged(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
     """The same in matrix products, over all pages that a row could hold."""
-    rows, heads, size = query.shape
-    grouped = query.view(rows, keys.shape[2], -1, size)
-    k, v = (pages[table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))  # [R, Hk, L, D]
-    position, seen = torch.arange(k.shape[2], device=query.device), lengths[:, None]
+    count, heads, size = query.shape
+    grouped = query.view(count, keys.shape[2], -1, size)
+    k, v = (pages[rows.table.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))  # [R, Hk, L, D]
+    position, seen = torch.arange(k.shape[2], device=query.device), rows.lengths[:, None]
     hidden = (position >= seen) if window is None else (position >= seen) | (position < seen - window)
     scores = (grouped @ k.transpose(2, 3) * scaling).masked_fill(hidden[:, None, None], float("-inf"))
-    return (torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v).view(rows, heads, -1)
+    return (torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v).view(count, heads, -1)
 
 
 def has_flash(device_type: str, dtype: torch.dtype) -> bool:
@@ -110,5 +123,8 @@ def has_flash(device_type: str, dtype: torch.dtype) -> bool:
 
 def fits_flash(query: Tensor) -> bool:
     """Whether `flash` takes queries of this head size and dtype."""
-    size = query.shape[-1]
-    return query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= _LARGEST_HEAD
+    return query.dtype in (torch.bfloat16, torch.float16) and fits_head(query.shape[-1])
+
+
+def fits_head(size: int) -> bool:
+    return size % 8 == 0 and size <= _LARGEST_HEAD

@@ -1,0 +1,70 @@
+"""On a GPU: captured steps draw what called ones draw, an update is the same bytes twice, and so is a run that was resumed."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_models import config_for
+from runs import small
+
+from retrain import train
+from retrain.backends.local.backend import LocalBackend
+from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.inference_engine.fixed_step import FixedStep
+from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.types import Completion, Row
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ON_GPU: dict[str, Any] = {"backend": {"devices": "gpu:0"}}
+
+
+def requests(count: int = 6) -> list[SampleRequest]:
+    prompts = [np.arange(4 + slot, 14 + 5 * slot, dtype=np.int32) % 50 + 4 for slot in range(3)]
+    return [SampleRequest(ids, count, 20 + 9 * slot, 0.8, NoiseKey(1, 0, 0, slot)) for slot, ids in enumerate(prompts)]
+
+
+def drawn(backend: LocalBackend) -> dict[tuple[int, int], Completion]:
+    return {(one.request, one.sample): one for one in backend.engine.sample(requests())}
+
+
+def row_of(one: Completion) -> Row:
+    prompt = requests()[one.request].prompt_ids
+    span = (len(prompt), len(prompt) + len(one.token_ids))
+    advantages = np.full(len(one.token_ids), 1.0 - 2 * (one.sample % 2), np.float32)
+    return Row(np.concatenate([prompt, one.token_ids]), (span,), one.logprobs, advantages, one.request)
+
+
+def test_captured_steps_draw_what_called_ones_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = LocalBackend(config_for(**ON_GPU), eos_ids=[3])
+    assert isinstance(captured.engine, TorchEngine) and captured.engine._is_paged
+    expected = drawn(captured)
+    assert captured.engine._paged is not None and captured.engine._paged.step._graphs
+    monkeypatch.setattr(FixedStep, "launch", lambda steps, rows, variant: torch.no_grad()(steps.step)(rows, variant))
+    for key, one in drawn(LocalBackend(config_for(**ON_GPU), eos_ids=[3])).items():
+        np.testing.assert_array_equal(one.token_ids, expected[key].token_ids)
+        np.testing.assert_array_equal(one.logprobs, expected[key].logprobs)
+
+
+def test_sampler_and_learner_are_one_policy_and_an_update_is_the_same_bytes_twice() -> None:
+    digests = []
+    for _ in range(2):
+        backend = LocalBackend(config_for(training={"lr": 0.01}, **ON_GPU), eos_ids=[3])
+        rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
+        difference = np.concatenate([own - row.logprobs for own, row in zip(backend.logprobs(rows), rows, strict=True)])
+        assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
+        assert backend.train(rows, 0).updates == 1
+        weights = (parameter.detach().cpu().numpy().tobytes() for parameter in backend._adapter.parameters.values())
+        digests.append(hashlib.sha256(b"".join(weights)).hexdigest())
+    assert digests[0] == digests[1]
+
+
+def test_a_resumed_run_has_the_bytes_of_one_that_went_on(tmp_path: Path) -> None:
+    """Twelve steps, and five and seven."""
+    train(small(tmp_path / "whole", training={"max_steps": 12, "save_every": 5}, **ON_GPU))
+    train(small(tmp_path / "parted", training={"max_steps": 5, "save_every": 5}, **ON_GPU))
+    train(small(tmp_path / "parted", training={"max_steps": 12, "save_every": 5}, resume={"from": str(tmp_path / "parted")}, **ON_GPU))
+    one, other = (next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes() for name in ("whole", "parted"))
+    assert one == other
