@@ -392,7 +392,6 @@ def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, 
     [
         {"backend": {"backend": "tinker"}},
         {"backend": {"backend": "prime_rl"}},
-        {"environment": {"provider": "verifiers", "id": "a/b"}},
         {"reward": {"type": "judge", "judge_model": "m"}},
         {"planning": {"detector": "semantic"}},
         {"backpressure": {"enabled": True}},
