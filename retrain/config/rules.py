@@ -44,7 +44,9 @@ Rule = Callable[["TrainConfig"], Iterator[Violation]]
 _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
 """About a campaign as a whole; the others are about its runs."""
-EVALUATION_SECTIONS = frozenset({"squeeze", "model", "data", "reward", "evaluation", "training", "inference", "backend", "plugins"})
+EVALUATION_SECTIONS = frozenset(
+    {"squeeze", "model", "data", "environment", "reward", "evaluation", "training", "inference", "backend", "plugins"}
+)
 """The sections that a squeeze job with evaluate reads."""
 
 

@@ -12,6 +12,8 @@ _INSTRUCTION = "Give the final answer inside <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TRAIN, _EVALUATION = 512, 64
 """Problems of a split unless `size` and `evaluation_size` say otherwise."""
+_EVALUATION_SEEDS = 1_000_000
+"""Problem i of a data set is made from its seed plus i, so seeds that lie near each other would share problems."""
 
 
 class ReasoningGym(Environment):
@@ -38,8 +40,8 @@ class ReasoningGym(Environment):
             raise ConfigurationError(f'[environment] id = "{task}" is no task of reasoning_gym; {hint}')
         try:
             self._sets = {
-                "train": reasoning_gym.create_dataset(task, size=size, seed=2 * seed, **given),
-                "evaluation": reasoning_gym.create_dataset(task, size=evaluation_size, seed=2 * seed + 1, **given),
+                "train": reasoning_gym.create_dataset(task, size=size, seed=seed, **given),
+                "evaluation": reasoning_gym.create_dataset(task, size=evaluation_size, seed=seed + _EVALUATION_SEEDS, **given),
             }
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigurationError(f'[environment] id = "{task}" of reasoning_gym refuses args {args}: {error}.') from error

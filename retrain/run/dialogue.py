@@ -34,6 +34,10 @@ class Dialogue:
         return self.slot, self.sample
 
     @property
+    def replies(self) -> int:
+        return len(self._turns)
+
+    @property
     def reply(self) -> str:
         """The newest reply's text."""
         return self._messages[-1]["content"]

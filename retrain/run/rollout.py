@@ -173,7 +173,8 @@ class Sampler:
             dialogue = asked[completion.request, completion.sample]
             dialogue.add(completion, self.text(completion.token_ids))
             yield dialogue
-            watcher.completion(completion)
+            if dialogue.replies == 1:  # progress is counted in trajectories
+                watcher.completion(completion)
 
     def _request(self, dialogue: Dialogue, step: int, plan: SamplingPlan) -> SampleRequest:
         return SampleRequest(

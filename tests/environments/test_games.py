@@ -40,7 +40,8 @@ def test_every_task_of_reasoning_gym_makes_problems_and_scores_them() -> None:
 
 
 def test_training_and_evaluation_problems_differ_and_repeat() -> None:
-    first, again = ReasoningGym("chain_sum", {"size": 20}), ReasoningGym("chain_sum", {"size": 20})
+    args = {"size": 20, "min_terms": 4, "min_digits": 3}
+    first, again = ReasoningGym("chain_sum", args), ReasoningGym("chain_sum", args)
     assert first.examples("train") == again.examples("train")
     prompts = {str(item.prompt) for item in first.examples("train")}
     assert not prompts & {str(item.prompt) for item in first.examples("evaluation")}
