@@ -24,7 +24,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, Se
 from retrain.inference_engine import max as max_engine
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.mlx import to_mlx
-from retrain.types import Prompt, Row
+from retrain.types import Completion, Row
 
 DOUBLES: dict[str, type] = {"HastySGLang": SGLangDouble, "HastyMLX": MLXDouble, "HastyMAX": MAXDouble}
 
@@ -249,12 +249,18 @@ def eventually(test: Callable[[], bool], seconds: float = 10.0) -> bool:
 # -- raw log-probs -----------------------------------------------------------------------------------------------------
 
 
+def row_of(prompt: Any, one: Completion, advantage: float) -> Row:
+    ids = np.concatenate([prompt, one.token_ids]).astype(np.int32)
+    advantages = np.full(len(one.token_ids), advantage, np.float32)
+    return Row(ids, ((len(prompt), len(ids)),), one.logprobs, advantages, 0, one.sample)
+
+
 def test_with_raw_log_probs_a_step_is_the_same_as_with_those_of_the_policy(tmp_path: Path) -> None:
     config = small(tmp_path, training={"temperature": 0.7, "updates_per_batch": 2}, loss={"mode": "ppo"})
     one, other = LocalBackend(config), LocalBackend(config)
-    prompt = Prompt(None, "", np.arange(40, 60, dtype=np.int32))  # type: ignore[arg-type]
-    drawn = list(one.engine.sample([request(prompt.token_ids, count=4, max_tokens=12)]))
-    rows = [Row.from_completion(prompt, each, np.full(len(each.token_ids), 0.5 - each.sample % 2, np.float32), 0) for each in drawn]
+    ids = np.arange(40, 60, dtype=np.int32)
+    drawn = list(one.engine.sample([request(ids, count=4, max_tokens=12)]))
+    rows = [row_of(ids, each, 0.5 - each.sample % 2) for each in drawn]
     raw = [replace(row, logprobs=own) for row, own in zip(rows, one.logprobs(rows, 1.0), strict=True)]
     assert max(np.abs(row.logprobs - own.logprobs).max() for row, own in zip(rows, raw, strict=True)) > 0.1
     result = one._learner.train(raw, 0, sampler_is_raw=True)

@@ -21,7 +21,7 @@ from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest
 from retrain.inference_engine.max import MAXEngine
 from retrain.model.text import LAB_MODEL
-from retrain.types import Prompt, Row
+from retrain.types import Completion, Row
 
 pytestmark = [pytest.mark.max, pytest.mark.timeout(3600)]
 
@@ -53,6 +53,11 @@ def learner(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     backend.close()
 
 
+def row_of(prompt: Any, one: Completion) -> Row:
+    ids = np.concatenate([prompt, one.token_ids]).astype(np.int32)
+    return Row(ids, ((len(prompt), len(ids)),), one.logprobs, 0 * one.logprobs, one.request)
+
+
 def test_the_base_model_in_a_child_samples_with_raw_log_probs_and_ends(learner: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{os.environ['RETRAIN_SERVERS']}/max/bin{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -61,10 +66,10 @@ def test_the_base_model_in_a_child_samples_with_raw_log_probs_and_ends(learner: 
     try:
         assert engine._child
         servers = psutil.Process(engine._child._guard.pid).children(recursive=True)
-        prompts = [Prompt(None, "", np.arange(40 + k, 60 + 2 * k, dtype=np.int32)) for k in range(3)]  # type: ignore[arg-type]
-        asked = [SampleRequest(one.token_ids, 4, 40, 0.7, NoiseKey(0, 0, 0, k), adapter_slot=BASE_MODEL) for k, one in enumerate(prompts)]
+        prompts = [np.arange(40 + k, 60 + 2 * k, dtype=np.int32) for k in range(3)]
+        asked = [SampleRequest(ids, 4, 40, 0.7, NoiseKey(0, 0, 0, k), adapter_slot=BASE_MODEL) for k, ids in enumerate(prompts)]
         drawn, again = list(engine.sample(asked)), list(engine.sample(asked))
-        rows = [Row.from_completion(prompts[one.request], one, 0 * one.logprobs, one.request) for one in drawn]
+        rows = [row_of(prompts[one.request], one) for one in drawn]
         for row, own in zip(rows, learner.logprobs(rows, 1.0), strict=True):
             assert np.abs(row.logprobs - own).max() < 1e-3
         tokens = {(one.request, one.sample): one.token_ids.tolist() for one in drawn}
