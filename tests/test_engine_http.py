@@ -154,14 +154,14 @@ def test_an_engine_that_died_behind_its_server_counts_as_gone(net: Net) -> None:
     assert "its engine has died" in net.said[0]
 
 
-def test_a_healthy_server_that_is_too_slow_twice_stops_the_run_and_names_the_key(net: Net) -> None:
+def test_a_healthy_server_that_is_too_slow_stops_the_run_and_names_the_key(net: Net) -> None:
     def never(request: httpx.Request) -> None:
         raise httpx.ReadTimeout("slow")
 
     net.answers[A] = never
-    with pytest.raises(ServerFailure, match=r"healthy and did not answer a request within \[inference\] timeout_s = 2, twice"):
+    with pytest.raises(ServerFailure, match=r"healthy and did not answer a request within \[inference\] timeout_s = 2:"):
         ask(net.pool(A))
-    assert len(net.posts()) == 2
+    assert len(net.posts()) == 1, "a second try would take as long"
 
 
 def test_a_server_that_hangs_is_left_out(net: Net) -> None:

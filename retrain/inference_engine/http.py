@@ -186,7 +186,7 @@ class ServerPool:
 
         Raises ServerFailure in one sentence once patience is at its end, and at once for an answer that no repetition changes.
         """
-        slow = tries = 0
+        tries = 0
         started = time.monotonic()
         try:
             async for attempt in self._attempts():
@@ -196,14 +196,13 @@ class ServerPool:
                     try:
                         return await request(server)
                     except TooSlow as error:
-                        slow += 1
-                        await self._look_after_silence(server, error, slow)
+                        await self._look_after_silence(server, error)
                     except Unavailable as error:
                         if error.gone:
                             self._leave_out(server, str(error))
                         raise
         except Unavailable as error:
-            raise self._gave_up(f"; {tries} tries in {time.monotonic() - started:.0f} s", error) from error
+            raise self._gave_up(f"; {tries} {'try' if tries == 1 else 'tries'} in {time.monotonic() - started:.0f} s", error) from error
         except Refused as error:
             raise self.refusal(error) from error
         raise AssertionError("stamina returns or raises")
@@ -308,19 +307,17 @@ class ServerPool:
             left = f"{len(self.alive)} of {len(self.servers)} servers left" if len(self.servers) > 1 else "it is tried again"
             self._say(f"{self._what} {problem}; {left}.")
 
-    async def _look_after_silence(self, server: Server, error: TooSlow, slow: int) -> None:
-        """A silent server is left out; a healthy one gets a second try and no third. Always raises."""
+    async def _look_after_silence(self, server: Server, error: TooSlow) -> None:
+        """A silent server is left out; a healthy one would be as slow again, so the run stops. Always raises."""
         try:
             await self._check_health(server)
         except Unavailable as silent:
             self._leave_out(server, str(silent))
             raise
-        if slow > 1:
-            raise ServerFailure(
-                f"{self._what} {server.url} is healthy and did not answer a request within [inference] timeout_s = {self._timeout_s:g}, "
-                "twice: raise timeout_s, or lower [training] max_tokens, batch_size or group_size."
-            ) from error
-        raise Unavailable(str(error), gone=False) from error
+        raise ServerFailure(
+            f"{self._what} {server.url} is healthy and did not answer a request within [inference] timeout_s = {self._timeout_s:g}: "
+            "raise timeout_s, or lower [training] max_tokens, batch_size or group_size."
+        ) from error
 
     def _gave_up(self, tried: str = "", error: Unavailable | None = None) -> ServerFailure:
         found = "; ".join(dict.fromkeys(server.problem for server in self.servers if not server.alive)) or str(error)

@@ -147,8 +147,8 @@ class ServedEngine(InferenceEngine):
 
     @classmethod
     def preflight(cls, config: "TrainConfig") -> None:
-        dialect = cls.dialect_class(config, ())
-        pool = _pool(dialect, config, cls.patience, None, lambda _: None)  # the engine itself says it
+        dialect, unsaid = cls.dialect_class(config, ()), list[str]()  # the engine itself says it
+        pool = _pool(dialect, config, cls.patience, None, unsaid.append)
         try:
             pool.run(pool.connect(dialect.look))
         finally:

@@ -102,7 +102,7 @@ class VLLMDialect(Dialect):
         if temperature == 1 or _distance(await self._top(server, temperature), await self._top(server, 1.0)) > _SAME:
             return ""
         return (
-            f"{self.title} {server.url} returns log-probs before the temperature, and [training] temperature is {temperature:g}: start it "
+            f"the server {server.url} returns log-probs before the temperature, and [training] temperature is {temperature:g}: start it "
             "with --logprobs-mode processed_logprobs"
         )
 
