@@ -25,7 +25,7 @@ from retrain.config.load import replaced
 from retrain.config.schema import PrimeRLOptions
 from retrain.errors import ConfigurationError, Interrupted, ServerFailure
 from retrain.inference_engine.http import ServerPool
-from retrain.types import Completion, Example, FinishReason, Prompt, Row
+from retrain.types import Completion, Example, FinishReason, Prompt, Row, Trajectory
 from tests.prime_counterpart import (
     V090,
     Broadcaster,
@@ -409,7 +409,8 @@ def test_kept_sets_of_an_answer_reach_the_wire() -> None:
     completion = Completion(0, 0, np.array([5, 7, 3], np.int32), np.zeros(3, np.float32), None, FinishReason.LENGTH)
     completion = replace(completion, kept_ids=tuple(np.array(ids, np.int32) for ids in sets))
     prompt = Prompt(Example("", ""), "", np.array([1, 2], np.int32))
-    (batch,) = decode(encode([[Sample.of(Row.from_completion(prompt, completion, np.ones(3, np.float32), 0))]], 1.0))
+    (sent,) = Row.of(prompt, Trajectory.of(completion), np.ones(3, np.float32), 0)
+    (batch,) = decode(encode([[Sample.of(sent)]], 1.0))
     ids, counts = (np.frombuffer(part, "<i4").tolist() for part in batch.sampling_mask)
     assert counts == [0, 0, 2, 1, 3] and ids == [5, 2, 7, 1, 2, 3]
 
