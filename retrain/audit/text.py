@@ -18,7 +18,8 @@ def to_text(audit: Audit) -> str:
 
 
 def _lines(audit: Audit) -> Iterator[str]:
-    yield f"Audit of {one_line(audit.reward, _REWARD_WIDTH)} on {counted(audit.examples, 'example')} of {audit.source}: {counted(len(audit.judged), 'completion')}"
+    reward, examples = one_line(audit.reward, _REWARD_WIDTH), counted(audit.examples, "example")
+    yield f"Audit of {reward} on {examples} of {audit.source}: {counted(len(audit.judged), 'completion')}"
     yield f"in {audit.seconds:.1f} s ({len(audit.judged) / audit.seconds:,.0f} per second)."
     yield from judge_lines(audit)
     yield ""
