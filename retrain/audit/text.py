@@ -10,6 +10,7 @@ HEAD = ("", "cases", "errors", "rate", "95% interval", "not judged", "median", "
 _FORMS_SHOWN = 12
 _EXAMPLES_SHOWN = 6
 _ANSWER_WIDTH = 60
+_REWARD_WIDTH = 160
 
 
 def to_text(audit: Audit) -> str:
@@ -17,7 +18,8 @@ def to_text(audit: Audit) -> str:
 
 
 def _lines(audit: Audit) -> Iterator[str]:
-    yield f"Audit of {audit.reward} on {counted(audit.examples, 'example')} of {audit.source}: {counted(len(audit.judged), 'completion')}"
+    reward, examples = one_line(audit.reward, _REWARD_WIDTH), counted(audit.examples, "example")
+    yield f"Audit of {reward} on {examples} of {audit.source}: {counted(len(audit.judged), 'completion')}"
     yield f"in {audit.seconds:.1f} s ({len(audit.judged) / audit.seconds:,.0f} per second)."
     yield from judge_lines(audit)
     yield ""
