@@ -1,4 +1,4 @@
-"""False-positive rate, power and interval coverage of `retrain compare`: `python benchmarks/calibration.py` (about six minutes).
+"""False-positive rate, power and interval coverage of `retrain compare`: `python benchmarks/calibration.py` (about eight minutes).
 
 The campaigns are simulated. Each seed has its own prompts of different difficulty, and each run a normal shift in logits that all its
 completions share. The arms of a seed see the same prompts unless a row says otherwise. tests/test_compare_calibration.py checks the same
@@ -196,7 +196,7 @@ def paragraphs(campaigns: int) -> Iterator[str]:
         f"{campaigns // 2} campaigns per row, 200 problems with 1 sample unless the row says otherwise. Before: the rules of 68cde85. "
         "Where only candidates collapse, the means are equal and the differences are not symmetric, which neither sign flips nor t "
         "intervals are made for: the output names the seed. Where an arm's lowest runs failed, the verdict is about the runs that "
-        "finished, and says so."
+        'finished, and says so; with --failed worst the verdicts say "worse", which an arm that loses runs is.'
     )
     yield table(["scenario", "seeds", "comparisons", "before", "after"], false_verdicts_by_scenario(campaigns // 2))
     yield "## Looking after every seed"

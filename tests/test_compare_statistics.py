@@ -278,7 +278,7 @@ def test_seeds_needed_is_the_textbook_and_a_few(sd: float, textbook: int) -> Non
 
 
 @given(st.floats(0.3, 3.0), st.sampled_from([1, 4]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 def test_seeds_needed_is_the_first_number_with_that_power(effect: float, comparisons: int) -> None:
     seeds = power.seeds_needed(effect, 1.0, comparisons=comparisons)
     assert power.power_of(seeds, effect, comparisons=comparisons) >= 0.8
