@@ -1,6 +1,7 @@
 """Decoding from fixed buffers over pages draws what the other engine draws, token for token, however short memory is."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,16 @@ def test_truncated_rows_beside_whole_and_greedy_ones_draw_the_same() -> None:
         assert (one.kept is None) == (found[key].kept is None)
         if one.kept is not None:
             np.testing.assert_array_equal(found[key].kept, one.kept)
+
+
+def test_a_later_turn_draws_its_own_noise() -> None:
+    """Positions go on across turns: `first_position` is part of the noise, on both paths."""
+    model, first = tiny(), requests(count=2)
+    later = [replace(request, first_position=70) for request in first]  # past a block of 64 uniforms
+    found = run(paged(model, []), later)
+    assert_same(found, run(TorchEngine(model, EOS, "cpu"), later), atol=1e-4)
+    before = run(paged(model, []), first)
+    assert any(not np.array_equal(found[key].token_ids, before[key].token_ids) for key in found)
 
 
 def test_rows_under_several_adapters_draw_the_same(tmp_path: Any) -> None:

@@ -373,7 +373,7 @@ def _state(rows: Sequence[_Row], pages: int) -> dict[str, npt.NDArray[np.generic
 def _noise(rows: Sequence[_Row]) -> npt.NDArray[np.float64]:
     """[R, 64] uniforms of the block of draws that each row's next one belongs to."""
     keys = [(row.job.request.noise, row.job.sample) for row in rows]
-    first = np.array([row.launched // NOISE_BLOCK * NOISE_BLOCK for row in rows])
+    first = np.array([row.job.request.first_position + row.launched // NOISE_BLOCK * NOISE_BLOCK for row in rows])
     positions = first[:, None] + np.arange(NOISE_BLOCK)
     noise = np.empty((len(rows), NOISE_BLOCK))
     for seed, stream in sorted({(key.seed, key.stream) for key, _ in keys}):
