@@ -1,4 +1,4 @@
-"""False-positive rate, power and interval coverage of `retrain compare`: `python benchmarks/calibration.py` (about eight minutes).
+"""False-positive rate, power and interval coverage of `retrain compare`: `python benchmarks/calibration.py` (about six minutes).
 
 The campaigns are simulated. Each seed has its own prompts of different difficulty, and each run a normal shift in logits that all its
 completions share. The arms of a seed see the same prompts unless a row says otherwise. tests/test_compare_calibration.py checks the same
