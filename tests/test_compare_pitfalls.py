@@ -18,7 +18,7 @@ from retrain.errors import RunFailed
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.run.evaluation import Evaluator
 from retrain.run.rollout import Rollout, Watcher
-from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored
+from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored, Trajectory
 
 BASE, BETTER = "grpo+none", "maxrl+none"
 EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
@@ -106,7 +106,7 @@ class Silent:
         completion = Completion(0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
         lost, right = Score(Outcome.COULD_NOT_JUDGE, None, "the worker died"), Score.of(1.0, 0.5)
         prompt = Prompt(Example("", "", example_id="p"), "", np.zeros(1, np.int32))
-        self.group = Group(prompt, 0, [Scored(completion, "", lost if index < unjudged else right) for index in range(total)])
+        self.group = Group(prompt, 0, [Scored(Trajectory.of(completion), "", lost if index < unjudged else right) for index in range(total)])
 
     def draw(self, *_: object) -> Rollout:
         return Rollout([self.group], [self.group])

@@ -180,7 +180,7 @@ class StepRecord(_Record):
     bp_r2: float | None = better(None)
     bp_utilization: float | None = better(None)
     """Smoothed throughput over the best that the law predicts."""
-    bp_step_time_s: float | None = None
+    bp_step_time_s: float | None = better(None)
     """The step time that the decision is based on: this step's, or the one that it took before the run was resumed."""
 
     time_sample_s: float | None = better("lower")
