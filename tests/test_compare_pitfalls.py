@@ -106,7 +106,8 @@ class Silent:
         completion = Completion(0, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
         lost, right = Score(Outcome.COULD_NOT_JUDGE, None, "the worker died"), Score.of(1.0, 0.5)
         prompt = Prompt(Example("", "", example_id="p"), "", np.zeros(1, np.int32))
-        self.group = Group(prompt, 0, [Scored(Trajectory.of(completion), "", lost if index < unjudged else right) for index in range(total)])
+        only = Trajectory.of(completion)
+        self.group = Group(prompt, 0, [Scored(only, "", lost if index < unjudged else right) for index in range(total)])
 
     def draw(self, *_: object) -> Rollout:
         return Rollout([self.group], [self.group])
