@@ -454,6 +454,7 @@ def test_an_archive_becomes_a_peft_folder_and_nothing_else(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [(404, b"", "offers no archive of it"), (200, b"no tar", "holds no adapter"), (200, tar(a=b""), "holds no adapter")],
+    ids=["refused", "no archive", "an archive of something else"],  # an archive holds the time of its making
 )
 def test_a_service_without_an_archive_gives_a_sentence(tmp_path: Path, status: int, body: bytes, words: str) -> None:
     with archive_server(status, body) as (url, _), pytest.raises(EnvironmentFailure, match=words):
