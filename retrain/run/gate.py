@@ -111,6 +111,11 @@ class GateInputs:
     trained: bool
     """The engine already serves these weights, and is checked with them before it is given the trial adapter."""
 
+    @property
+    def consequence(self) -> str:
+        """The consequence of a failed check, in words."""
+        return "the run stops" if self.trained else "nothing was trained"
+
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     """Raises RunFailed in one sentence that names the failed check. The adapter's bytes are restored in any case."""
@@ -278,11 +283,11 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
             "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes"
         )
     elif inputs.backend.engine.capabilities.in_process:
-        advice = (
-            "the ratio would be wrong from the first step, so nothing was trained; set [inference] dtype to [model] dtype, or report it"
-        )
+        advice = f"the ratio would be wrong, so {inputs.consequence}; set [inference] dtype to [model] dtype, or report it"
     else:
-        advice = "so nothing was trained; check that the server has the same model and tokenizer, and its dtype: [inference] dtype says it"
+        advice = (
+            f"so {inputs.consequence}; check that the server has the same model and tokenizer, and its dtype: [inference] dtype says it"
+        )
     allowed = _tolerance(inputs)
     if largest <= allowed and (mean <= _BF16_MEAN or not inputs.half_precision):
         return
@@ -333,7 +338,7 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
     trial.set(strength)
     missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error]
     if missing:
-        raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained)))
+        raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained), inputs.consequence))
     return effect
 
 
@@ -359,8 +364,8 @@ def _fit(group: str, difference: Float32Array, effect: Float32Array) -> _Fit:
     return _Fit(group, share, float(np.sqrt((rest @ rest) / len(rest) / size)), share**2 * size / total)
 
 
-def _missing_sentence(fit: _Fit) -> str:
-    advice = "so nothing was trained; check how the engine loads the adapter, its scale, the names of its layers, and cached prefixes."
+def _missing_sentence(fit: _Fit, consequence: str) -> str:
+    advice = f"so {consequence}; check how the engine loads the adapter, its scale, the names of its layers, and cached prefixes."
     if fit.group == _WHOLE and fit.share > _IGNORED:
         return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
     where = "" if fit.group == _WHOLE else f" on {fit.group}"
