@@ -36,6 +36,7 @@ PROOFS: dict[str, Callable[[Path], bool]] = {
     "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
     "A data source": lambda folder: all("=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")),
     "An engine": lambda folder: lines(folder / "metrics.jsonl")[0]["log_ratio_mean"] < 1e-5,
+    "An environment": lambda folder: lines(folder / "metrics.jsonl")[0]["environment_metrics"]["replies"] >= 1,
     "A backend": lambda folder: lines(folder / "metrics.jsonl")[0]["loss"] is not None,
 }
 """What shows in the run's folder that the plugin acted."""

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import faulty_engines
+import numpy as np
 import pytest
 from faulty_engines import Served
 from runs import lines, small
 
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.run import gate
 from retrain.run.health import default_mismatch_limit
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 
@@ -162,3 +164,11 @@ def test_the_limit_is_ten_times_the_gates_figure_above_the_noise() -> None:
 def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> None:
     run = train(small(tmp_path / "run", lora={"dropout": 0.5}, training={"max_steps": 5, "lr": 3e-2}), quiet=True)
     assert max(record.log_ratio_mean or 0 for record in run.metrics()) > 1e-3
+
+
+def test_rounding_of_a_few_tokens_is_no_missing_group() -> None:
+    """One token's rounding, next to a group whose effect on it is as small, fits perfectly and means nothing."""
+    rounding = np.array([8e-7], np.float32)
+    fit = gate._fit("part 3 of 4 of the layers", -rounding, rounding * np.float32(1.2))
+    assert fit.share > gate._MISSING and fit.share > gate._SIGNIFICANT * fit.error
+    assert fit.missing < gate._ROUNDING

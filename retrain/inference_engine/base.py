@@ -57,11 +57,11 @@ class SampleRequest:
     noise: NoiseKey
     first_sample: int = 0
     """Samples are numbered first_sample .. first_sample + count - 1."""
-    first_position: int = 0
-    """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled in the turns before."""
     adapter_slot: int = 0
     truncation: Truncation = WHOLE_VOCABULARY
     """Without effect on a greedy request."""
+    first_position: int = 0
+    """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled in the turns before."""
 
 
 @dataclass(frozen=True)

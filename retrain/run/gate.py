@@ -47,6 +47,8 @@ _MISSING = 0.25
 """Share of a group's effect that may be missing; where the engine applies the adapter, the share is within a few hundredths of 0."""
 _SIGNIFICANT = 5.0
 """Standard errors by which that share must differ from 0."""
+_ROUNDING = 1e-5
+"""Nats per token that must be missing: rounding in float32 gives less, and a few tokens of it can look like a group's effect."""
 _IGNORED = 0.9
 """From this share of the whole adapter on, the engine ignores it."""
 _WHOLE = "all layers"
@@ -336,7 +338,7 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
         trial.set(strength, without=group)
         fits.append(_fit(group, difference, own - np.concatenate(_learner_logprobs(inputs, rows))))
     trial.set(strength)
-    missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error]
+    missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error and fit.missing > _ROUNDING]
     if missing:
         raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained), inputs.consequence))
     return effect
@@ -351,6 +353,8 @@ class _Fit:
     """The part of the group's effect that the engine lacks."""
     error: float
     """Standard error of the share."""
+    missing: float
+    """That part in nats per token, the root of its mean square."""
     explained: float
     """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
@@ -358,10 +362,11 @@ class _Fit:
 def _fit(group: str, difference: Float32Array, effect: Float32Array) -> _Fit:
     size, total = float(effect @ effect), float(difference @ difference)
     if not size or not total or not np.isfinite(total):
-        return _Fit(group, 0.0, 0.0, 0.0)
+        return _Fit(group, 0.0, 0.0, 0.0, 0.0)
     share = -float(difference @ effect) / size
     rest = difference + share * effect
-    return _Fit(group, share, float(np.sqrt((rest @ rest) / len(rest) / size)), share**2 * size / total)
+    error, missing = np.sqrt((rest @ rest) / len(rest) / size), abs(share) * np.sqrt(size / len(rest))
+    return _Fit(group, share, float(error), float(missing), share**2 * size / total)
 
 
 def _missing_sentence(fit: _Fit, consequence: str) -> str:

@@ -1,6 +1,6 @@
 """The judge reward against vLLM's CPU build: a model that gives verdicts, and one that writes nothing but arithmetic.
 
-The first is SmolLM2-135M-Instruct (scripts/get_smollm2.py), in the folder that RETRAIN_SMOLLM2 names, else models/smollm2-135m.
+The first is SmolLM2-135M-Instruct, which scripts/servers/smollm2-setup.sh makes from packages.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_servers import LAB, ROOT, RealServer, started
+from real_servers import LAB, RealServer, started
 from runs import lines, small
 
 from retrain import train
@@ -27,7 +27,7 @@ Right answer: {reference}
 Student's answer: {completion}
 Is the student's answer the right answer? Reply with one word, yes or no."""
 """A model of 135 million parameters does not follow the built-in template."""
-SMOLLM2 = Path(os.environ.get("RETRAIN_SMOLLM2", ROOT / "models" / "smollm2-135m"))
+SMOLLM2 = Path(os.environ.get("RETRAIN_SERVERS", ".servers")) / "smollm2" / "model"
 
 
 @pytest.fixture(scope="module")
