@@ -53,7 +53,7 @@ types: $(STAMP) ## mypy --strict over the package
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py
 
-check: lint types docs-check test test-servers test-environments ## everything that .ci/run does
+check: lint types docs-check test test-environments ## everything that .ci/run does
 
 clean: ## caches and the environment; never a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

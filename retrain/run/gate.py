@@ -327,17 +327,17 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
     A group's effect is what the learner's log-probs lose without the group. The whole adapter counts as one more group.
     """
     trial.set(0.0)
-    base = np.concatenate(_learner_logprobs(inputs, sampled.rows))
-    effect = float(np.abs(np.concatenate(sampled.learner) - base).mean())
+    effects = [own - base for own, base in zip(sampled.learner, _learner_logprobs(inputs, sampled.rows), strict=True)]
+    fits = [_fit(_WHOLE, np.concatenate(sampled.differences), np.concatenate(effects))]
     longest = sorted(zip(sampled.rows, sampled.learner, strict=True), key=lambda pair: -pair[0].num_actions)[:_PROBED]
     rows = [row for row, _ in longest]
     own = np.concatenate([logprobs for _, logprobs in longest])
     difference = np.concatenate([row.logprobs for row in rows]) - own
-    fits = [_fit(_WHOLE, difference, own - np.concatenate(_learner_logprobs(inputs, rows)))]
     for group in trial.groups:
         trial.set(strength, without=group)
         fits.append(_fit(group, difference, own - np.concatenate(_learner_logprobs(inputs, rows))))
     trial.set(strength)
+    effect = float(np.abs(np.concatenate(effects)).mean())
     missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error and fit.missing > _ROUNDING]
     if missing:
         raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained), inputs.consequence))
