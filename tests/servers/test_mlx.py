@@ -59,7 +59,7 @@ def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealSe
         )
     assert len(served) == 10 and max(map(largest_difference, served)) < 1e-3
     gate = json.loads((tmp_path / "mlx" / "environment.json").read_text())["parity_gate"]
-    assert gate["max_difference"] < 1e-3 and gate["adapter_effect"] > 0.01 and gate["longest_prompt"] > 256
+    assert gate["max_difference"] < 1e-3 and gate["adapter_effect"] > 5 * gate["max_difference"] and gate["longest_prompt"] > 256
 
 
 def test_the_server_samples_at_the_temperature_that_it_is_asked_for(tmp_path: Path, server: RealServer) -> None:
