@@ -124,9 +124,7 @@ def _choice(engine: str, config: "TrainConfig", name: str, known: dict[str, tupl
         return ()
     if value not in known:
         allowed = " or ".join(map(toml_value, [*known, "default" if name == "attention_kernel" else "auto"]))
-        raise ConfigurationError(
-            f"[inference] {name} = {toml_value(value)}: a server of {engine} has no such setting; use {allowed}."
-        )
+        raise ConfigurationError(f"[inference] {name} = {toml_value(value)}: a server of {engine} has no such setting; use {allowed}.")
     return known[value]
 
 
