@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from retrain.cli.usage import COMMANDS, usage
+from retrain.cli.usage import COMMANDS, EXAMPLES, usage
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
 from retrain.processes import prepare_torch
 from retrain.records.disk import is_reader_gone, path_error
+
+if TYPE_CHECKING:
+    from typer.core import TyperCommand
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,15 +83,21 @@ def _unknown(argument: str) -> str:
     return f"{shortened(argument)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
 
 
-def _run_command(name: str, arguments: list[str]) -> int:
+def command_named(name: str) -> "TyperCommand":
+    """The command of that name with its arguments and options, its module imported."""
     import typer
 
     module = importlib.import_module(f"retrain.cli.{name.replace('-', '_')}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
+    app.command(name, epilog=f"Example: {EXAMPLES[name]}", **getattr(module, "SETTINGS", {}))(module.command)
+    command: TyperCommand = typer.main.get_command(app)  # type: ignore[assignment]
+    return command
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
     try:
-        # Not `app()`: that would put typer's own hook in place of the one that masks secrets.
-        code = typer.main.get_command(app).main(args=arguments, prog_name=f"retrain {name}")
+        # Not typer's `app()`: that would put typer's own hook in place of the one that masks secrets.
+        code = command_named(name).main(args=arguments, prog_name=f"retrain {name}")
     except SystemExit as stop:
         code = stop.code
     return code if isinstance(code, int) else 0
