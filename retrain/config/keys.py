@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from retrain.config.names import ALIASES, builtin_names
-from retrain.config.schema import NO_TRAITS, Condition, Section, TrainConfig, Traits, traits_of
+from retrain.config.schema import Condition, TrainConfig
+from retrain.config.section import NO_TRAITS, Section, Traits, traits_of
 from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
