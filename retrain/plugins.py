@@ -28,13 +28,13 @@ class Kind:
     """The requirements on a plugin of one kind."""
 
     key: str
-    """Where the configuration names it."""
+    """The key of the configuration that names it."""
     inputs: tuple[str, ...]
-    """Names of the positional inputs of the plain form."""
+    """Names of the positional inputs of the plain form `f(...)`."""
     keywords: tuple[str, ...] = ()
-    """Optional inputs, passed by name where the signature takes them."""
+    """Optional inputs, passed by name if the signature takes them."""
     context: bool = False
-    """`f(ctx)` is allowed instead of the plain form."""
+    """Whether a function of one context object, `f(ctx)`, is allowed instead of the plain form."""
     params_key: str = ""
     """The table whose values the plugin takes."""
     base: str = ""
@@ -102,7 +102,7 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
 
 
 def named_code(config: "TrainConfig") -> list[str]:
-    """Every place of a configuration that names Python code outside of retrain and installed plugins: `[section] key = value`."""
+    """List every place of a configuration that names Python code outside of retrain and installed plugins, as `[section] key = value`."""
     from retrain.config.keys import all_keys
 
     reward, model = config.reward, config.model
@@ -136,7 +136,7 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
 
 
 def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
-    """The params table of a kind; `uncertainty_kind` in a transform's table is ours, not the plugin's."""
+    """Return the table of parameters of a kind. `uncertainty_kind` in a transform's table is read by retrain, so it is left out."""
     tables: dict[str, Mapping[str, Any]] = {
         "advantage": config.algorithm.advantage_params,
         "transform": config.algorithm.transform_params,
@@ -162,7 +162,9 @@ def refuse_unknown_params(kind: str, name: str, known: frozenset[str], config: "
 
 
 def report_probe(kind: str, name: str, problem: str, config: "TrainConfig") -> str:
-    """A plugin gave something of the wrong shape on a small example: an error, or with `strict = false` the sentence to warn with."""
+    """Report that a plugin gave something of the wrong shape on a small example: raise ConfigurationError, or return a warning if
+    `[plugins] strict = false`.
+    """
     sentence = f"{_where(kind, name, config)} {problem}"
     if config.plugins.strict:
         raise ConfigurationError(f"{sentence}; mend it, or set [plugins] strict = false to be warned only.")
@@ -181,7 +183,7 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """`TypeName: first line of the message`."""
+    """Return `TypeName: first line of the message`."""
     message = str(error).strip().splitlines()
     return f"{type(error).__name__}: {message[0].rstrip('.')}" if message else type(error).__name__
 
@@ -224,7 +226,7 @@ def _folders(config: "TrainConfig") -> list[Path]:
 
 @contextmanager
 def _importable(folders: Sequence[Path]) -> Iterator[None]:
-    """The folders come first while a plugin is imported, and stay importable at the end of sys.path for what it imports later.
+    """Put the folders first on sys.path while a plugin is imported; afterwards they stay at its end, for what the plugin imports later.
 
     They do not stay first: a `datasets` package in the user's folder must not replace the library that retrain imports lazily.
     """

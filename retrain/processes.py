@@ -16,7 +16,7 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def prepare_torch() -> None:
-    """Set the variables that torch reads when it is imported; call it before. What the user has set stays."""
+    """Set the variables that torch reads when it is imported, unless the user has set them; call this before importing torch."""
     _spin_briefly()
     if not _ALLOCATOR & os.environ.keys():
         # Segments of a fixed size that the KV cache leaves behind are no use to activations: out of memory would depend on what ran before.
@@ -48,6 +48,6 @@ def resident_bytes(pid: int) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has had resident so far, without its children."""
+    """Return the largest resident memory that this process has had so far, without its children."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # psutil has no peak on Linux
     return peak if sys.platform == "darwin" else peak * 1024

@@ -23,7 +23,7 @@ LEGACY_PREFIX = "prime_rl_"
 
 
 def migrate_text(text: str, name: str = "the configuration") -> str:
-    """The text with legacy keys in their new place; the same text, byte for byte, when there are none.
+    """Move the legacy keys of a TOML text to their new place; without any, the text is returned byte for byte.
 
     Raises ConfigurationError for text that is not TOML, and for a key given in both places with different values.
     """
@@ -48,7 +48,7 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
-    """The difference as `diff -u` shows it; empty when there is none."""
+    """Return the difference as `diff -u` shows it; empty if there is none."""
     lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), name, f"{name} (migrated)")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -78,7 +78,7 @@ def _move(backend: MutableMapping[str, Any], options: MutableMapping[str, Any], 
 
 
 def _keep_comment(options: InlineTable, comment: str) -> None:
-    """An inline table has no room for comments inside, so the comment joins the one behind it."""
+    """Join a comment inside an inline table, which has no room for it, with the comment behind the table."""
     options.comment(f"{options.trivia.comment}; {comment.lstrip('# ')}".removeprefix("; "))
 
 
@@ -87,7 +87,7 @@ def _shown(value: Any) -> str:
 
 
 def _with_line_ends_of(old: str, new: str) -> str:
-    """tomlkit ends the lines that it adds with a bare newline; a file of CRLF lines stays one."""
+    """Give the new lines, which tomlkit ends with a bare newline, the line ends of a CRLF file."""
     return new.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in old else new
 
 
@@ -158,7 +158,7 @@ def _preview(old: str, new: str, name: str) -> None:
 
 
 def _write_new(output: Path, text: str) -> None:
-    """Never over another file; the same command twice is safe because the same content is no change."""
+    """Write a new file, never over another one. The same command twice is safe, because the same content is no change."""
     try:
         with output.open("xb") as file:
             file.write(text.encode("utf-8"))
@@ -191,7 +191,7 @@ def _rewrite(path: Path, old: str, new: str, *, backup: bool) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    """FILE.bak, or FILE.bak2 and so on: an older backup is never lost."""
+    """Return FILE.bak, or FILE.bak2 and so on, so that an older backup is never lost."""
     candidate, number = path.with_name(f"{path.name}.bak"), 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}.bak{number}"), number + 1

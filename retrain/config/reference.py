@@ -136,7 +136,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Without our own marks."""
+    """Return a JSON Schema without the marks that `key` adds to it."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items() if name != "traits"}
     return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -59,17 +59,17 @@ class Provenance:
     origins: Mapping[str, str] = field(default_factory=dict)
     """ "section.key" to "file", "environment NAME" or "flag --name"; keys left to their default are absent."""
     foreign: bool = False
-    """Found in a run's folder, which anyone may have made: code that it names is not run."""
+    """The configuration was found in a run's folder, which anyone may have made, so code that it names is not run."""
 
 
 def _open_condition(schema: dict[str, Any]) -> None:
-    """For editors: a condition may hold any key of a run."""
+    """Let the JSON Schema of a condition accept any key of a run, for editors."""
     schema["properties"].pop("sets")
     schema["additionalProperties"] = True
 
 
 class Condition(Section):
-    """One arm of a campaign: both modes, or an algorithm in their place, and whatever else it sets over the base."""
+    """A condition of a campaign: an advantage and a transform, or an algorithm instead, and any other keys that it sets."""
 
     model_config = ConfigDict(json_schema_extra=_open_condition)
 
@@ -80,11 +80,11 @@ class Condition(Section):
         "", "Name of the condition; empty means {advantage}+{transform}, or the algorithm.", alias="label"
     )
     sets: dict[str, Any] = Field(default={})
-    """ "section.key" to value: every other key that the table holds. Their values are checked with the base under them."""
+    """"section.key" -> value of every other key in the condition's table. The values are checked together with the base."""
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As a file holds it: `loss.mode` beside `label`."""
+        """Serialise the condition as a file holds it, with `loss.mode` beside `label`."""
         values: dict[str, Any] = handler(self)
         if "given_label" in values:
             values["label"] = values.pop("given_label")
@@ -125,7 +125,7 @@ class Campaign(Section):
 
 
 class TrainConfig(Section):
-    """A whole configuration. Sections are attributes; every key keeps its TOML name (`from` is `from_`)."""
+    """The whole configuration. Sections are attributes, and every key keeps its TOML name (`from` is `from_`)."""
 
     backend: Backend = Field(default_factory=Backend)
     model: Model = Field(default_factory=Model)
@@ -155,7 +155,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: Any) -> Any:
-        """Aliases under their canonical key, the aggregation that an algorithm such as dr_grpo brings along, Tinker's temperature."""
+        """Move aliases to their canonical keys, and fill in what another key decides: dr_grpo's aggregation and Tinker's temperature."""
         if not isinstance(data, dict):
             return data
         data, both_given = moved_aliases(data)
@@ -182,7 +182,7 @@ class TrainConfig(Section):
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Equal values: where they came from does not count."""
+        """Compare the values; where they came from does not matter."""
         return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]  # tables and lists are not hashable
@@ -227,7 +227,7 @@ class TrainConfig(Section):
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """The arms of a campaign; of a single run, its own algorithm alone."""
+        """The conditions of a campaign; of a single run, its own algorithm."""
         if self.campaign is not None:
             return tuple(self.campaign.conditions) or DEFAULT_CONDITIONS
         if self.algorithm.algorithm_mode:

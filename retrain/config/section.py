@@ -1,4 +1,4 @@
-"""What every section of the schema is made of: a strict model, and keys with their documentation and traits."""
+"""Building blocks of the schema: a strict section, and keys with documentation and traits."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
@@ -14,26 +14,26 @@ class Traits:
     """Properties of a key, or of every key of a section, besides its values. Lists of keys are derived from them (`Key.traits`)."""
 
     meaningful_unset: bool = False
-    """Leaving the key out does something that no value can say, so a written configuration leaves it out too."""
+    """Leaving the key out has a meaning that no value expresses, so a written configuration leaves it out too."""
     acts_by_presence: bool = False
-    """A section that does something by being there, so a written configuration leaves it out while it is unset."""
+    """The presence of the section has a meaning, so a written configuration leaves it out while it is unset."""
     may_change_at_resume: bool = False
     own_to_a_run: bool = False
-    """May differ between two runs that are compared without being a difference of their training."""
+    """Runs that differ in this key may still be compared: it is no part of what is trained."""
     sizes_memory: bool = False
     sets_step_time: bool = False
-    """The time of a step depends on it most."""
+    """The duration of a step depends strongly on it."""
     whole_campaign: bool = False
-    """Says something about a campaign as a whole, so a condition cannot set it."""
+    """The key is about a campaign as a whole, so a condition cannot set it."""
     not_for_a_condition: str = ""
-    """The reason why a condition cannot set it, and the key that does."""
+    """Why a condition cannot set it, and which key does instead."""
     echoes_training: bool = False
-    """Unset, it is the key of that name in [training], which a bare name means."""
+    """While unset, it has the value of the key of the same name in [training], which the bare name means."""
     parameter_of: tuple[str, ...] = ()
     """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
 
     def __or__(self, other: "Traits") -> "Traits":
-        """The traits of either: those of a key and those of its section."""
+        """Combine the traits of a key with those of its section."""
         return Traits(**{trait.name: getattr(self, trait.name) or getattr(other, trait.name) for trait in fields(Traits)})
 
 
@@ -42,7 +42,7 @@ _TRAITS = tuple(trait.name for trait in fields(Traits))
 
 
 def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
-    """A key with its default and its documentation.
+    """Declare a key with its default and its documentation.
 
     `example` stands in the annotated file where there is no default. `marks` are the key's Traits, and pydantic's ge, gt, le, lt,
     min_length and alias.
@@ -66,7 +66,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 class Section(BaseModel):
-    """Strict, frozen, and closed: an unknown key is an error, "5" is not 5, and nan and inf are not numbers."""
+    """A strict, frozen and closed table: an unknown key is an error, "5" is not 5, and nan and inf are not numbers."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     traits: ClassVar[Traits] = NO_TRAITS

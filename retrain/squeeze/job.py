@@ -39,12 +39,14 @@ class Squeezed:
     """None without `[squeeze] evaluate`."""
 
     def to_json(self) -> dict[str, Any]:
-        """For a campaign's manifest: recommended_rank, rule, threshold, table, and the compression and evaluation if there are any."""
+        """Return recommended_rank, rule, threshold and table for a campaign's manifest, and the compression and evaluation if there are
+        any.
+        """
         parts = {"compression": self.compression, "evaluation": self.accuracy}
         return self.analysis.to_json() | {name: part.to_json() for name, part in parts.items() if part}
 
     def lines(self) -> list[str]:
-        """The printed table and results."""
+        """Return the printed table and results."""
         compression = compression_lines(self.compression) if self.compression else []
         return [*analysis_lines(self.analysis), *compression, *([self.accuracy.line()] if self.accuracy else [])]
 
@@ -97,7 +99,7 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
 
 
 def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
-    """Raises ConfigurationError for settings that do not fit the adapter."""
+    """Raise ConfigurationError for settings that do not fit the adapter."""
     if settings.compress_to > adapter.rank:
         raise ConfigurationError(
             f"[squeeze] compress_to = {settings.compress_to} is out of range; allowed: 1 to {adapter.rank}, the rank of {adapter.folder}."

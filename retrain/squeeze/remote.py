@@ -1,4 +1,4 @@
-"""An adapter that lies with a Tinker service, brought here for the time of its analysis."""
+"""Download of an adapter from a Tinker service for its analysis."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def local_adapter(config: "TrainConfig") -> Iterator[Path]:
-    """The PEFT folder of `[squeeze] adapter_path`; a tinker:// path is downloaded from `[model] base_url` into a temporary one.
+    """Yield the PEFT folder of `[squeeze] adapter_path`; a tinker:// path is downloaded from `[model] base_url` into a temporary one.
 
     Raises EnvironmentFailure where the service hands out no adapter.
     """

@@ -1,4 +1,4 @@
-"""The sink that writes a run's folder."""
+"""The tracker that writes a run's folder."""
 
 import json
 from collections import Counter
@@ -103,13 +103,13 @@ class RunFiles(Tracker):
 
 
 def kept_generations(logging: "Logging", step: int, records: Sequence[GenerationRecord]) -> list[GenerationRecord]:
-    """The completions of a step that `[logging]` keeps; empty for a step that is not due."""
+    """Return the completions of a step that `[logging]` keeps; none for a step that is not due."""
     due = logging.generations_every > 0 and step % logging.generations_every == 0
     return spread(records, logging.generations_per_step) if due else []
 
 
 def spread(records: Sequence[GenerationRecord], count: int) -> list[GenerationRecord]:
-    """`count` of a step's completions over as many prompts as there are: the first of every prompt, then the second of every one."""
+    """Take `count` of a step's completions from as many prompts as possible: the first of every prompt, then the second of every one."""
     seen: Counter[str] = Counter()
     turns = []
     for record in records:
