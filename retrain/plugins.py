@@ -82,7 +82,7 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
     """
     found: list[tuple[str, Any]] = [("built in", builtins[name])] if builtins and name in builtins else []
     points = [point for point in entry_points(group=PLUGIN_GROUP) if point.name == name]
-    found.extend((f"entry point {point.value} of {_distribution(point)}", point) for point in points)
+    found.extend((f"entry point {point.value} of {point.dist.name if point.dist else 'an installed package'}", point) for point in points)
     where = _where(kind, name, config)
     if len(found) > 1:
         raise ConfigurationError(f"{where} is found twice ({' and '.join(place for place, _ in found)}); rename or uninstall one.")
@@ -96,7 +96,10 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
             raise ConfigurationError(f"{where} is code that a run's folder names, and looking at a run does not execute it.")
         plugin = _load_dotted(name, where, config)
     else:
-        raise ConfigurationError(f"{where} is not known{_suggestion(name, [*(builtins or ()), *_entry_point_names()])}")
+        names = [*(builtins or ()), *(point.name for point in entry_points(group=PLUGIN_GROUP))]
+        hint = f'; did you mean "{close}"?' if (close := nearest(name, names)) else "."
+        allowed = f"it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function"
+        raise ConfigurationError(f"{where} is not known; {allowed}{hint}")
     _check(kind, plugin, where, config)
     return plugin
 
@@ -312,20 +315,6 @@ def _file(config: "TrainConfig") -> str:
 
 def _where(kind: str, name: str, config: "TrainConfig") -> str:
     return f'{_file(config)}{KINDS[kind].key} = "{name}"'
-
-
-def _suggestion(name: str, names: list[str]) -> str:
-    close = nearest(name, names)
-    hint = f'; did you mean "{close}"?' if close else "."
-    return f"; it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function{hint}"
-
-
-def _entry_point_names() -> list[str]:
-    return [point.name for point in entry_points(group=PLUGIN_GROUP)]
-
-
-def _distribution(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "an installed package"
 
 
 def _a(thing: object) -> str:

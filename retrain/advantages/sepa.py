@@ -18,7 +18,6 @@ import numpy.typing as npt
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
     from retrain.config.schema import Algorithm, Sepa
 
 _VARIANCE_FLOOR = 1e-8  # nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start
@@ -122,9 +121,9 @@ def check_ramp(settings: "Sepa") -> None:
         )
 
 
-def maximal_lambda(config: "TrainConfig") -> float:
-    """Return the largest lambda of the linear ramp within max_steps, which is also the floor of the auto schedule."""
-    return linear_lambda(config.sepa, config.training.max_steps - 1)
+def maximal_lambda(settings: "Sepa", max_steps: int) -> float:
+    """Return the largest lambda of the linear ramp within `max_steps`, which is also the floor of the auto schedule."""
+    return linear_lambda(settings, max_steps - 1)
 
 
 def follows_schedule(algorithm: "Algorithm") -> bool:
@@ -137,19 +136,18 @@ def follows_schedule(algorithm: "Algorithm") -> bool:
     return spec is not None and spec.uses_sepa_controller
 
 
-def maximal_lambda_note(config: "TrainConfig") -> str | None:
+def maximal_lambda_note(algorithm: "Algorithm", settings: "Sepa", max_steps: int) -> str | None:
     """Return a sentence for the start of the run if the ramp ends below 1; None if it is complete or no built-in transform follows it.
 
     Whether a plugin follows the schedule is known only once it is loaded.
     """
-    largest = maximal_lambda(config)
-    if largest >= 1.0 or not follows_schedule(config.algorithm):
+    largest = maximal_lambda(settings, max_steps)
+    if largest >= 1.0 or not follows_schedule(algorithm):
         return None
-    sepa, last = config.sepa, config.training.max_steps - 1
-    bound = "reaches at most" if sepa.schedule == "linear" else "is only sure to reach"
+    bound = "reaches at most" if settings.schedule == "linear" else "is only sure to reach"
     return (
-        f"SEPA's lambda {bound} {largest:.3f} in this run: the last step is {last}, and the ramp ends at step "
-        f"{sepa.delay_steps + sepa.steps}; lower [sepa] steps or delay_steps, or raise max_steps."
+        f"SEPA's lambda {bound} {largest:.3f} in this run: the last step is {max_steps - 1}, and the ramp ends at step "
+        f"{settings.delay_steps + settings.steps}; lower [sepa] steps or delay_steps, or raise max_steps."
     )
 
 

@@ -44,7 +44,8 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
         _move(backend, options, key, name)
     if adds_section and list(document)[-1] != BACKEND:
         options.add(tomlkit.nl())  # type: ignore[attr-defined]  # a blank line before the section that follows
-    return _with_line_ends_of(text, tomlkit.dumps(document))
+    migrated = tomlkit.dumps(document)  # tomlkit ends the lines that it adds with a bare newline, also in a CRLF file
+    return migrated.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else migrated
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
@@ -72,23 +73,14 @@ def _move(backend: MutableMapping[str, Any], options: MutableMapping[str, Any], 
         )
     del backend[key]
     if isinstance(options, InlineTable) and value.trivia.comment:
-        _keep_comment(options, value.trivia.comment)
+        # An inline table has no room for comments inside, so the comment joins the one behind it.
+        options.comment(f"{options.trivia.comment}; {value.trivia.comment.lstrip('# ')}".removeprefix("; "))
     if new_key not in options:
         options[new_key] = value
 
 
-def _keep_comment(options: InlineTable, comment: str) -> None:
-    """Join a comment inside an inline table, which has no room for it, with the comment behind the table."""
-    options.comment(f"{options.trivia.comment}; {comment.lstrip('# ')}".removeprefix("; "))
-
-
 def _shown(value: Any) -> str:
     return value.as_string() if isinstance(value, Item) else str(value)
-
-
-def _with_line_ends_of(old: str, new: str) -> str:
-    """Give the new lines, which tomlkit ends with a bare newline, the line ends of a CRLF file."""
-    return new.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in old else new
 
 
 def command(

@@ -60,17 +60,13 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
             continue
         if key.path == "model.base_url" and squeezes_remote_adapter(config):
             continue
-        reason = next((row.because for row in UNUSED if row.covers(key) and row.when(config)), None)
-        if reason := reason or _without_effect(config, key.path):
+        reasons = [row.because for row in UNUSED if row.covers(key) and row.when(config)]
+        support = [support_of(table, config, key.path) for _, table in tables_of(config)]
+        reasons += [row.because for row in support if row and row.use in ("serve", "unused")]
+        if reason := next(iter(reasons), ""):
             yield key.path, f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
     for sentence in _unused_options(config):
         yield "backend.options", sentence
-
-
-def _without_effect(config: TrainConfig, path: str) -> str:
-    """Return the reason why the backend or the engine ignores a key; "" if it does not."""
-    rows = (support_of(table, config, path) for _, table in tables_of(config))
-    return next((row.because for row in rows if row and row.use in ("serve", "unused")), "")
 
 
 def squeezes_remote_adapter(config: TrainConfig) -> bool:

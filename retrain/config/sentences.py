@@ -80,13 +80,10 @@ def field_sentences(problems: Iterable[ErrorDetails], data: Mapping[str, Any], p
     grouped: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in problems:
         if detail["loc"]:
-            grouped.setdefault(_group(detail["loc"]), []).append(detail)
+            in_condition = detail["loc"][:2] == ("campaign", "conditions")
+            grouped.setdefault(detail["loc"][: 4 if in_condition else 2], []).append(detail)
     first = islice(grouped.items(), MOST_SENTENCES)
     return [_sentence(loc, details, data, place) for loc, details in first], max(0, len(grouped) - MOST_SENTENCES)
-
-
-def _group(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    return loc[:4] if loc[:2] == ("campaign", "conditions") else loc[:2]
 
 
 def _sentence(loc: tuple[int | str, ...], details: list[ErrorDetails], data: Mapping[str, Any], place: Place) -> str:

@@ -196,12 +196,12 @@ def _steps_done(config: TrainConfig, plan: CampaignPlan | None) -> int:
 
 def _conditions(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
     sets = {condition.label: condition.sets for condition in config.conditions}
-    return [
-        ExplainedCondition(
-            run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config.algorithm) else None
-        )
-        for run in runs
-    ]
+    conditions = []
+    for run in runs:
+        largest = maximal_lambda(run.config.sepa, run.config.training.max_steps)
+        follows = follows_schedule(run.config.algorithm)
+        conditions.append(ExplainedCondition(run.condition, sets.get(run.condition, {}), largest if follows else None))
+    return conditions
 
 
 def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[Memory | None, str]":
@@ -218,18 +218,12 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
             choose_device(configs[0])
         except EnvironmentFailure as error:
             return None, f"{error} Or predict for a device elsewhere by its memory: --memory-gib 24."
-    distinct = {  # runs of equal memory only once
-        _sizing(config): config for config in configs
-    }
+    sizing = [key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"]
+    distinct = {str([config.value(path) for path in sizing]): config for config in configs}  # runs of equal memory only once
     try:
         return max((predict_memory(config, memory_gib=memory_gib) for config in distinct.values()), key=lambda memory: memory.peak), ""
     except (EnvironmentFailure, ConfigurationError) as error:
         return None, str(error)
-
-
-def _sizing(config: TrainConfig) -> str:
-    """Equal for runs of equal memory."""
-    return str([config.value(key.path) for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"])
 
 
 def _adapter_of(config: TrainConfig) -> "tuple[LoraAdapter | None, list[str]]":

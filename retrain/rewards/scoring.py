@@ -176,8 +176,11 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
             "remove the table."
         )
     with ExitStack() as undo:
-        model = _language_model(config, verdicts)
-        if model is not None:
+        model = None
+        if "judge" in reward.types:
+            from retrain.rewards.judge import LanguageModelJudge  # httpx, which no other reward needs
+
+            model = LanguageModelJudge(reward, verdicts)
             undo.callback(model.close)
         pool = _pool(config, functions)
         if pool is not None:
@@ -185,16 +188,9 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
             if functions:
                 pool.wait_ready()
         undo.pop_all()
-    parts = [_weighted(kind, weight, config, model) for kind, weight in zip(reward.types, reward.type_weights, strict=True)]
+    weights = zip(reward.types, reward.type_weights, strict=True)
+    parts = [_weighted(kind, weight, reward, config.training.seed, model) for kind, weight in weights]
     return Scorer(parts, reward.correct_threshold, pool, model)
-
-
-def _language_model(config: "TrainConfig", verdicts: Path | None) -> "LanguageModelJudge | None":
-    if "judge" not in config.reward.types:
-        return None
-    from retrain.rewards.judge import LanguageModelJudge  # httpx, which no other reward needs
-
-    return LanguageModelJudge(config.reward, verdicts)
 
 
 def _pool(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerPool | None:
@@ -227,13 +223,15 @@ def _worker_setup(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerSe
     )
 
 
-def _weighted(kind: str, weight: float, config: "TrainConfig", model: "LanguageModelJudge | None") -> WeightedJudge:
+def _weighted(kind: str, weight: float, reward: "Reward", seed: int, model: "LanguageModelJudge | None") -> WeightedJudge:
     if kind == "judge" and model is not None:
         return WeightedJudge(model.submit, weight, compares_answers=False)
+    if kind == "random":
+        return WeightedJudge(partial(_random, reward.random_p, seed), weight, compares_answers=False)
     builtin = REWARDS.get(kind, BuiltinReward())
     if builtin.judge is not None:
-        return WeightedJudge(partial(builtin.judge, config), weight, builtin.compares_answers)
-    return WeightedJudge(partial(_user_job, _function_name(kind, config.reward)), weight, compares_answers=False)
+        return WeightedJudge(partial(builtin.judge, reward), weight, builtin.compares_answers)
+    return WeightedJudge(partial(_user_job, _function_name(kind, reward)), weight, compares_answers=False)
 
 
 def _user_job(function: str, request: ScoreRequest) -> Message:
@@ -249,15 +247,15 @@ def _user_job(function: str, request: ScoreRequest) -> Message:
 # ---- the built-in rewards ----------------------------------------------------------------------------------------------------------
 
 
-def _match(config: "TrainConfig", request: ScoreRequest) -> float:
-    answer = extract_boxed(request.response, config.reward.after_think)
+def _match(reward: "Reward", request: ScoreRequest) -> float:
+    answer = extract_boxed(request.response, reward.after_think)
     if answer is None or not request.reference:
         return 0.0
-    return float(answers_match(answer, request.reference, config.reward.normalize))
+    return float(answers_match(answer, request.reference, reward.normalize))
 
 
-def _math(config: "TrainConfig", request: ScoreRequest) -> float | Message:
-    answer = extract_boxed(request.response, config.reward.after_think)
+def _math(reward: "Reward", request: ScoreRequest) -> float | Message:
+    answer = extract_boxed(request.response, reward.after_think)
     if answer is None or not request.reference:
         return 0.0
     decided = decide_by_strings(answer, request.reference)
@@ -266,17 +264,16 @@ def _math(config: "TrainConfig", request: ScoreRequest) -> float | Message:
     return {"handler": "verify", "gold": bare(request.reference), "answer": bare(answer)}
 
 
-def _random(config: "TrainConfig", request: ScoreRequest) -> float:
-    """Return 1 with probability random_p, as a function of the seed and the completion's coordinates alone."""
-    coordinates = request.step, request.slot, request.sample, 0
-    draw = uniform(config.training.seed, Stream.REWARD, *coordinates)
-    return float(draw < config.reward.random_p)
+def _random(probability: float, seed: int, request: ScoreRequest) -> float:
+    """Return 1 with a probability, as a function of the seed and the completion's coordinates alone."""
+    return float(uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0) < probability)
 
 
 @dataclass(frozen=True)
 class BuiltinReward:
-    judge: Callable[["TrainConfig", ScoreRequest], float | Message] | None = None
-    """The function that judges; None for `custom`, which calls the user's function, and `judge`, which asks a language model."""
+    judge: Callable[["Reward", ScoreRequest], float | Message] | None = None
+    """Compares the answer with the reference; None for `custom`, which calls the user's function, `judge`, which asks a language model,
+    and `random`."""
     compares_answers: bool = False
 
 
@@ -285,6 +282,6 @@ REWARDS: dict[str, BuiltinReward] = {
     "math": BuiltinReward(_math, compares_answers=True),
     "judge": BuiltinReward(),
     "custom": BuiltinReward(),
-    "random": BuiltinReward(_random),
+    "random": BuiltinReward(),
 }
 """The built-in names of `[reward] type`."""

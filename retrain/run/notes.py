@@ -24,7 +24,7 @@ def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
     found = (
         trust_note(config),
-        maximal_lambda_note(config),
+        maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),
         _dropout_note(config),
         _truncation_note(config),

@@ -12,7 +12,7 @@ from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.rollout import Rollout
-from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, Scored, StepResult, Trajectory
+from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, StepResult, Trajectory
 
 
 class StepClock:
@@ -154,11 +154,6 @@ def environment_fields(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _dialogue_fields(member: Scored) -> dict[str, Any]:
-    score = member.score
-    return {"turns": len(member.trajectory.turns), "turn_rewards": list(score.turn_rewards), "metrics": dict(score.metrics)}
-
-
 def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in_turns: bool = False) -> list[GenerationRecord]:
     """Return every trajectory of the step as text, with its advantage; with `in_turns` also what its environment reports about it."""
     advantages = {
@@ -178,7 +173,9 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in
             advantage=advantages.get((group.slot, member.trajectory.sample)),
             finish_reason=member.trajectory.finish_reason.value,
             num_tokens=member.trajectory.num_actions,
-            **(_dialogue_fields(member) if in_turns else {}),
+            turns=len(member.trajectory.turns) if in_turns else None,
+            turn_rewards=list(member.score.turn_rewards) if in_turns else None,
+            metrics=dict(member.score.metrics) if in_turns else None,
         )
         for group in groups
         for member in group.members

@@ -2,13 +2,17 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
-from retrain.config.outcomes import unused_keys
-from retrain.errors import ConfigurationError
+from retrain.backends.tinker.archive import download_adapter
+from retrain.config.outcomes import squeezes_remote_adapter, unused_keys
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.atomic import replace_file
 from retrain.records.disk import expanded, safetensors_io, writing_to
 from retrain.records.printing import GAP, table_lines
@@ -20,7 +24,6 @@ from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
-from retrain.squeeze.remote import local_adapter
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:
@@ -63,6 +66,24 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
         say(line)
     track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis.summary(), progress)
     return squeezed
+
+
+@contextmanager
+def local_adapter(config: "TrainConfig") -> Iterator[Path]:
+    """Yield the PEFT folder of `[squeeze] adapter_path`; a tinker:// path is downloaded from `[model] base_url` into a temporary one.
+
+    Raises EnvironmentFailure where the service hands out no adapter.
+    """
+    path = config.squeeze.adapter_path
+    if not squeezes_remote_adapter(config):
+        yield expanded(path, "[squeeze] adapter_path")
+        return
+    with TemporaryDirectory(prefix="retrain-squeeze-") as folder:
+        try:
+            download_adapter(config.model.base_url, path, Path(folder), config.backend.tinker.timeout_s)
+        except EnvironmentFailure as error:
+            raise EnvironmentFailure(f"[squeeze] adapter_path = {path!r} cannot be analysed: {error}") from error
+        yield Path(folder)
 
 
 def _silence(line: str) -> None:

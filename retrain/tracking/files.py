@@ -42,9 +42,12 @@ class RunFiles(Tracker):
                 if self.wants_tokens(step):
                     write_tokens(self._folder.step_tokens(step), table, step)
             case StepRecord():
-                self._write_step(event)
+                values = event.to_json()
+                self._append(self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS})
+                self._append(self._folder.metrics, values)
             case Evaluation():
-                self._write_evaluation(event)
+                for record in event.problems:
+                    self._append(self._folder.evaluation, record.to_json())
             case RunSummary():
                 replace_file(self._folder.summary, _pretty(self._redactor.json(event.to_json())))
 
@@ -66,15 +69,6 @@ class RunFiles(Tracker):
     def wants_tokens(self, step: int) -> bool:
         every = self._config.logging.tokens_every
         return every > 0 and step % every == 0
-
-    def _write_step(self, record: StepRecord) -> None:
-        values = record.to_json()
-        self._append(self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS})
-        self._append(self._folder.metrics, values)
-
-    def _write_evaluation(self, evaluation: Evaluation) -> None:
-        for record in evaluation.problems:
-            self._append(self._folder.evaluation, record.to_json())
 
     def close(self) -> None:
         for writer in self._writers.values():
