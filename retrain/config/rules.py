@@ -489,11 +489,13 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
     from retrain.config.schema import BACKEND_OPTIONS
 
     known = {name: model for model in BACKEND_OPTIONS.values() for name in model.model_fields}
-    for name in config.backend.options:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
-            yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+    wrong = [name for name in config.backend.options if name not in known]
+    for name in wrong[: MOST_SENTENCES - 1]:
+        near = nearest(name, known)
+        hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
+        yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+    if more := len(wrong[MOST_SENTENCES - 1 :]):
+        yield Violation(("backend.options",), f"[backend.options] {more:,} more of its names are no known options")
     for backend, model in BACKEND_OPTIONS.items():
         try:
             model.model_validate(config.backend.options_of(backend))

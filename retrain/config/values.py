@@ -20,6 +20,7 @@ MOST_COMPLETIONS = 1_000_000
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
@@ -182,7 +183,7 @@ def check_holdable(value: Any) -> Any:
     """
     if problem := unholdable(value):
         raise refuse(problem)
-    if any(0xD800 <= ord(character) <= 0xDFFF for text in _texts(value) for character in text):
+    if any(_SURROGATE.search(text) for text in _texts(value)):
         raise refuse("contains an unpaired surrogate, which UTF-8 cannot encode")
     return value
 
