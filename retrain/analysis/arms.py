@@ -53,6 +53,8 @@ def group_by_condition(runs: Iterable[StoredRun]) -> RunsByCondition:
     grouped = RunsByCondition()
     for run in runs:
         by_seed = grouped.conditions.setdefault(run.condition, {})
+        if run.skipped:
+            continue
         if run.unfinished:
             grouped.to_come += run.planned is not None and not run.failed
             grouped.left_out.append(f"{run.name} {run.unfinished}.")

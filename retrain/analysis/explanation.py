@@ -29,6 +29,8 @@ def _among(contrast: Contrast, comparison: Comparison) -> str:
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     test, found = comparison.test, contrast.conclusion
     pairs, family = counted(found.pairs, "pair"), counted(len(comparison.contrasts), "comparison")
+    if test.rule == "evidence" and not found.unsure:
+        return f"The evidence is {1 / found.p_adjusted:.3g} over {family}; {1 / test.alpha:g} decides."
     if not found.can_conclude(test.alpha):
         return (
             f"No result of {pairs} could be significant: the smallest possible adjusted p is {p_words(found.smallest_p_adjusted)}; "
@@ -172,9 +174,16 @@ def computed(comparison: Comparison) -> Iterator[str]:
     yield f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The unit is the run; runs are paired by seed."
     several = len(comparison.contrasts) > 1
     family = counted(len(comparison.contrasts), "comparison")
-    adjusted = {"maxt": "joint sign flips of whole seeds (max-T)", "holm": "Holm"}[test.correction]
+    adjusted = {"maxt": "joint sign flips of whole seeds (max-T)", "holm": "Holm", "evidence": "closed testing"}[test.rule]
     over = f", adjusted over {family} by {adjusted}" if several else ""
-    yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
+    if test.rule == "evidence":
+        yield (
+            f"p: 1 / the evidence of an e-process, looked at after each of {counted(len(test.looks), 'seed')}{over}; valid at every look. "
+            "Interval: its confidence sequence, not adjusted. Both assume what the exact test assumes, that a difference is as likely as "
+            "its negative where nothing differs."
+        )
+    else:
+        yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
     if any(contrast.wide for contrast in comparison.contrasts):
         all_of_them = f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)" if several else ""
         few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}" if comparison.problems < FEW_PROBLEMS else ""

@@ -70,7 +70,7 @@ def _rest(comparison: Comparison) -> Iterator[str]:
 def _undecided(comparison: Comparison) -> str:
     """Nothing was concluded: the design does not allow it, or it was looked for and not decided."""
     contrasts, test = comparison.contrasts, comparison.test
-    if not any(contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts):
+    if test.rule != "evidence" and not any(contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
             f"Cannot conclude: {counted(seeds, 'seed')} cannot show any difference from {_baselines(comparison)}, however large; "

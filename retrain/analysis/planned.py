@@ -8,10 +8,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.errors import RunFailed
 from retrain.parsing import read_object
+
+if TYPE_CHECKING:
+    from retrain.analysis.verdict import TestSettings
 
 ALPHA = 0.05
 
@@ -63,7 +66,6 @@ class CampaignRecord:
     looks: Sequence[Look]
     seeds: Sequence[int]
     """The seeds of the campaign as it is now."""
-    conditions: Sequence[str]
     max_steps: int | None
 
     @classmethod
@@ -75,11 +77,11 @@ class CampaignRecord:
             stored = content.get("plan")
             plan = None if stored is None else _plan(stored)
             looks = [Look(**look) for look in content.get("looks") or []]
-            seeds, conditions = [int(seed) for seed in content.get("seeds") or []], [str(label) for label in content.get("conditions") or []]
+            seeds = [int(seed) for seed in content.get("seeds") or []]
         except (TypeError, ValueError, KeyError) as error:
             raise RunFailed(f"{path} has a plan or a look that cannot be read ({error}): the file was changed.") from error
-        edited = plan is not None and stored.get("sha256") != plan.sha256
-        return cls(plan, edited, looks, seeds, conditions, content.get("max_steps"))
+        edited = plan is not None and content["plan"].get("sha256") != plan.sha256
+        return cls(plan, edited, looks, seeds, content.get("max_steps"))
 
     @property
     def looked(self) -> tuple[int, ...]:
@@ -100,25 +102,45 @@ def _plan(stored: Mapping[str, Any]) -> AnalysisPlan:
     return AnalysisPlan(**values | {name: tuple(values[name]) for name in ("conditions", "seeds")})
 
 
-def deviations(record: CampaignRecord, *, baseline: str, conditions: Sequence[str], metric: str, alpha: float) -> Iterator[str]:
+def deviations(
+    record: CampaignRecord, *, baseline: str, pairs: Sequence[tuple[str, str]], metric: str, test: "TestSettings"
+) -> Iterator[str]:
     """In what a comparison differs from the plan, such as "metric (auc, planned pass@1)"."""
     plan = record.plan
     if plan is None:
         return
     if record.edited:
         yield "the plan itself, which was edited after it was hashed"
+    planned_rule = "evidence" if plan.rule == "evidence" else "maxt"
     for name, now, planned in (
         ("baseline", baseline, plan.baseline),
         ("metric", metric, plan.metric),
-        ("alpha", f"{alpha:g}", f"{plan.alpha:g}"),
+        ("alpha", f"{test.alpha:g}", f"{plan.alpha:g}"),
+        ("correction", test.correction or planned_rule, planned_rule),
+        ("failed runs", test.failed, "exclude"),
         ("max_steps", record.max_steps, plan.max_steps),
     ):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
-    if baseline == plan.baseline and set(conditions) != set(plan.conditions):
-        yield f"conditions ({', '.join(conditions)}; planned {', '.join(plan.conditions)})"
+    contrasts = {(condition, plan.baseline) for condition in plan.conditions}
+    if baseline == plan.baseline and set(pairs) != contrasts:
+        yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
 
 
-def added_seeds(record: CampaignRecord) -> list[int]:
-    """Seeds that the campaign has now and the plan did not name."""
-    return [] if record.plan is None else [seed for seed in record.seeds if seed not in record.plan.seeds]
+def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
+    """As planned, or exploratory and in what; and which seeds were added. "" without a recorded plan."""
+    plan = record.plan
+    if plan is None:
+        return ""
+    if differing:
+        stopped = " The campaign stopped when its evidence decided, so that an exact test's p is too small." if record.looks else ""
+        return f"Exploratory: differs from the plan ({plan.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
+    when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
+    line = f"As planned before the first run ({plan.sha256[:8]}): {plan.metric} at {plan.alpha:g}, {len(plan.seeds)} seeds, {when}."
+    added = [seed for seed in record.seeds if seed not in plan.seeds]
+    if not added:
+        return line
+    which = f"Added after the plan: seed{'' if len(added) == 1 else 's'} {', '.join(map(str, added))}."
+    if plan.rule == "evidence":
+        return f"{line} {which} The evidence stays valid."
+    return f"{line} {which} If results were seen before, the exact test is no longer exact: its p is too small."

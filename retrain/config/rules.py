@@ -464,7 +464,7 @@ def _evidence_may_take_every_seed(config: "TrainConfig") -> Iterator[Violation]:
     if max(campaign.seeds) + max(0, campaign.max_seeds - len(campaign.seeds)) > MAX_SEED:
         yield Violation(
             ("campaign.max_seeds", "campaign.seeds"),
-            f"[campaign] max_seeds = {campaign.max_seeds} counts on from seed {max(campaign.seeds)} to above {MAX_SEED}; name smaller seeds",
+            f"[campaign] max_seeds = {campaign.max_seeds} goes from seed {max(campaign.seeds)} to above {MAX_SEED}; name smaller seeds",
         )
 
 
