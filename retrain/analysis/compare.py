@@ -228,7 +228,9 @@ def _measured_alike(
 
 
 def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> float | None:
-    """What a failed run counts as: 0 or 1 of a rate, else the worst value of any run; None for a metric without a direction."""
+    """The value given to a failed run: the worst end of a rate (0 or 1), else the worst value of any run. None for a metric without a
+    direction.
+    """
     better = "lower" if test.lower_is_better else metric.better
     if better is None:
         return None
@@ -264,7 +266,7 @@ def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
 
 
 def _advice(grouped: RunsByCondition, alike: Mapping[str, Mapping[int, StoredRun]], metric: Metric) -> str:
-    """What to do where runs were measured in different ways."""
+    """Advice for the user where runs were left out because they were measured in different ways; "" where none was."""
     if all(len(alike[label]) == len(runs) for label, runs in grouped.conditions.items()):
         return ""
     if metric.k is None:

@@ -1,4 +1,4 @@
-"""What may be concluded from each contrast, what qualifies it, and how it was computed: sentences for text, Markdown and the report."""
+"""The sentences of a comparison: the conclusion of each contrast, the caveats, and how the numbers were computed."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from retrain.records.printing import counted
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
-    """What may be concluded from one contrast, and what may not."""
+    """The conclusion of one contrast: its verdict with the numbers behind it, or why there is none."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}{_among(contrast, comparison)}"
     if found.verdict is Verdict.INCONCLUSIVE:
@@ -63,7 +63,7 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def _detectable(found: Conclusion, comparison: Comparison) -> str:
-    """Over the interval of the sd: at the sd that was seen, the power would be overstated."""
+    """The detectable difference at both ends of the sd's interval, since at the observed sd alone the power would be overstated."""
     if found.detectable is None:
         return ""
     low, high = (size_words(end, comparison.metric) for end in found.detectable)
@@ -73,7 +73,7 @@ def _detectable(found: Conclusion, comparison: Comparison) -> str:
 
 
 def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    """What qualifies a contrast, one sentence each."""
+    """The caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     if found.bounds and found.unsure != "unjudged":
         yield f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
@@ -147,7 +147,7 @@ def _about_spread(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 
 
 def sharing(contrast: Contrast) -> str:
-    """What the runs of a pair had in common; the more they share, the less luck is in their difference."""
+    """A sentence on the prompts and the noise that the two runs of a pair shared, and on the environments where they differ."""
     shared = contrast.shared
     if shared.noise == shared.prompts == shared.pairs:
         words = "The arms of every pair saw the same prompts and shared their sampling noise."
@@ -165,7 +165,7 @@ def _of(count: int, total: int) -> str:
 
 
 def computed(comparison: Comparison) -> Iterator[str]:
-    """How the numbers were made."""
+    """Sentences on how the numbers were computed."""
     metric, test = comparison.metric, comparison.test
     judge = f", judged by {comparison.judge}" if comparison.judge else ""
     how = f", sampled at {comparison.evaluated}" if comparison.evaluated else ""

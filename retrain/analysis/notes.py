@@ -1,4 +1,4 @@
-"""What a reader must know before believing a comparison, one sentence each."""
+"""Notes on a comparison as a whole, one sentence each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The pairs of a contrast: runs of two arms with one seed, their differences, and what was lost on the way."""
+"""The pairs of a contrast: two runs with one seed, one of each arm, and their difference."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class WideInterval:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What pairing by seed has gained."""
+    """How far pairing by seed made the differences less spread."""
 
     correlation: float
     """Between the two runs of a seed."""
@@ -77,7 +77,7 @@ class Pairs:
         )
 
     def paired(self, alpha: float, family: int) -> Paired:
-        """What a verdict is made of. Where it needs the interval for new problems, that is Bonferroni's over the family."""
+        """The input of a verdict. The interval for new problems, where a verdict needs one, has Bonferroni's level over the family."""
         wide = self.wide_interval(1 - alpha / family)
         few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
         return Paired(self.differences, self.least, self.most, wide.interval if wide and few else None)
