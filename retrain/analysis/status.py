@@ -38,6 +38,8 @@ class State(StrEnum):
     """Interrupted."""
     FAILED = "failed"
     DONE = "done"
+    SKIPPED = "skipped"
+    """Not needed any more by its campaign."""
     UNREADABLE = "unreadable"
 
 
@@ -96,9 +98,9 @@ class CampaignStatus:
 
     @property
     def max_steps(self) -> int:
-        """Over all runs; one that has not started counts like the longest that has."""
+        """Over all runs but those skipped; one that has not started counts like the longest that has."""
         known = [run.max_steps for run in self.runs if run.max_steps]
-        return sum(run.max_steps or max(known) for run in self.runs) if known else 0
+        return sum(run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED) if known else 0
 
     @property
     def median_step_time_s(self) -> float | None:
@@ -191,6 +193,8 @@ def _unreadable(run: StoredRun, error: RetrainError) -> RunStatus:
 
 def _read(run: StoredRun, now: float) -> RunStatus:
     folder, writer = run.folder, Writer.of(run.folder)
+    if run.skipped:
+        return RunStatus(run.path, run.condition, None, State.SKIPPED)
     if not folder.config.is_file():  # written once the model is loaded
         if not writer and _lost_its_config(run.path):
             raise RunFailed(f"{folder.config.name} is missing; put it back from a copy, or start the run anew with --overwrite.")

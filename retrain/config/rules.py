@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from retrain.config.names import builtin_names, canonical_uncertainty, fixed_aggregation, table, transforms_with
 from retrain.config.suggestions import nearest
-from retrain.config.values import MOST_COMPLETIONS
+from retrain.config.values import MAX_SEED, MOST_COMPLETIONS
 from retrain.errors import MOST_SENTENCES
 from retrain.parsing import toml_value
 
@@ -448,6 +448,23 @@ def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
     if repeated := [seed for seed, count in Counter(seeds).items() if count > 1]:
         yield Violation(
             ("campaign.seeds",), f"[campaign] seeds names {repeated[0]} twice; a repeated seed is the same run, not another sample"
+        )
+
+
+@_campaign_rule
+def _evidence_may_take_every_seed(config: "TrainConfig") -> Iterator[Violation]:
+    campaign = config.campaign
+    if campaign is None or campaign.stop != "evidence":
+        return
+    if 0 < campaign.max_seeds < len(campaign.seeds):
+        yield Violation(
+            ("campaign.max_seeds", "campaign.seeds"),
+            f"[campaign] max_seeds = {campaign.max_seeds} is below the {len(campaign.seeds)} seeds that are named; raise it, or name fewer",
+        )
+    if max(campaign.seeds) + max(0, campaign.max_seeds - len(campaign.seeds)) > MAX_SEED:
+        yield Violation(
+            ("campaign.max_seeds", "campaign.seeds"),
+            f"[campaign] max_seeds = {campaign.max_seeds} goes from seed {max(campaign.seeds)} to above {MAX_SEED}; name smaller seeds",
         )
 
 
