@@ -16,7 +16,8 @@ from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
 from retrain.rewards import Scorer, ScoreRequest
-from retrain.run.rollout import Sampler, SamplingPlan, Watcher
+from retrain.run.dialogues import SamplingPlan, Watcher
+from retrain.run.rollout import Sampler
 from retrain.run.step_record import reward_statistics
 from retrain.types import Completion, Example, FinishReason, Outcome, Prompt, Score
 from tests.runs import lines, small, timeless
