@@ -1,16 +1,21 @@
 """Requests that come up while others decode: what they draw, when they join, and what of their prompts is computed again."""
 
-from typing import Any
+import threading
+from time import monotonic
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from test_engine_decoding import assert_agrees, assert_same, prompts, tiny, with_adapter
 from test_paged_decoding import paged
 
+from retrain.environments.base import Observation
 from retrain.inference_engine.base import InferenceEngine, NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
-from retrain.types import Completion
+from retrain.run.dialogue import Dialogue
+from retrain.run.dialogues import Dialogues, SamplingPlan, Stage, Watcher
+from retrain.types import Completion, Example, FinishReason, Prompt, Score
 
 EOS = tuple(range(2, 30))
 
@@ -116,3 +121,65 @@ def test_another_adapter_does_not_join() -> None:
     ):
         assert stream.join(engine._jobs([request])[0]) is joins
     stream.close()
+
+
+# -- when the next turn of a dialogue is asked for ---------------------------------------------------------------------
+
+
+class Answering:
+    """The other side of a dialogue: a nod after every reply, and a verdict after the second; `ready` is the test's to say."""
+
+    def __init__(self) -> None:
+        self.ready, self.waited_for, self.replies = True, 0, 0
+
+    def reply(self, text: str, *, last: bool) -> None:
+        self.replies += 1
+
+    def end(self) -> None: ...
+
+    def answer(self, check: Any) -> Observation | Score:
+        self.waited_for += 1
+        return Score.of(1.0, 0.5) if self.replies == 2 else Observation([])
+
+
+def opened(repeatable: bool, count: int = 12) -> tuple[Dialogues, dict[tuple[int, int], Answering]]:
+    prompt = Prompt(Example("?", ""), "?", np.arange(3, 8, dtype=np.int32))
+    dialogues = [Dialogue(prompt, 0, sample) for sample in range(count)]
+    sides = {dialogue.key: Answering() for dialogue in dialogues}
+    stage: Any = Stage(cast(Any, None), cast(Any, None), str, 0)
+    plan, watcher = SamplingPlan(count, 50, 1.0, seed=0, stream=0), Watcher(lambda: None, lambda _: None)
+    feed = Dialogues(sides, dialogues, 0, plan, text=str, stage=stage, repeatable=repeatable, watcher=watcher, clock=monotonic)
+    for dialogue in dialogues:
+        dialogue.hear = lambda *_: None  # type: ignore[method-assign]
+    return feed, sides
+
+
+def replied(number: int, sample: int) -> Completion:
+    return Completion(number, sample, np.array([9], np.int32), np.zeros(1, np.float32), None, FinishReason.STOP)
+
+
+def test_where_noise_is_counted_the_order_of_requests_depends_on_no_clock() -> None:
+    feed, sides = opened(repeatable=True)
+    (first,) = feed.more(idle=True)
+    assert first.count == 12, "one request for the group"
+    for sample in range(12):
+        sides[0, sample].ready = sample % 2 == 0  # of no consequence
+        feed.hear(replied(0, sample))
+        asked = [request.first_sample for request in feed.more(idle=False)]
+        assert asked == ([sample - 8] if sample >= 8 else []), "eight dialogues may wait for their environment"
+    assert [request.first_sample for request in feed.more(idle=True)] == list(range(4, 12))
+
+
+def test_other_engines_are_asked_as_soon_as_an_environment_has_answered() -> None:
+    feed, sides = opened(repeatable=False, count=4)
+    feed.more(idle=True)
+    for sample in range(4):
+        sides[0, sample].ready = sample == 2
+        feed.hear(replied(0, sample))
+    assert [request.first_sample for request in feed.more(idle=False)] == [2]
+    assert feed.more(idle=False) == []
+    assert [sides[0, sample].waited_for for sample in range(4)] == [1, 1, 2, 1], "nobody waited for the slow ones"
+    threading.Timer(0.05, lambda: setattr(sides[0, 1], "ready", True)).start()
+    assert [request.first_sample for request in feed.more(idle=True)] == [1], "idle, it waits for the first of them"
+    feed.hear(replied(1, 2))
+    assert feed.more(idle=False) == [] and set(feed.scored) == {(0, 2)}
