@@ -79,9 +79,20 @@ class RunningEpisode:
         """Ask for the verdict without a further reply, for which there is no room."""
         self._job = self._host.submit(self._conclude)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `answer` would return at once."""
+        return self._job.future.done() or self._is_late
+
+    @property
+    def _is_late(self) -> bool:
+        """The environment has taken more time for this episode than it may."""
+        before = self._live.seconds if self._live else 0.0
+        return self._job.started is not None and monotonic() - self._job.started > self._host.timeout_s - before
+
     def answer(self, check: Callable[[], None]) -> Answer:
         """Wait for what came of the newest call. A hang or an exception is a verdict: could not judge. `check` raises to stop the run."""
-        job, left = self._job, self._host.timeout_s - (self._live.seconds if self._live else 0.0)
+        job = self._job
         while True:
             check()
             try:
@@ -91,7 +102,7 @@ class RunningEpisode:
                     if own := job.future.exception():  # the environment's own TimeoutError
                         return self._failed(own)
                     continue
-                if job.started is not None and monotonic() - job.started > left:
+                if self._is_late:
                     self._host.abandon(job)
                     if self._live is not None:
                         self._host.submit(self._live.episode.close)

@@ -12,10 +12,11 @@ import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from secrets import token_hex
 from tempfile import gettempdir, mkdtemp
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +25,7 @@ import numpy as np
 import psutil
 
 from retrain.errors import ConfigurationError, ServerFailure
-from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, Once, RequestFeed, SampleRequest
 from retrain.inference_engine.http import Json, Patience, Refused, Server, ServerPool, Unavailable
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 _FOLDER = ".served-"
+_LOOK_S = 0.05
+"""Seconds between two looks at whether an environment has answered, while servers are at work."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +160,31 @@ class ServedEngine(InferenceEngine):
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        calls = [(index, part) for index, request in enumerate(requests) for part in self._parts(request)]
-        futures = [self._pool.start(self._complete(index, request)) for index, request in calls]
+        return self.sample_feed(Once(requests))
+
+    def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
+        """Every request goes to a server as soon as there is one: the servers batch those that they have."""
+        given = 0
+        under_way: set[Future[list[Completion]]] = set()
+        done: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
         try:
-            for future in as_completed(futures):
-                self._speak()
-                yield from future.result()
+            while True:
+                for request in feed.more(idle=not under_way):
+                    for part in self._parts(request):
+                        future = self._pool.start(self._complete(given, part))
+                        under_way.add(future)
+                        future.add_done_callback(done.put)
+                    given += 1
+                if not under_way:
+                    return
+                with suppress(Empty):
+                    future = done.get(timeout=_LOOK_S)
+                    under_way.remove(future)
+                    self._speak()
+                    yield from future.result()
         finally:
             self._speak()
-            for future in futures:
+            for future in under_way:
                 future.cancel()  # the connection closes, and the server aborts
 
     def _parts(self, request: SampleRequest) -> list[SampleRequest]:

@@ -17,13 +17,14 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
+from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
 from retrain.run.pressure import Pressure
-from retrain.run.rollout import PrefetchedRollout, Rollout, Watcher
+from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver
 from retrain.run.schedule import Schedule
 from retrain.tracking import Tracker, build_tracker
