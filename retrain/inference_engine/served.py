@@ -12,10 +12,12 @@ import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from secrets import token_hex
 from tempfile import gettempdir, mkdtemp
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 _FOLDER = ".served-"
+_TURN_S = 0.25
+_ROUNDING = 1e-3
+"""Nats by which a log-prob may lie above 0: the server's own rounding."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,9 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
-        """The completions of an answer, in any order. A KeyError, TypeError or ValueError means that it has another form."""
+        """The completions of an answer, in any order. A LookupError, TypeError, ValueError or AttributeError means that it has another
+        form; so it does in `look` and `load`.
+        """
 
     @abstractmethod
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
@@ -159,14 +166,26 @@ class ServedEngine(InferenceEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         calls = [(index, part) for index, request in enumerate(requests) for part in self._parts(request)]
         futures = [self._pool.start(self._complete(index, request)) for index, request in calls]
+        finished: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
+        for future in futures:
+            future.add_done_callback(finished.put)
         try:
-            for future in as_completed(futures):
-                self._speak()
-                yield from future.result()
+            for _ in futures:
+                yield from self._next(finished).result()
         finally:
             self._speak()
+            self.unchecked |= self._pool.came_back
+            self._pool.came_back = False
             for future in futures:
                 future.cancel()  # the connection closes, and the server aborts
+
+    def _next(self, finished: "SimpleQueue[Future[list[Completion]]]") -> "Future[list[Completion]]":
+        """Waits in turns, so that a signal ends the wait for a server that is silent."""
+        while True:
+            self._speak()
+            self.check()
+            with suppress(Empty):
+                return finished.get(timeout=_TURN_S)
 
     def _parts(self, request: SampleRequest) -> list[SampleRequest]:
         """The request within the model's context, and one for each completion where a call samples one."""
@@ -203,10 +222,7 @@ class ServedEngine(InferenceEngine):
 
     def _completions(self, index: int, request: SampleRequest, server: Server, answer: Any) -> list[Completion]:
         where = f"{self._dialect.title} {server.url}"
-        try:
-            sampled = self._dialect.read(answer, request)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerFailure(f"{where} answered in a form that retrain does not know ({type(error).__name__}: {error}).") from error
+        sampled = self._dialect.read(answer, request)
         if len(sampled) != request.count:
             raise ServerFailure(f"{where} returned {len(sampled)} completions and was asked for {request.count}.")
         for one in sampled:
@@ -231,8 +247,12 @@ class ServedEngine(InferenceEngine):
         truncated = request.truncation.active and request.temperature > 0
         if not len(ids) == len(one.logprobs) > 0:
             return f"returned {len(ids)} tokens with {len(one.logprobs)} log-probs."
-        if not all(0 <= token < self._vocabulary for token in ids):
-            return f"sampled token {max(ids)}, and the model has {self._vocabulary} tokens: it serves another model."
+        if others := [token for token in ids if type(token) is not int]:
+            return f"returned {others[0]!r} as the id of a token, which is no whole number."
+        if (outside := next((token for token in ids if not 0 <= token < self._vocabulary), None)) is not None:
+            return f"sampled token {outside}, and the model has {self._vocabulary} tokens: it serves another model."
+        if (no_logprob := next((value for value in one.logprobs if not _is_logprob(value)), 0.0)) != 0.0:
+            return f"returned a log-prob of {no_logprob!r}, which no sampled token has: its weights or its settings are broken."
         if eos.intersection(ids[:-1]) or (ids[-1] in eos) is not one.stopped:
             return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer."
         if not one.stopped and len(ids) != request.max_tokens:
@@ -317,6 +337,10 @@ class ServedEngine(InferenceEngine):
 
         if adapter is not None and self._pool.alive:
             self._pool.run(self._pool.on_each(one))
+
+
+def _is_logprob(value: Any) -> bool:
+    return type(value) in (float, int) and -inf < value <= _ROUNDING
 
 
 def sampling_seed(request: SampleRequest, sample: int) -> int:
