@@ -86,9 +86,15 @@ def check_path(text: str) -> str:
 
 def check_server_url(text: str) -> str:
     """Check the HTTP address of a server; empty means none."""
-    parts = urlsplit(text)
-    if text and not (parts.scheme in ("http", "https") and parts.hostname):
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        good = False
+    if text and not good:
         raise refuse("is no address of a server, such as http://127.0.0.1:8000")
+    if parts.query or parts.fragment:
+        raise refuse("has a query or a fragment, which requests would lose; end it before the ? or #")
     return text
 
 

@@ -169,7 +169,7 @@ class InferenceEngine(ABC):
     replicas = 1
     """Servers that share the requests. The parity gate asks each of them."""
     unchecked = False
-    """A server woke up or came back since the parity gate last looked; the run checks it after the next `sync`, and clears this."""
+    """A server woke up or came back since the parity gate last looked; the run checks it before it learns, and clears this."""
 
     @classmethod  # noqa: B027 - an engine in this process needs nothing
     def preflight(cls, config: Any) -> None:
