@@ -113,6 +113,9 @@ def named_code(config: "TrainConfig") -> list[str]:
     given = [(path, name) for path, value in values for name in (value if isinstance(value, list) else [value])]
     given += [("reward.custom_module", f"{reward.custom_module}.{reward.custom_function}")] * ("custom" in reward.types)
     named = [(path, name) for path, name in given if is_dotted(name) and not is_data_location(name)]
+    environment = config.environment
+    if environment.provider == "verifiers":  # whose id is a module's name, or with auto_install what is fetched from a hub
+        named.append(("environment.id", environment.id))
     sentences = ["[{}] {} = {}".format(*path.split("."), toml_value(name)) for path, name in named]
     return [f"[model] trust_remote_code = true (of {model.model})"] * model.trust_remote_code + sentences
 

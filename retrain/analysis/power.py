@@ -15,7 +15,8 @@ from retrain.analysis.sign_flips import max_t_rows
 from retrain.analysis.statistics import Floats, seeds_to_reach
 from retrain.records.printing import counted
 
-Correction = Literal["maxt", "holm"]
+Correction = Literal["maxt", "holm", "evidence"]
+"""How p is adjusted over a family: joint sign flips, Holm's procedure, or the e-process of a campaign that is looked at."""
 
 SIMULATED_SEEDS = 10
 _CAMPAIGNS = 4000

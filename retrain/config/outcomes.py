@@ -240,6 +240,7 @@ UNUSED: tuple[Unused, ...] = (
         _campaign_where(lambda c: not c.parallel and c.launcher == "local"),
         "parallel is false",
     ),
+    Unused(("campaign.max_seeds",), _campaign_where(lambda c: c.stop == "seeds"), 'stop is "seeds"'),
     Unused(("campaign.parallel",), _campaign_where(lambda c: c.launcher == "ray"), "Ray runs as many as its devices hold"),
     Unused(("campaign.ray_address",), _campaign_where(lambda c: c.launcher != "ray"), 'launcher is not "ray"'),
 )

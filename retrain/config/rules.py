@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from retrain.config.names import builtin_names, canonical_uncertainty, fixed_aggregation, table, transforms_with
 from retrain.config.suggestions import nearest
-from retrain.config.values import MOST_COMPLETIONS
+from retrain.config.values import MAX_SEED, MOST_COMPLETIONS
 from retrain.errors import MOST_SENTENCES
 from retrain.parsing import toml_value
 
@@ -451,6 +451,23 @@ def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
         )
 
 
+@_campaign_rule
+def _evidence_may_take_every_seed(config: "TrainConfig") -> Iterator[Violation]:
+    campaign = config.campaign
+    if campaign is None or campaign.stop != "evidence":
+        return
+    if 0 < campaign.max_seeds < len(campaign.seeds):
+        yield Violation(
+            ("campaign.max_seeds", "campaign.seeds"),
+            f"[campaign] max_seeds = {campaign.max_seeds} is below the {len(campaign.seeds)} seeds that are named; raise it, or name fewer",
+        )
+    if max(campaign.seeds) + max(0, campaign.max_seeds - len(campaign.seeds)) > MAX_SEED:
+        yield Violation(
+            ("campaign.max_seeds", "campaign.seeds"),
+            f"[campaign] max_seeds = {campaign.max_seeds} goes from seed {max(campaign.seeds)} to above {MAX_SEED}; name smaller seeds",
+        )
+
+
 @_rule
 def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Violation]:
     for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
@@ -489,11 +506,13 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
     from retrain.config.schema import BACKEND_OPTIONS
 
     known = {name: model for model in BACKEND_OPTIONS.values() for name in model.model_fields}
-    for name in config.backend.options:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
-            yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+    wrong = [name for name in config.backend.options if name not in known]
+    for name in wrong[: MOST_SENTENCES - 1]:
+        near = nearest(name, known)
+        hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
+        yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+    if more := len(wrong[MOST_SENTENCES - 1 :]):
+        yield Violation(("backend.options",), f"[backend.options] {more:,} more of its names are no known options")
     for backend, model in BACKEND_OPTIONS.items():
         try:
             model.model_validate(config.backend.options_of(backend))

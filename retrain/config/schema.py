@@ -112,6 +112,10 @@ class Campaign(Section):
     max_steps: int | None = key(
         None, "Steps of each run; unset means [training] max_steps (500).", ge=1, meaningful_unset=True, example=500
     )
+    stop: Literal["seeds", "evidence"] = key("seeds", "End after all seeds, or look after every seed and stop when the evidence decides.")
+    max_seeds: int = key(
+        0, 'Most seeds with stop = "evidence", beyond those of `seeds` counted on from the largest; 0 is as many as `seeds` names.', ge=0
+    )
     parallel: bool = key(False, "Run conditions simultaneously.")
     max_workers: int = key(0, "Most simultaneous runs; 0 starts all, on CUDA as many as the devices hold.", ge=0)
     stagger_seconds: float = key(0.0, "Seconds between starts of runs.", ge=0)

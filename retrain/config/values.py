@@ -20,6 +20,7 @@ MOST_COMPLETIONS = 1_000_000
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
@@ -85,9 +86,15 @@ def check_path(text: str) -> str:
 
 def check_server_url(text: str) -> str:
     """Check the HTTP address of a server; empty means none."""
-    parts = urlsplit(text)
-    if text and not (parts.scheme in ("http", "https") and parts.hostname):
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        good = False
+    if text and not good:
         raise refuse("is no address of a server, such as http://127.0.0.1:8000")
+    if parts.query or parts.fragment:
+        raise refuse("has a query or a fragment, which requests would lose; end it before the ? or #")
     return text
 
 
@@ -182,7 +189,7 @@ def check_holdable(value: Any) -> Any:
     """
     if problem := unholdable(value):
         raise refuse(problem)
-    if any(0xD800 <= ord(character) <= 0xDFFF for text in _texts(value) for character in text):
+    if any(_SURROGATE.search(text) for text in _texts(value)):
         raise refuse("contains an unpaired surrogate, which UTF-8 cannot encode")
     return value
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.analysis.compare import Comparison, check_sizes, compare_runs
+from retrain.analysis.compare import Comparison, check_sizes, compare_campaign, compare_runs
 from retrain.analysis.likeness import differing_keys
 from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
@@ -155,6 +155,8 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], requ
     baseline = request.baseline or conditions[0]
     base = [run for run in runs if run.condition == baseline]
     try:
+        if is_campaign(request.folder):
+            return compare_campaign(request.folder, request.test, request.baseline, request.metric)
         return compare_runs([run for run in runs if run.condition != baseline], base, request.test, request.metric)
     except ConfigurationError as error:
         if request.metric is not None or request.baseline is not None:

@@ -10,7 +10,8 @@ import numpy as np
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.rewards.guard import check_held_out
-from retrain.run.rollout import Sampler, SamplingPlan, Watcher
+from retrain.run.dialogues import SamplingPlan, Watcher
+from retrain.run.rollout import Sampler
 from retrain.types import Group, Prompt
 
 

@@ -26,9 +26,10 @@ from retrain.noise import Stream
 from retrain.plugins import user_code
 from retrain.records.run_folder import RunFolder
 from retrain.rewards import FailureGuard, Scorer, build_scorer
+from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateInputs, GateResult, adapter_check, environment_gold, parity_gate, scored_gold
-from retrain.run.rollout import Sampler, SamplingPlan, Stage
+from retrain.run.rollout import Sampler
 from retrain.types import MachineChoices, Prompt
 
 Say = Callable[[str], None]

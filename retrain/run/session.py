@@ -17,13 +17,14 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
+from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
 from retrain.run.pressure import Pressure
-from retrain.run.rollout import PrefetchedRollout, Rollout, Watcher
+from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver
 from retrain.run.schedule import Schedule
 from retrain.tracking import Tracker, build_tracker
@@ -136,6 +137,7 @@ class Session:
             self._sync()
             watcher = self._watch(f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size)
             rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
+            self._check_again()  # before anything is learned from what it sampled
         for group in rollout.groups:
             self.tracker.emit(GroupScored(group.correct, len(group.rewards), group.prompt.example.reference))
         return rollout
@@ -170,14 +172,24 @@ class Session:
         if self._synced == step:
             return
         engine.sync(self.parts.backend.save_adapter, step)
-        compares = self.parts.backend.capabilities.scores_rows and not engine.capabilities.in_process
-        if self._synced >= 0 and not self._gate_repeated and compares:
+        if self._synced >= 0 and not self._gate_repeated and self._compares:
             self.tracker.message(run_parity_gate(self.config, self.parts, step, trained=True).line())
-            self._gate_repeated = True
-        elif engine.unchecked and compares and not self._skip_parity:
-            check_again(self.config, self.parts, step)
-        engine.unchecked = False
+            self._gate_repeated, engine.unchecked = True, False
+        self._check_again()
         self._synced = step
+
+    @property
+    def _compares(self) -> bool:
+        """Whether the engine may serve another policy than the learner's, and the learner can tell."""
+        backend = self.parts.backend
+        return backend.capabilities.scores_rows and not backend.engine.capabilities.in_process
+
+    def _check_again(self) -> None:
+        """Where a server woke up or came back since the last look."""
+        engine = self.parts.backend.engine
+        if engine.unchecked and self._compares and not self._skip_parity:
+            check_again(self.config, self.parts, self.state.step)
+        engine.unchecked = False
 
     def _watch(self, label: str, completions: int) -> Watcher:
         """Return what shows progress, and stops between two completions if a signal asks for it. Several processes would wait for each

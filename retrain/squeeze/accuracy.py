@@ -13,9 +13,9 @@ from retrain.analysis.statistics import mean, standard_error
 from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError
 from retrain.records.evaluation import Z_95, Evaluation
+from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Say, load_parts
-from retrain.run.rollout import Watcher
 from retrain.squeeze.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter, weight_names
 from retrain.tracking.console import pass_at_1
 

@@ -46,8 +46,8 @@ class RunFiles(Tracker):
                 self._append(self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS})
                 self._append(self._folder.metrics, values)
             case Evaluation():
-                for record in event.problems:
-                    self._append(self._folder.evaluation, record.to_json())
+                for problem in event.problems:
+                    self._append(self._folder.evaluation, problem.to_json())
             case RunSummary():
                 replace_file(self._folder.summary, _pretty(self._redactor.json(event.to_json())))
 
