@@ -117,12 +117,27 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f"Far from the others: seed{'' if len(seeds) == 1 else 's'} {shown}; without {'it' if len(seeds) == 1 else 'them'} the mean is "
             f"{difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume tails that are alike on both sides."
         )
+    yield from _about_unseen_collapses(contrast, comparison)
     if found.verdict is Verdict.EQUIVALENT or found.within_margin:
         largest = max(abs(value) for value in contrast.differences.values())
         unseen = 1 - 0.05 ** (1 / found.pairs)
         yield (
             f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is about the mean: {found.pairs} pairs do not "
             f"rule out an event, such as a collapse, that happens in up to {100 * unseen:.0f}% of runs."
+        )
+
+
+def _about_unseen_collapses(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    """For an improvement in a rate: how many collapses would undo it, where so few pairs cannot have shown them."""
+    found, better = contrast.conclusion, "lower" if comparison.test.lower_is_better else comparison.metric.better
+    mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
+    if found.verdict is not Verdict.IMPROVEMENT or not comparison.metric.is_rate or better != "higher" or not mean:
+        return
+    undoing, unseen = found.mean / mean, 1 - 0.05 ** (1 / found.pairs)
+    if undoing < unseen:
+        yield (
+            f"A collapse that no seed showed: if {100 * undoing:.0f}% of the runs of {contrast.condition} fell to 0, the mean difference "
+            f"would be 0, and {found.pairs} pairs do not rule out up to {100 * unseen:.0f}%."
         )
 
 

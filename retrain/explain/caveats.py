@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.analysis.power import design_line, minimal_detectable_effect, seeds_to_conclude
+from retrain.analysis.power import Correction, design_line, minimal_detectable_effect, seeds_to_conclude
+from retrain.campaign.plan import planned_seeds
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,10 +40,11 @@ def power_of(config: "TrainConfig", pilot: Path | None) -> Power | None:
     """Compute what a campaign can detect; None unless it has two conditions or more."""
     if config.campaign is None or len(config.conditions) < 2:
         return None
-    seeds, comparisons = len(config.campaign.seeds), len(config.conditions) - 1
+    seeds, comparisons = len(planned_seeds(config.campaign)), len(config.conditions) - 1
+    correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
     sd, metric = _pilot_sd(pilot)
-    detectable = minimal_detectable_effect(seeds, sd, ALPHA, POWER, comparisons)
-    return Power(seeds, comparisons, max(2, seeds_to_conclude(ALPHA, comparisons)), detectable, metric)
+    detectable = minimal_detectable_effect(seeds, sd, ALPHA, POWER, comparisons, correction)
+    return Power(seeds, comparisons, max(2, seeds_to_conclude(ALPHA, comparisons, correction)), detectable, metric)
 
 
 def _pilot_sd(pilot: Path | None) -> tuple[float, str | None]:
@@ -62,7 +64,8 @@ def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory:
     if config.campaign is None:
         return
     if power and power.detectable is None:
-        yield design_line(power.seeds, power.comparisons, 0, 1, ALPHA, POWER)
+        correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
+        yield design_line(power.seeds, power.comparisons, 0, 1, ALPHA, POWER, correction)
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by their training correct rate."
     if schedule is None:
