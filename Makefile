@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude test test-servers test-environments test-max lint types docs-check check clean
+.PHONY: help setup run conclude test test-servers test-environments test-max lint types docs docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -55,6 +55,9 @@ lint: $(STAMP) ## ruff
 
 types: $(STAMP) ## mypy --strict over the package
 	$(BIN)/mypy
+
+docs: $(STAMP) ## write the documents that are made from the code: keys, metrics, commands
+	$(BIN)/python scripts/docs_check.py --write
 
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py

@@ -162,12 +162,20 @@ def _found(folder: Path) -> Iterator[Path]:
     """The folders of runs and campaigns, ordered by path; what lies inside one is not searched."""
     # A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run, below a marker of its own.
     is_checkpoint = (folder.parent / MARKER).is_file() and not (folder / MARKER).is_file()
-    if is_run(folder) or Writer.of(RunFolder(folder)) or (is_campaign(folder) and not is_checkpoint):
+    if is_run(folder) or _lost_its_config(folder) or Writer.of(RunFolder(folder)) or (is_campaign(folder) and not is_checkpoint):
         yield folder
         return
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
             yield from _found(child)
+
+
+def _lost_its_config(folder: Path) -> bool:
+    """True for a run's folder whose config.toml is gone; one that has not begun left nothing else either."""
+    try:
+        return not is_run(folder) and RunFolder(folder).holds_run()
+    except RunFailed:  # a marker of another program
+        return False
 
 
 def run_status(run: StoredRun, now: float) -> RunStatus:
@@ -188,6 +196,8 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     if run.skipped:
         return RunStatus(run.path, run.condition, None, State.SKIPPED)
     if not folder.config.is_file():  # written once the model is loaded
+        if not writer and _lost_its_config(run.path):
+            raise RunFailed(f"{folder.config.name} is missing; put it back from a copy, or start the run anew with --overwrite.")
         state = State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
         return RunStatus(run.path, run.planned.condition if run.planned else "", None, state)
     recent = run.last_metrics(_WINDOW)

@@ -161,7 +161,7 @@ def _put(data: dict[str, Any], section: str, **values: Any) -> None:
 
 def _tracking(view: TrainConfig, label: str, name: str, seed: int) -> dict[str, str]:
     """Run name, group and tags for wandb and trackio. The user's group wins, and the user's tags come first."""
-    trackers = set(tracker_names(view))
+    trackers = set(tracker_names(view.logging))
     if not trackers & {"wandb", "trackio"}:
         return {}
     names = {"wandb_run_name": name, "wandb_group": view.logging.wandb_group or label}

@@ -30,14 +30,14 @@ class Power:
     """The smallest mean difference found with a probability of POWER, in the pilot's metric, or without a pilot in standard deviations
     of the paired differences. None if nothing can be significant."""
     metric: str | None
-    """The pilot's; None without a pilot that shows the spread."""
+    """The metric of the pilot; None without a pilot that shows the spread."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
 
 
 def power_of(config: "TrainConfig", pilot: Path | None) -> Power | None:
-    """None unless the configuration is a campaign of two conditions or more."""
+    """Compute what a campaign can detect; None unless it has two conditions or more."""
     if config.campaign is None or len(config.conditions) < 2:
         return None
     seeds, comparisons = len(planned_seeds(config.campaign)), len(config.conditions) - 1
@@ -48,7 +48,7 @@ def power_of(config: "TrainConfig", pilot: Path | None) -> Power | None:
 
 
 def _pilot_sd(pilot: Path | None) -> tuple[float, str | None]:
-    """The sd of the pilot's differences and its metric; (1.0, None) without a pilot or with too few runs in it."""
+    """Return the standard deviation of the pilot's differences and its metric; (1.0, None) without a pilot or with too few runs in it."""
     if pilot is None:
         return 1.0, None
     from retrain.analysis.pilot import read_pilot
@@ -77,7 +77,7 @@ def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory:
 
 
 def _shared_memory(config: "TrainConfig", schedule: "Schedule", memory: "Memory | None") -> Iterator[str]:
-    """Every run sizes its budgets for a whole device."""
+    """Warn about workers that share a device, since every run sizes its budgets for a whole device."""
     campaign = config.campaign
     if memory is None or campaign is None or memory.machine.device_type != "cuda" or schedule.effective_parallelism < 2:
         return
