@@ -69,8 +69,8 @@ class EvidenceRule:
         try:
             record = replace(CampaignRecord.read(self._plan.folder), looks=looks)
             comparison = compare_campaign(self._plan.folder, TestSettings(), record=record)
-        except ConfigurationError as error:
-            self._say(f"Look {len(looks)} (seed {seed}): {error}")
+        except ConfigurationError:  # no pair so far; the comparison at the end says why
+            self._say(f"Look {len(looks)} of at most {len(self._plan.seeds)} (seed {seed}): no pair yet, since runs failed.")
             return looks[-1]
         if comparison.test.rule != "evidence":
             self._say(f"Look {len(looks)} (seed {seed}) decides nothing. {comparison.planned}")
