@@ -34,7 +34,7 @@ def _add_row_updates(
         weight = tl.load(reduced + row * reduced_stride + begin + rank, mask=held, other=0.0).to(tl.float32)
         factors = tl.load(up + (begin + rank)[:, None] * up_stride + at[None, :], mask=held[:, None] & inside[None, :], other=0.0)
         total += tl.sum(weight[:, None] * factors.to(tl.float32), axis=0)
-    tl.store(target, rounded(total, dtype).to(dtype), mask=inside & (count > 0))
+    tl.store(target, rounded(total, dtype).to(dtype), mask=inside)
 
 
 def add_row_updates(y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
