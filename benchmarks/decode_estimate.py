@@ -98,7 +98,10 @@ def one_kernel_each(counting: Counting) -> Iterator[None]:
 
 
 def count(rows: int, length: int, *, joined: bool) -> tuple[Counter[str], dict[str, int]]:
-    """Kernels of a step, and bytes: of the weights, and of keys and values. `joined`: with the Triton kernels, the adapter under the weights."""
+    """Kernels of a step, and bytes: of the weights, and of keys and values.
+
+    `joined`: with the Triton kernels, and the adapter under the weights.
+    """
     with torch.device("meta"):
         config = Qwen3Config(**SHAPES["qwen3-4b"], tie_word_embeddings=True, max_position_embeddings=40_960)
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
@@ -141,9 +144,8 @@ def main() -> None:
         for joined in (False, True):
             kernels, moved = count(rows, 512, joined=joined)
             if rows == 128:
-                print(
-                    f"{'Triton kernels' if joined else 'torch operators'}: {sum(kernels.values()):,} kernels, {dict(kernels.most_common(12))}\n"
-                )
+                name, most = "Triton kernels" if joined else "torch operators", dict(kernels.most_common(12))
+                print(f"{name}: {sum(kernels.values()):,} kernels, {most}\n")
             row = [rows, "Triton" if joined else "torch", f"{sum(kernels.values()):,}"]
             for card, bandwidth in BANDWIDTH.items():
                 estimate = seconds(kernels, moved, rows, card, joined=joined)

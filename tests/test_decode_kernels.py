@@ -223,8 +223,8 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
 def test_a_whole_decode_with_kernels_draws_the_same(family: str, on_triton: None) -> None:
-    """With norms of heads and without, with a bias, in a window; an adapter under the weights, past a page's end."""
-    model, asked = with_adapter(tiny(family)).to(DEVICE), requests(count=1, many=2, max_tokens=9, temperature=0.7)
+    """With norms of heads and without, with a bias, in a window; an adapter under the weights; the prompts fill a page and a part."""
+    model, asked = with_adapter(tiny(family)).to(DEVICE), requests(count=1, many=2, max_tokens=4, temperature=0.7)
     fused, found = drawn(model, asked)
     assert isinstance(fused.kernels, TritonKernels) and fused._projections[0]._joined is not None
     assert_same(found, run(TorchEngine(with_adapter(tiny(family)).to(DEVICE), [], DEVICE), asked), atol=1e-4)
@@ -241,7 +241,7 @@ def test_rows_of_several_adapters_truncated_and_greedy_draw_the_same(on_triton: 
                 parameter.mul_(-0.5)
     prompt, cuts = np.arange(3, 9, dtype=np.int32), (Truncation(), Truncation(top_k=9), Truncation(top_p=0.7))
     asked = [
-        SampleRequest(prompt, 1, 4, temperature, NoiseKey(1, 0, 0, number), 0, slot, truncation=cut)
+        SampleRequest(prompt, 1, 2, temperature, NoiseKey(1, 0, 0, number), 0, slot, truncation=cut)
         for number, (slot, temperature, cut) in enumerate(zip((BASE_MODEL, 0, 4), (0.8, 0.0, 1.0), cuts, strict=True))
     ]
     _, found = drawn(model, asked, layers=layers)
