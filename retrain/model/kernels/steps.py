@@ -7,6 +7,7 @@ Shape letters: N rows with one token each, H hidden size, Q and K query and key-
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -124,7 +125,8 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
         return TorchKernels()
     try:
         kernels = TritonKernels()
-        wrong = differences(kernels, device, dtype)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            wrong = differences(kernels, device, dtype)
     except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
         say(f"Decoding uses torch's operators: Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]}).")
         return TorchKernels()
