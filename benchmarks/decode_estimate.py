@@ -27,7 +27,7 @@ from retrain.inference_engine.pages import PagePool
 from retrain.model import budget, functions, fused
 from retrain.model.attention import VarlenAttention
 from retrain.model.fused import FusedDecoder
-from retrain.model.kernels.steps import TorchKernels
+from retrain.model.step_kernels import TorchKernels
 from retrain.model.varlen import fits_flash
 
 BANDWIDTH = {"H100": 2.85e12, "H200": 4.3e12}

@@ -40,9 +40,9 @@ from retrain.model.budget import DecodeLimits
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head, score_tokens
-from retrain.model.kernels.steps import StepKernels, TorchKernels, TritonKernels, differences
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.projection import AdapterStack
+from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
 from retrain.model.varlen import PagedRows, Spans, flash_paged, has_flash, plain, plain_paged
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

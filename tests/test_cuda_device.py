@@ -15,8 +15,8 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.fixed_step import FixedStep
 from retrain.inference_engine.torch_engine import TorchEngine
-from retrain.model.kernels import steps
-from retrain.model.kernels.steps import TritonKernels
+from retrain.model import step_kernels as steps
+from retrain.model.step_kernels import TritonKernels
 from retrain.types import Completion, Row
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

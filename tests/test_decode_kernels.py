@@ -14,12 +14,12 @@ from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, T
 from retrain.inference_engine.sampling import draw_scaled
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model import fused as fused_decoder
+from retrain.model import step_kernels as steps
 from retrain.model.devices import EngineOptions
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
-from retrain.model.kernels import steps
-from retrain.model.kernels.steps import StepKernels, TorchKernels, TritonKernels, differences, step_kernels
 from retrain.model.projection import AdapterStack
+from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences, step_kernels
 from retrain.model.truncation import FixedKeptSets
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
@@ -122,7 +122,10 @@ def sharp(rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("vocabulary", [5, 2048, 5003])
 def test_a_draw_is_that_of_the_torch_form(kernels: StepKernels, dtype: torch.dtype, vocabulary: int) -> None:
     """Vocabularies of less than a block, of one, and of several that they do not fill; greedy rows and others."""
-    logits, uniforms = sharp(6, vocabulary, dtype), torch.linspace(0.05, 0.97, 6, dtype=torch.float64)
+    logits, uniforms = (
+        sharp(6, vocabulary, dtype) / torch.tensor([1, 4]).repeat(3)[:, None].to(dtype),
+        torch.linspace(0.05, 0.97, 6, dtype=torch.float64),
+    )
     temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3, 0.2, 0.0])
     found, expected = kernels.draw(logits, temperatures, uniforms, None), by_torch(logits, temperatures, uniforms, None)
     torch.testing.assert_close(found[:, :3], expected, rtol=0, atol=2e-6)
@@ -145,6 +148,8 @@ def test_a_token_of_probability_zero_is_never_drawn(kernels: StepKernels) -> Non
     found, expected = (of(logits, torch.ones(4), uniforms, None) for of in (kernels.draw, by_torch))
     assert found[:, 0].tolist() == [7, 7, 4999, 4999]
     torch.testing.assert_close(found[:, :3], expected, rtol=0, atol=2e-6)
+    at_zero = kernels.draw(logits, torch.ones(4), torch.zeros(4, dtype=torch.float64), None)
+    assert at_zero[:, 0].tolist() == [7] * 4
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -153,6 +158,7 @@ def test_numbers_that_are_not_finite_show_in_the_log_prob(kernels: StepKernels, 
     """One NaN or +inf among others, or -inf everywhere; the next row is as it was, and the token is one of the vocabulary."""
     logits = sharp(2, 3000, torch.float32).clone()
     expected = by_torch(logits, torch.ones(2), torch.full((2,), 0.5, dtype=torch.float64), None)
+    logits[0, 2048:] = -300.0  # tokens without weight, among which it stands
     logits[0, 2500 if bad != -torch.inf else slice(None)] = bad
     for cuts in (None, (torch.tensor([5, 0]), torch.ones(2).double(), torch.zeros(2).double())):
         found = kernels.draw(logits, torch.tensor([temperature, 1.0]), torch.full((2,), 0.5, dtype=torch.float64), cuts)

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from retrain.errors import ConfigurationError
 from retrain.model.attention import AttentionBatch, FusedAttention
 from retrain.model.functions import Norm, gated_mlp, norm_project, normed, project, rotate
-from retrain.model.kernels.steps import TRITON_DEVICES, StepKernels, TorchKernels, step_kernels
 from retrain.model.packed import PackedWeight
 from retrain.model.projection import AdapterLayer, Projection, fusable
+from retrain.model.step_kernels import TRITON_DEVICES, StepKernels, TorchKernels, step_kernels
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}

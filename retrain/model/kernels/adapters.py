@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from retrain.model.kernels.rounding import rounded
-from retrain.model.projection import AdapterStack
 
 _BLOCK = 256
 _RANKS = 16
@@ -37,11 +36,14 @@ def _add_row_updates(
     tl.store(target, rounded(total, dtype).to(dtype), mask=inside)
 
 
-def add_row_updates(y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
-    """`y` [N, O] plus, for each row, its `reduced` [N, R] times the up factors of the adapter in `slots` [N], below 0 none."""
+def add_row_updates(y: Tensor, reduced: Tensor, up: Tensor, first: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
+    """`y` [N, O] plus, for each row, its `reduced` [N, R] times the factors `up` [R, O] of the adapter in `slots` [N], -1 none.
+
+    Its ranks are `counts`[slot + 1] from `first`[slot + 1] on.
+    """
     rows, size = y.shape
     _add_row_updates[rows, triton.cdiv(size, _BLOCK)](
-        y, reduced, stack.up, slots, stack.first, stack.counts, y.stride(0), reduced.stride(0), stack.up.stride(0), size,
+        y, reduced, up, slots, first, counts, y.stride(0), reduced.stride(0), up.stride(0), size,
         RANKS=_RANKS, BLOCK=_BLOCK,
     )  # fmt: skip
     return y

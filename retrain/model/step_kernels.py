@@ -98,8 +98,8 @@ class TritonKernels:
     def __init__(self) -> None:
         from retrain.model.kernels import activation, adapters, norm, rotary, sampler
 
-        self.gate, self.add_row_updates, self.draw = activation.gate, adapters.add_row_updates, sampler.draw
-        self._add_norm, self._turn_and_store = norm.add_norm, rotary.turn_and_store
+        self.gate, self.draw = activation.gate, sampler.draw
+        self._add_norm, self._turn_and_store, self._add_row_updates = norm.add_norm, rotary.turn_and_store, adapters.add_row_updates
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         return self._add_norm(residual, update, norm.weight, norm.eps)
@@ -114,6 +114,9 @@ class TritonKernels:
         places: Tensor,
     ) -> Tensor:
         return self._turn_and_store(qkv, heads, rotary, None if norm is None else (norm.weight, norm.eps), pages, places)
+
+    def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
+        return self._add_row_updates(y, reduced, stack.up, stack.first, stack.counts, slots)
 
 
 def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> StepKernels:
