@@ -171,7 +171,7 @@ class Sampler:
         for completion in self.engine.sample(requests):
             watcher.check()
             dialogue = asked[completion.request, completion.sample]
-            dialogue.add(completion, self.text(completion.token_ids))
+            dialogue.add(completion, self._written(completion))
             yield dialogue
             if dialogue.replies == 1:  # progress is counted in trajectories
                 watcher.completion(completion)
@@ -224,8 +224,11 @@ class Sampler:
         assert isinstance(score, Score)  # the end of an exchange is a verdict
         trajectory = dialogue.trajectory
         alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
-        text = self.text(trajectory.token_ids) if alone or self.stage is None else self.stage.decode(dialogue.said)
+        text = self._written(trajectory.turns[0].completion) if alone or self.stage is None else self.stage.decode(dialogue.said)
         return Scored(trajectory, text, score)
+
+    def _written(self, completion: Completion) -> str:
+        return self.text(completion.token_ids) if completion.text is None else completion.text
 
 
 def _merged(first: SampleRequest, second: SampleRequest) -> SampleRequest | None:
