@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.token_table import TokenTable, read_tokens
 from retrain.run.dialogue import Dialogue
-from retrain.run.rollout import environment_seed
+from retrain.run.dialogues import environment_seed
 from retrain.run.session import Session
 from retrain.types import ChatMessage, Completion, Example, FinishReason, Int32Array, Outcome, Prompt, Row, Trajectory, Turn
 from tests.runs import lines, small, timeless
@@ -227,15 +228,28 @@ def test_a_rewritten_history_begins_a_row_of_its_own(text: TextModel) -> None:
 
 
 class Misbehaving(Environment):
-    """Problem n does what its reference says."""
+    """Its episodes do what the problem's reference says."""
 
     max_turns = 2
 
     def examples(self, split: Split) -> list[Example]:
-        return [] if split == "evaluation" else [Example("?", what) for what in ("fine", "crash", "hang", "reset", "nan", "long")]
+        return []
 
     def episode(self) -> Episode:
         return Misbehaves()
+
+    def close(self) -> None:
+        raise RuntimeError("the door is stuck")
+
+
+WRONGLY_SAID: dict[str, Any] = {
+    "text": "go on",
+    "numbers": [{"role": "user", "content": 5}],
+    "half a character": [{"role": "user", "content": "\ud800"}],
+    "no conversation": Observation([], rewrites=True),
+    "no tools": Observation([{"role": "user", "content": "go on"}], tools="add"),  # type: ignore[arg-type]
+}
+JUDGED: dict[str, Any] = {"nan": Result(float("nan")), "none": None, "a word": Result("1")}  # type: ignore[arg-type]
 
 
 class Misbehaves(Episode):
@@ -245,14 +259,24 @@ class Misbehaves(Episode):
             raise RuntimeError("no seat is free")
 
     def step(self, reply: str) -> list[ChatMessage] | None:
-        if self.what == "crash":
-            raise ValueError("division by zero")
-        if self.what == "hang":
-            time.sleep(30)
-        return [ChatMessage(role="user", content="go on")] if self.what == "long" else None
+        match self.what:
+            case "crash":
+                raise ValueError("division by zero")
+            case "exit":
+                sys.exit(3)
+            case "hang" | "hang twice":
+                time.sleep(30)
+            case "long":
+                return [ChatMessage(role="user", content="go on")]
+        return WRONGLY_SAID.get(self.what)
 
     def result(self) -> Result:
-        return Result(float("nan") if self.what == "nan" else 1.0)
+        verdict: Result = JUDGED.get(self.what, Result(1.0))
+        return verdict
+
+    def close(self) -> None:
+        if self.what == "hang twice":
+            time.sleep(30)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +284,17 @@ class Misbehaves(Episode):
     [
         ("fine", ""),
         ("crash", "the environment failed with ValueError: division by zero"),
+        ("exit", "the environment failed with SystemExit: 3"),
         ("hang", "took longer than [environment] timeout_s = 0.3"),
         ("reset", "the environment failed with RuntimeError: no seat is free"),
         ("nan", "reward is nan"),
+        ("none", "result returned NoneType, and must return a Result"),
+        ("a word", "failed with TypeError"),
+        ("text", "step returned str, and must return a list of messages"),
+        ("numbers", "step returned list, and must return a list of messages {role, content} of text"),
+        ("half a character", "failed with UnicodeEncodeError"),
+        ("no conversation", "a rewritten conversation without messages"),
+        ("no tools", "tools that are no list of JSON schemas"),
         ("long", ""),
     ],
 )
@@ -274,12 +306,18 @@ def test_an_episode_that_fails_could_not_be_judged(what: str, reason: str) -> No
     assert reason in score.reason and (score.outcome is Outcome.RIGHT) == (not reason) == (score.outcome is not Outcome.COULD_NOT_JUDGE)
 
 
-def test_a_hanging_episode_costs_only_itself() -> None:
-    """With one thread, the episode behind a hanging one is still judged."""
+def test_an_environment_that_fails_to_close_costs_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5).close()
+    assert capsys.readouterr().err == "environment: close() failed with RuntimeError: the door is stuck.\n"
+
+
+@pytest.mark.parametrize("what", ["hang", "hang twice"])
+def test_a_hanging_episode_costs_only_itself(what: str) -> None:
+    """With one thread, the episode behind a hanging one is still judged, even where its close hangs too."""
     from retrain.environments.threads import DaemonThreads
 
     host = EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5, threads=DaemonThreads(1, "test"))
-    hanging, fine = (host.begin(Example("?", what), 0) for what in ("hang", "fine"))
+    hanging, fine = (host.begin(Example("?", what), 0) for what in (what, "fine"))
     for episode in (hanging, fine):
         assert isinstance(episode.answer(lambda: None), Observation)
         episode.reply("a", last=False)
@@ -336,12 +374,22 @@ class Fails(Episode):
         ("tests.test_environments.Nowhere", {}, "cannot be loaded"),
         ("tests.test_environments.Misbehaves", {}, "must be a subclass of retrain.environments.base.Environment"),
         ("retrain.environments.lab.NumberGuessing", {"smallest": 3}, "failed with TypeError"),
+        ("tests.test_environments.WrongProblems", {"problem": {"prompt": "?"}}, r"train set holds \{'prompt': '\?'\}, and must hold"),
+        ("tests.test_environments.WrongProblems", {"problem": [5]}, r"train set holds Example\(prompt=\[5\]"),
         ("retrain.environments.lab.NumberGuessing", {"examples": 0}, "has no training set, so it can evaluate and not train"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_a_sentence(provider: str, args: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
         train(small(tmp_path / "run", environment={"provider": provider, "args": args}), quiet=True)
+
+
+class WrongProblems(Misbehaving):
+    def __init__(self, problem: Any) -> None:
+        self.problem = problem
+
+    def examples(self, split: Split) -> list[Example]:
+        return [Example(self.problem, "") if isinstance(self.problem, list) else self.problem]
 
 
 def test_an_evaluation_without_an_evaluation_set_is_refused(tmp_path: Path) -> None:
@@ -366,7 +414,7 @@ def test_unused_sections_are_named(tmp_path: Path) -> None:
 
 
 def test_a_groups_episodes_share_a_seed_and_groups_do_not() -> None:
-    from retrain.run.rollout import SamplingPlan
+    from retrain.run.dialogues import SamplingPlan
 
     plan = SamplingPlan(4, 8, 1.0, seed=3, stream=0)
     seeds = [environment_seed(plan, step, slot) for step in range(3) for slot in range(3)]

@@ -1,6 +1,7 @@
 """A run's folder may come from anyone: looking at it runs none of the code that it names, and eval says what it would run."""
 
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,22 @@ def test_eval_names_the_code_that_it_would_run_and_wants_to_be_told(
     assert not (tmp_path / "trace").exists()
     main(["eval", str(foreign), "--trust"])
     assert (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("named", ['provider = "verifiers"\nid = "evil_plugin"', 'provider = "evil_plugin.f"'])
+def test_an_environment_is_code_too(honest: Path, tmp_path: Path, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Looking at the run leaves it alone, and eval names it, with `auto_install` before anything is fetched."""
+    folder, marker = tmp_path / "run", tmp_path / "trace"
+    shutil.copytree(honest, folder)
+    (folder / "evil_plugin.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    settings = tomllib.loads((folder / "config.toml").read_text())["environment"]
+    old = "\n".join(line for line in (folder / "config.toml").read_text().splitlines() if line.startswith(("provider", "id = ")))
+    assert settings["provider"] == "" and old
+    with_plugin(folder, old, named)
+    for command in ("inspect", "report", "status"):
+        main([command, str(folder)])
+    capsys.readouterr()
+    assert main(["eval", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "[environment] " in said and "evil_plugin" in said and "--trust" in said
+    assert not marker.exists()

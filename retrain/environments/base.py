@@ -25,6 +25,14 @@ class Observation:
     """Functions that the model may call, as JSON schemas for the chat template."""
 
 
+def is_conversation(messages: object) -> bool:
+    """Whether an environment gave a list of messages, each with a role and text."""
+    return isinstance(messages, list | tuple) and all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in messages
+    )
+
+
 @dataclass(frozen=True)
 class Result:
     """The verdict on a whole episode."""

@@ -100,9 +100,11 @@ class BridgedEpisode(Episode):
     async def _play(self, example: Example, seed: int) -> None:
         try:
             self._line.events.put(await self._rollout(self._line, example, seed))
-        except BaseException as error:
+        except asyncio.CancelledError as error:
             self._line.events.put(error)
             raise
+        except BaseException as error:  # noqa: BLE001 - the episode raises it; here a SystemExit would end the loop of all episodes
+            self._line.events.put(error)
 
     def _answer(self, give: Callable[["asyncio.Future[str]"], None]) -> None:
         assert self._waiting is not None

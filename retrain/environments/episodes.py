@@ -1,21 +1,24 @@
 """Many episodes at once: each is answered on a thread, judged at its end, and costs nobody else anything if it hangs or fails."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any
 
-from retrain.environments.base import Environment, Episode, Observation, Result
+from retrain.environments.base import Environment, Episode, Observation, Result, is_conversation
 from retrain.environments.threads import DaemonThreads, Job
 from retrain.plugins import describe
-from retrain.types import ChatMessage, Example, Outcome, Score
+from retrain.types import Example, Outcome, Score
 
 MOST_THREADS = 64
 """Episodes that are answered at the same time; the others wait for their turn."""
 _POLL = 0.2
 """Seconds between two looks at whether the run was asked to stop."""
+
+_CLOSING_S = 60.0
 
 Answer = Observation | Score
 """What comes after a reply: something to reply to, or the verdict."""
@@ -51,7 +54,12 @@ class EpisodeHost:
     def abandon(self, job: Job) -> None:
         self._threads.abandon(job)
 
+    def spawn(self, call: Callable[[], Any]) -> None:
+        self._threads.spawn(call)
+
     def score(self, result: Result) -> Score:
+        if not isinstance(result, Result):
+            raise TypeError(f"result returned {type(result).__name__}, and must return a Result")
         if not math.isfinite(result.reward):
             return could_not_judge(f"the environment's reward is {result.reward}, which is not finite")
         verdict = Score.of(float(result.reward), self.correct_threshold)
@@ -59,8 +67,15 @@ class EpisodeHost:
         return Score(verdict.outcome, verdict.reward, metrics=metrics, turn_rewards=tuple(map(float, result.turn_rewards)))
 
     def close(self) -> None:
+        """Close the environment; one that fails to close, or takes longer than a minute, costs a line on the screen."""
+        job = self._threads.spawn(self.environment.close)
+        try:
+            failure = job.future.exception(_CLOSING_S)
+        except TimeoutError:
+            failure = TimeoutError(f"it takes longer than {_CLOSING_S:g} s")
+        if failure is not None:
+            print(f"environment: close() failed with {describe(failure)}.", file=sys.stderr)
         self._threads.close()
-        self.environment.close()
 
 
 class RunningEpisode:
@@ -79,40 +94,48 @@ class RunningEpisode:
         """Ask for the verdict without a further reply, for which there is no room."""
         self._job = self._host.submit(self._conclude)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `answer` would return at once."""
+        return self._job.future.done() or self._is_late
+
+    @property
+    def _is_late(self) -> bool:
+        """The environment has taken more time for this episode than it may."""
+        before = self._live.seconds if self._live else 0.0
+        return self._job.started is not None and monotonic() - self._job.started > self._host.timeout_s - before
+
     def answer(self, check: Callable[[], None]) -> Answer:
         """Wait for what came of the newest call. A hang or an exception is a verdict: could not judge. `check` raises to stop the run."""
-        job, left = self._job, self._host.timeout_s - (self._live.seconds if self._live else 0.0)
+        job = self._job
         while True:
             check()
             try:
-                answer: Answer = job.future.result(_POLL)
-            except TimeoutError:
-                if job.future.done():
-                    if own := job.future.exception():  # the environment's own TimeoutError
-                        return self._failed(own)
+                failure = job.future.exception(_POLL)
+            except TimeoutError:  # of this wait: what the environment raised, SystemExit included, is returned
+                if not self._is_late:
                     continue
-                if job.started is not None and monotonic() - job.started > left:
-                    self._host.abandon(job)
-                    if self._live is not None:
-                        self._host.submit(self._live.episode.close)
-                    return could_not_judge(f"the environment took longer than [environment] timeout_s = {self._host.timeout_s:g}")
-            except Exception as error:  # noqa: BLE001 - the environment's code is not ours
-                return self._failed(error)
-            else:
-                if self._live is not None:
-                    self._live.seconds += job.seconds
-                return answer
+                self._host.abandon(job)
+                return self._failed(f"the environment took longer than [environment] timeout_s = {self._host.timeout_s:g}")
+            if failure is not None:
+                return self._failed(f"the environment failed with {describe(failure)}")
+            if self._live is not None:
+                self._live.seconds += job.seconds
+            answer: Answer = job.future.result()
+            return answer
 
-    def _failed(self, error: BaseException) -> Score:
+    def _failed(self, reason: str) -> Score:
         if self._live is not None:
-            self._host.submit(self._live.episode.close)
-        return could_not_judge(f"the environment failed with {describe(error)}")
+            self._host.spawn(self._live.episode.close)
+        return could_not_judge(reason)
 
     def _reset(self) -> Answer:
         episode = self._host.environment.episode()
+        if not isinstance(episode, Episode):
+            raise TypeError(f"episode returned {type(episode).__name__}, and must return an Episode")
         self._live = _Live(episode)
         opening = episode.reset(self._example, self._seed)
-        return Observation([]) if opening is None else _rewriting(opening)
+        return Observation([]) if opening is None else replace(_checked(opening, "reset"), rewrites=True)
 
     def _step(self, text: str, last: bool) -> Answer:
         assert self._live is not None
@@ -120,7 +143,7 @@ class RunningEpisode:
         said = self._live.episode.step(text)
         if said is None or last or self._live.replies == self._host.max_turns:
             return self._conclude()
-        return said if isinstance(said, Observation) else Observation(said)
+        return _checked(said, "step")
 
     def _conclude(self) -> Answer:
         assert self._live is not None
@@ -141,9 +164,18 @@ def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int 
     return answer if isinstance(answer, Score) else could_not_judge("no reply was given")
 
 
-def _rewriting(opening: list[ChatMessage] | Observation) -> Observation:
-    """An opening other than the example's prompt."""
-    return replace(opening, rewrites=True) if isinstance(opening, Observation) else Observation(opening, rewrites=True)
+def _checked(said: object, method: str) -> Observation:
+    """What the environment's `method` returned. Raises TypeError or ValueError for what no chat template could write."""
+    given = said if isinstance(said, Observation) else Observation(said)  # type: ignore[arg-type]  # it is looked at here
+    if not is_conversation(given.messages):
+        raise TypeError(f"{method} returned {type(said).__name__}, and must return a list of messages {{role, content}} of text, or None")
+    if not (isinstance(given.tools, list) and all(isinstance(tool, dict) for tool in given.tools)):
+        raise TypeError(f"{method} returned tools that are no list of JSON schemas")
+    if given.rewrites and not given.messages:
+        raise ValueError(f"{method} returned a rewritten conversation without messages")
+    for message in given.messages:
+        message["content"].encode()  # lone surrogates have no tokens
+    return given
 
 
 def could_not_judge(reason: str) -> Score:

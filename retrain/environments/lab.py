@@ -17,9 +17,9 @@ HIGHER, LOWER = ">", "<"
 class NumberGuessing(Environment):
     """A number from 1 to `largest`, to be found in `turns` guesses.
 
-    The reward is 1 for the right guess, and 0.1 more for each turn that is left. Without it, it is the less below 0.4 the farther the
-    last guess is off, so that a guess that heeds the hint pays before the first game is won. The last number of a reply is the guess. The
-    episodes of a group look for the same number.
+    The reward of a game that is won is 1, and 0.1 more for each guess that is left. A lost one pays up to 0.4, the more the fewer numbers
+    its hints leave, so that a guess in the middle, and one that heeds the hints, pays before the first game is won. The last number of a
+    reply is the guess. The episodes of a group look for the same number.
     """
 
     def __init__(self, largest: int = 15, turns: int = 4, examples: int = 64) -> None:
@@ -50,25 +50,36 @@ def _boxed(number: int | str) -> str:
 
 class _Guessing(Episode):
     def __init__(self, largest: int, turns: int) -> None:
-        self.largest, self.turns, self.used, self.number = largest, turns, 0, 0
-        self.guess: int | None = None
+        self.largest, self.turns, self.number = largest, turns, 0
+        self.guesses: list[int | None] = []
+        self.heeded: list[bool] = []
+        """For each guess after the first, whether it fitted the hints so far."""
+        self.low, self.high = 1, largest
+        """The numbers that fit the hints."""
 
     def reset(self, example: Example, seed: int) -> None:
         self.number = int(example.reference)
 
     def step(self, reply: str) -> list[ChatMessage] | None:
-        self.guess = last_number(reply)
-        self.used += 1
-        if self.guess == self.number or self.used == self.turns:
+        guess = last_number(reply)
+        if self.guesses:
+            self.heeded.append(guess is not None and self.low <= guess <= self.high)
+        self.guesses.append(guess)
+        hint = "?" if guess is None else HIGHER if guess < self.number else LOWER
+        if guess is not None and hint == HIGHER:
+            self.low = max(self.low, guess + 1)
+        elif guess is not None:
+            self.high = min(self.high, guess - 1)
+        if guess == self.number or len(self.guesses) == self.turns:
             return None
-        hint = "?" if self.guess is None else HIGHER if self.guess < self.number else LOWER
         return [ChatMessage(role="user", content=hint)]
 
     def result(self) -> Result:
-        solved = self.guess == self.number
-        off = self.largest if self.guess is None else abs(self.guess - self.number)
-        reward = 1 + 0.1 * (self.turns - self.used) if solved else 0.4 * max(0.0, 1 - off / self.largest)
-        return Result(reward, {"turns": self.used, "solved": float(solved)})
+        solved = bool(self.guesses) and self.guesses[-1] == self.number
+        used, left = len(self.guesses), self.high - self.low + 1
+        reward = 1 + 0.1 * (self.turns - used) if solved else 0.4 * (1 - left / self.largest)
+        heeded = {"heeded": sum(self.heeded) / len(self.heeded)} if self.heeded else {}
+        return Result(reward, {"turns": used, "solved": float(solved)} | heeded)
 
 
 def last_number(reply: str) -> int | None:

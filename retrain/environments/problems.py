@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.load import NoHeldOutSplit, subset
 from retrain.data.sources import ReadResult
-from retrain.environments.base import Environment, Split
+from retrain.environments.base import Environment, Split, is_conversation
 from retrain.errors import ConfigurationError
 from retrain.plugins import user_code
+from retrain.types import Example
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -38,6 +39,13 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
             f"[environment] {name} has no training set, so it can evaluate and not train: choose another environment, or look among its "
             "args for one that selects a training split."
         )
+    for example in examples:
+        if not (isinstance(example, Example) and (isinstance(example.prompt, str) or is_conversation(example.prompt))):
+            shown = " ".join(repr(example).split())[:80]
+            raise ConfigurationError(
+                f"[environment] {name}: its {split} set holds {shown}, and must hold retrain.types.Example with prompts that are text or "
+                "lists of messages {role, content}."
+            )
     named = [example if example.example_id else replace(example, example_id=f"{split}-{i}") for i, example in enumerate(examples)]
     data = type(config.data)(prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args)
     return ReadResult(data, subset(named, config.training.max_examples if split == "train" else 0))

@@ -19,6 +19,17 @@ class Job:
         self.seconds = 0.0
         """How long it took."""
 
+    def run(self) -> None:
+        self.started = monotonic()
+        try:
+            result = self.call()
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the job is told
+            self.seconds = monotonic() - self.started
+            self.future.set_exception(error)
+        else:
+            self.seconds = monotonic() - self.started
+            self.future.set_result(result)
+
 
 class DaemonThreads:
     """At most `most` threads that take jobs, started as they are needed. They are daemons: a hung one does not keep the process alive."""
@@ -45,6 +56,12 @@ class DaemonThreads:
             if self._threads < self._most and self._jobs.qsize():
                 self._start()
 
+    def spawn(self, call: Callable[[], Any]) -> Job:
+        """Run a call on a thread of its own, so that it takes no place from the others where it hangs."""
+        job = Job(call)
+        threading.Thread(target=job.run, name=f"{self._name}-spawned", daemon=True).start()
+        return job
+
     def close(self) -> None:
         """Let the idle threads end."""
         with self._lock:
@@ -64,12 +81,4 @@ class DaemonThreads:
                 self._idle -= 1
             if job is None:
                 return
-            job.started = monotonic()
-            try:
-                result = job.call()
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the job is told
-                job.seconds = monotonic() - job.started
-                job.future.set_exception(error)
-            else:
-                job.seconds = monotonic() - job.started
-                job.future.set_result(result)
+            job.run()

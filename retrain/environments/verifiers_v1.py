@@ -33,12 +33,14 @@ _START_SECONDS = 60
 _MOST_SILENT = 64
 """Empty replies to a rollout that goes on asking after its tokens ran out; then it is ended by an error."""
 _ADDRESS = "http://retrain.invalid/episode/"
+_HARNESS = "retrain_one_call"
+"""The id of our harness, and the module that it is found in."""
 
 
 def load(settings: "Settings") -> Environment:
     """`args` are the fields of the environment's configuration; `args.evaluation` those of its taskset for held-out problems.
 
-    Raises ConfigurationError where it cannot be built, or has more seats than the one that is trained.
+    Raises ConfigurationError where it cannot be built, has more seats than the one that is trained, or serves tools to our harness.
     """
     given = dict(settings.args)
     evaluation = given.pop("evaluation", None)
@@ -54,6 +56,12 @@ def load(settings: "Settings") -> Environment:
         raise ConfigurationError(
             f'[environment] id = "{settings.id}" has {len(seats)} seats ({", ".join(seats) or "none"}), and a run trains the model of one; '
             "choose an environment with one seat."
+        )
+    (seat,) = seats
+    if getattr(environment.config, seat).harness.id == _HARNESS and _serves_tools(environment.taskset):
+        raise ConfigurationError(
+            f'[environment] id = "{settings.id}" serves tools over MCP, which the harness that retrain brings does not call; name one that '
+            f'does, such as args = {{ {seat} = {{ harness = {{ id = "null" }} }} }}, whose programs need uv.'
         )
     return VerifiersV1(environment, held_out)
 
@@ -73,6 +81,12 @@ def _built(settings: "Settings", given: Mapping[str, Any]) -> Any:
             own["max_turns"] = settings.max_turns
         values[seat] = own
     return loaders.load_environment(config_type.model_validate(values))
+
+
+def _serves_tools(taskset: Any) -> bool:
+    """Whether the taskset, or its first task, which is of the class of all of them, has tool servers."""
+    first = next(iter(taskset), None)
+    return bool(type(taskset).toolsets(taskset.config) or (first is not None and first.toolsets(first.config)))
 
 
 def _taskset_config(settings: "Settings", given: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Any:
@@ -239,9 +253,8 @@ def _register_harness() -> str:
     """The library finds a harness as a module that exports one."""
     import sys
 
-    name = "retrain_one_call"
-    module = ModuleType(name)
+    module = ModuleType(_HARNESS)
     module.__all__ = ["OneCall"]  # type: ignore[attr-defined]
     module.OneCall = OneCall  # type: ignore[attr-defined]
-    sys.modules.setdefault(name, module)
-    return name
+    sys.modules.setdefault(_HARNESS, module)
+    return _HARNESS

@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 
 from retrain.errors import ConfigurationError, ServerFailure
-from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, Once, RequestFeed, SampleRequest
 from retrain.inference_engine.http import Json, Patience, Refused, Server, ServerPool, Unavailable
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 _FOLDER = ".served-"
-_TURN_S = 0.25
+_LOOK_S = 0.05
+"""Seconds between two looks, while servers are at work, at whether an environment has answered or a signal asked the run to stop."""
 _ROUNDING = 1e-3
 """Nats by which a log-prob may lie above 0: the server's own rounding."""
 
@@ -168,28 +169,35 @@ class ServedEngine(InferenceEngine):
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        calls = [(index, part) for index, request in enumerate(requests) for part in self._parts(request)]
-        futures = [self._pool.start(self._complete(index, request)) for index, request in calls]
-        finished: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
-        for future in futures:
-            future.add_done_callback(finished.put)
+        return self.sample_feed(Once(requests))
+
+    def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
+        """Every request goes to a server as soon as there is one: the servers batch those that they have."""
+        given = 0
+        under_way: set[Future[list[Completion]]] = set()
+        done: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
         try:
-            for _ in futures:
-                yield from self._next(finished).result()
+            while True:
+                for request in feed.more(idle=not under_way):
+                    for part in self._parts(request):
+                        future = self._pool.start(self._complete(given, part))
+                        under_way.add(future)
+                        future.add_done_callback(done.put)
+                    given += 1
+                if not under_way:
+                    return
+                self._speak()
+                self.check()
+                with suppress(Empty):
+                    future = done.get(timeout=_LOOK_S)
+                    under_way.remove(future)
+                    yield from future.result()
         finally:
             self._speak()
             self.unchecked |= self._pool.came_back
             self._pool.came_back = False
-            for future in futures:
+            for future in under_way:
                 future.cancel()  # the connection closes, and the server aborts
-
-    def _next(self, finished: "SimpleQueue[Future[list[Completion]]]") -> "Future[list[Completion]]":
-        """Waits in turns, so that a signal ends the wait for a server that is silent."""
-        while True:
-            self._speak()
-            self.check()
-            with suppress(Empty):
-                return finished.get(timeout=_TURN_S)
 
     def _parts(self, request: SampleRequest) -> list[SampleRequest]:
         """The request within the model's context, and one for each completion where a call samples one."""

@@ -69,5 +69,7 @@ def test_the_lab_trains(name: str, turns: int, tmp_path: Path) -> None:
 def test_what_cannot_train_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"has 2 seats \(left, right\), and a run trains the model of one"):
         train(small(tmp_path / "a", environment={"provider": "verifiers", "id": "two_seats"}), quiet=True)
+    with pytest.raises(ConfigurationError, match=r'serves tools over MCP.* such as args = \{ agent = \{ harness = \{ id = "null" \} \} \}'):
+        loaded("lab_tools")
     with pytest.raises(ConfigurationError, match="could not be loaded with args"):
         train(small(tmp_path / "b", environment={"provider": "verifiers", "id": "lab_sums", "args": {"wrong": 1}}), quiet=True)
