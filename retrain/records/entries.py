@@ -207,6 +207,12 @@ class EvaluationRecord(_Record):
     correct: int
     could_not_judge: int
     reward_mean: float | None
+    judge_requests: int | None = None
+    """Requests to the judge for this problem's answers; null, like the rest of judge_*, where no judge is used."""
+    judge_cached: int | None = None
+    judge_prompt_tokens: int | None = None
+    judge_completion_tokens: int | None = None
+    judge_cost: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.correct <= self.samples:

@@ -11,6 +11,7 @@ from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.rewards.guard import check_held_out
 from retrain.run.rollout import Sampler, SamplingPlan, Watcher
+from retrain.run.step_record import judge_fields
 from retrain.types import Group, Prompt
 
 
@@ -55,4 +56,5 @@ def _problem(group: Group, step: int) -> EvaluationRecord:
         correct=group.correct,
         could_not_judge=len(group) - len(rewards),
         reward_mean=float(np.mean(rewards)) if rewards else None,
+        **judge_fields([group]),
     )
