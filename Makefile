@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-servers test-environments test-max lint types docs-check check clean
+.PHONY: help setup run conclude test test-servers test-environments test-max lint types docs docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -25,6 +25,12 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP) ## train the lab model on arithmetic and show what it learned (minutes on 2 cores)
 	$(BIN)/retrain examples/lab.toml --overwrite
 	@$(BIN)/python scripts/plot_runs.py logs/lab --output logs/lab/curve.svg
+
+conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with the report (minutes on 2 cores; continues where it stopped)
+	@if [ -f logs/conclude/manifest.json ]; then $(BIN)/retrain examples/conclude.toml --resume logs/conclude; \
+		else $(BIN)/retrain examples/conclude.toml; fi
+	@$(BIN)/retrain report logs/conclude
+	@$(BIN)/python -m webbrowser -t "file://$(abspath logs/conclude/report.html)" >/dev/null 2>&1 || true
 
 test: $(STAMP) ## all tests with coverage and the ten slowest, one process per core
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope --cov --cov-report=term:skip-covered --durations=10
@@ -49,6 +55,9 @@ lint: $(STAMP) ## ruff
 
 types: $(STAMP) ## mypy --strict over the package
 	$(BIN)/mypy
+
+docs: $(STAMP) ## write the documents that are made from the code: keys, metrics, commands
+	$(BIN)/python scripts/docs_check.py --write
 
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py

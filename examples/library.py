@@ -14,8 +14,9 @@ from retrain.config import config_from_mapping
 from retrain.data import encode_prompts, load_examples
 from retrain.model.text import load_text_model
 from retrain.rewards import build_scorer
+from retrain.run.dialogues import Watcher
 from retrain.run.parts import build_backend, training_plan
-from retrain.run.rollout import Sampler, Watcher
+from retrain.run.rollout import Sampler
 
 CONFIG = {
     "model": {"model": "lab", "lora_rank": 16},

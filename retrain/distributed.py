@@ -32,11 +32,11 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """The part of this rank in `items`, which every rank holds. Each item belongs to one rank. Not collective."""
+        """Return this rank's part of `items`, which every rank holds. Each item belongs to one rank. Not collective."""
         return items[self.rank :: self.size]
 
     def gather(self, item: T) -> list[T]:
-        """The items of all ranks, in the order of ranks, on every rank."""
+        """Return the items of all ranks, in the order of ranks, on every rank."""
         if self.size == 1:
             return [item]
         import torch
@@ -46,7 +46,7 @@ class World:
         return items  # type: ignore[return-value]  # filled by the call
 
     def broadcast(self, item: T) -> T:
-        """Rank 0's item, on every rank; what the others pass is ignored."""
+        """Return rank 0's item on every rank; the items that other ranks pass are ignored."""
         if self.size == 1:
             return item
         import torch
@@ -56,7 +56,7 @@ class World:
         return items[0]  # type: ignore[return-value]  # rank 0 passed a T
 
     def any_rank(self, flag: bool) -> bool:
-        """True on every rank if `flag` is true on any."""
+        """Return True on every rank if `flag` is true on any of them."""
         if self.size == 1:
             return flag
         import torch
@@ -66,7 +66,7 @@ class World:
         return bool(seen.item())
 
     def in_lockstep(self, items: Iterable[T]) -> Iterator[T | None]:
-        """The items of this rank, then None until every rank has used up its own: all ranks iterate equally often."""
+        """Yield the items of this rank, then None until every rank has used up its own, so that all ranks iterate equally often."""
         for item in items:
             self.any_rank(True)
             yield item
@@ -90,7 +90,7 @@ ALONE = World()
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world that torchrun describes in RANK, WORLD_SIZE and LOCAL_RANK, joined until the block ends; `ALONE` without torchrun."""
+    """Join the world that torchrun describes in RANK, WORLD_SIZE and LOCAL_RANK until the block ends; yield `ALONE` without torchrun."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE

@@ -10,7 +10,7 @@ MOST_SENTENCES = 20
 
 
 class RetrainError(Exception):
-    """The run failed (exit 1)."""
+    """Base class of retrain's errors; a plain one means that the run failed (exit 1)."""
 
     exit_code = 1
 
@@ -33,7 +33,7 @@ class ConfigurationError(RetrainError, ValueError):
 
 
 class Untrained(ConfigurationError):
-    """Every update of an adapter is zero, so it has no rank to analyse."""
+    """The adapter was never trained: every update is zero, so it has no rank to analyse."""
 
 
 class EnvironmentFailure(RetrainError, RuntimeError):
@@ -59,7 +59,7 @@ class Interrupted(RetrainError):
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal: the run ends where it stands and saves nothing. The exit codes are those of Interrupted.
+    """A second signal arrived: the run ends where it stands and saves nothing. The exit codes are those of Interrupted.
 
     It is raised between any two bytecodes, so it is no Exception: code that catches what a plugin raises must not take it for that.
     """
@@ -70,5 +70,5 @@ class StoppedAtOnce(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, for the middle of a sentence; its type where it has no text."""
+    """Return the first line of an exception's text, for the middle of a sentence, or its type if it has no text."""
     return str(error).strip().split("\n", 1)[0] or type(error).__name__

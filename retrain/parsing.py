@@ -25,17 +25,17 @@ class ParseError(ValueError):
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Raises ParseError."""
+    """Parse a TOML document into a table. Raises ParseError."""
     return _parse(tomllib.loads, text, "TOML")  # type: ignore[no-any-return]  # a document is a table
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises ParseError."""
+    """Parse a JSON text into a value of any kind. Raises ParseError."""
     return _parse(json.loads, text, "JSON")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that anybody may have changed; the caller checks its fields.
+    """Read a file that holds one JSON object. Anybody may have changed it, so the caller checks its fields.
 
     Raises RunFailed for a file that holds no JSON object; an OSError passes through.
     """
@@ -77,7 +77,7 @@ def _parse(loads: Callable[[Any], Any], text: str | bytes, language: str) -> Any
 
 
 def unholdable(value: Any, depth: int = 0) -> str:
-    """The end of a sentence saying that a parsed value is deeper or larger than later steps allow; "" otherwise."""
+    """Say what is too deep or too large for later steps in a parsed value, as the end of a sentence; "" if nothing is."""
     if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
         return "holds an integer of more than 64 bits"
     if not isinstance(value, dict | list):
@@ -91,7 +91,7 @@ def unholdable(value: Any, depth: int = 0) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value on one line, as TOML writes it; what TOML has no form for, as Python does."""
+    """Write a value on one line of TOML; a value that TOML has no form for is written as Python writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -112,5 +112,5 @@ def toml_value(value: Any) -> str:
 
 
 def _string(text: str) -> str:
-    """JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
+    """Quote a string. JSON's escapes are also TOML's, except that TOML wants DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -28,13 +28,13 @@ class Kind:
     """The requirements on a plugin of one kind."""
 
     key: str
-    """Where the configuration names it."""
+    """The key of the configuration that names it."""
     inputs: tuple[str, ...]
-    """Names of the positional inputs of the plain form."""
+    """Names of the positional inputs of the plain form `f(...)`."""
     keywords: tuple[str, ...] = ()
-    """Optional inputs, passed by name where the signature takes them."""
+    """Optional inputs, passed by name if the signature takes them."""
     context: bool = False
-    """`f(ctx)` is allowed instead of the plain form."""
+    """Whether a function of one context object, `f(ctx)`, is allowed instead of the plain form."""
     params_key: str = ""
     """The table whose values the plugin takes."""
     base: str = ""
@@ -82,7 +82,7 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
     """
     found: list[tuple[str, Any]] = [("built in", builtins[name])] if builtins and name in builtins else []
     points = [point for point in entry_points(group=PLUGIN_GROUP) if point.name == name]
-    found.extend((f"entry point {point.value} of {_distribution(point)}", point) for point in points)
+    found.extend((f"entry point {point.value} of {point.dist.name if point.dist else 'an installed package'}", point) for point in points)
     where = _where(kind, name, config)
     if len(found) > 1:
         raise ConfigurationError(f"{where} is found twice ({' and '.join(place for place, _ in found)}); rename or uninstall one.")
@@ -96,13 +96,16 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
             raise ConfigurationError(f"{where} is code that a run's folder names, and looking at a run does not execute it.")
         plugin = _load_dotted(name, where, config)
     else:
-        raise ConfigurationError(f"{where} is not known{_suggestion(name, [*(builtins or ()), *_entry_point_names()])}")
+        names = [*(builtins or ()), *(point.name for point in entry_points(group=PLUGIN_GROUP))]
+        hint = f'; did you mean "{close}"?' if (close := nearest(name, names)) else "."
+        allowed = f"it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function"
+        raise ConfigurationError(f"{where} is not known; {allowed}{hint}")
     _check(kind, plugin, where, config)
     return plugin
 
 
 def named_code(config: "TrainConfig") -> list[str]:
-    """Every place of a configuration that names Python code outside of retrain and installed plugins: `[section] key = value`."""
+    """List every place of a configuration that names Python code outside of retrain and installed plugins, as `[section] key = value`."""
     from retrain.config.keys import all_keys
 
     reward, model = config.reward, config.model
@@ -139,7 +142,7 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
 
 
 def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
-    """The params table of a kind; `uncertainty_kind` in a transform's table is ours, not the plugin's."""
+    """Return the table of parameters of a kind. `uncertainty_kind` in a transform's table is read by retrain, so it is left out."""
     tables: dict[str, Mapping[str, Any]] = {
         "advantage": config.algorithm.advantage_params,
         "transform": config.algorithm.transform_params,
@@ -165,7 +168,9 @@ def refuse_unknown_params(kind: str, name: str, known: frozenset[str], config: "
 
 
 def report_probe(kind: str, name: str, problem: str, config: "TrainConfig") -> str:
-    """A plugin gave something of the wrong shape on a small example: an error, or with `strict = false` the sentence to warn with."""
+    """Report that a plugin gave something of the wrong shape on a small example: raise ConfigurationError, or return a warning if
+    `[plugins] strict = false`.
+    """
     sentence = f"{_where(kind, name, config)} {problem}"
     if config.plugins.strict:
         raise ConfigurationError(f"{sentence}; mend it, or set [plugins] strict = false to be warned only.")
@@ -184,7 +189,7 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """`TypeName: first line of the message`."""
+    """Return `TypeName: first line of the message`."""
     message = str(error).strip().splitlines()
     return f"{type(error).__name__}: {message[0].rstrip('.')}" if message else type(error).__name__
 
@@ -227,7 +232,7 @@ def _folders(config: "TrainConfig") -> list[Path]:
 
 @contextmanager
 def _importable(folders: Sequence[Path]) -> Iterator[None]:
-    """The folders come first while a plugin is imported, and stay importable at the end of sys.path for what it imports later.
+    """Put the folders first on sys.path while a plugin is imported; afterwards they stay at its end, for what the plugin imports later.
 
     They do not stay first: a `datasets` package in the user's folder must not replace the library that retrain imports lazily.
     """
@@ -313,20 +318,6 @@ def _file(config: "TrainConfig") -> str:
 
 def _where(kind: str, name: str, config: "TrainConfig") -> str:
     return f'{_file(config)}{KINDS[kind].key} = "{name}"'
-
-
-def _suggestion(name: str, names: list[str]) -> str:
-    close = nearest(name, names)
-    hint = f'; did you mean "{close}"?' if close else "."
-    return f"; it can be {', '.join(sorted(names))}, or a dotted path such as my_module.my_function{hint}"
-
-
-def _entry_point_names() -> list[str]:
-    return [point.name for point in entry_points(group=PLUGIN_GROUP)]
-
-
-def _distribution(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "an installed package"
 
 
 def _a(thing: object) -> str:

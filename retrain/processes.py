@@ -16,17 +16,13 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def prepare_torch() -> None:
-    """Set the variables that torch reads when it is imported; call it before. What the user has set stays."""
-    _spin_briefly()
+    """Set the variables that torch reads when it is imported, unless the user has set them; call this before importing torch."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # Idle OpenMP threads spin for a moment only, so that processes which share the cores do not starve each other.
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     if not _ALLOCATOR & os.environ.keys():
         # Segments of a fixed size that the KV cache leaves behind are no use to activations: out of memory would depend on what ran before.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def _spin_briefly() -> None:
-    """Let idle OpenMP threads spin for a moment only, so that processes which share the cores do not starve each other."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
 
 
 def die_with_parent(parent: int) -> None:
@@ -48,6 +44,6 @@ def resident_bytes(pid: int) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has had resident so far, without its children."""
+    """Return the largest resident memory that this process has had so far, without its children."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # psutil has no peak on Linux
     return peak if sys.platform == "darwin" else peak * 1024

@@ -19,7 +19,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class ChatMessage(TypedDict):
-    """A message of a chat; a tool's may have further keys that the model's template knows."""
+    """A message of a chat. A tool's message may have further keys that the model's template knows."""
 
     role: str
     content: str
@@ -33,9 +33,9 @@ class Example:
     reference: str
     task: str = "default"
     info: dict[str, Any] | None = None
-    """Everything else in the source: subject, level, columns that retrain does not read."""
+    """Everything else in the source, such as the subject: columns that retrain does not read."""
     example_id: str = ""
-    """Stable over runs; where a source leaves it empty it becomes "<source>-<index>"."""
+    """A name that is stable over runs; if a source leaves it empty, it becomes "<source>-<index>"."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Prompt:
     example: Example
     text: str
     token_ids: Int32Array
-    """[P]"""
+    """[P] token ids."""
 
     @property
     def prompt_id(self) -> str:
@@ -60,23 +60,23 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled for one prompt. It holds no text: an engine knows token ids only."""
+    """An engine's answer to one prompt. It holds no text: an engine knows token ids only."""
 
     request: int
     """Index of the request in the call to `sample`."""
     sample: int
     """The noise coordinate: 0..G-1 in the first draw, G..2G-1 in the next."""
     token_ids: Int32Array
-    """[T], the sampled EOS included, nothing after it."""
+    """[T] sampled tokens, the sampled EOS included; nothing comes after it."""
     logprobs: Float32Array
     """[T] natural log-probabilities of the sampled distribution: softmax(logits / temperature), renormalised where it is truncated."""
     entropies: Float32Array | None
     """[T] Shannon entropy in nats of the distribution each token was drawn from; None where the engine has only log-probs."""
     finish_reason: FinishReason
     kept: Int32Array | None = None
-    """[T] each token was drawn from this many most probable tokens; None where it was the whole vocabulary."""
+    """[T] the number of most probable tokens that each token was drawn from; None if that was the whole vocabulary."""
     kept_ids: tuple[Int32Array, ...] | None = None
-    """[T] the tokens themselves, from an engine that says them for a trainer elsewhere."""
+    """[T] the ids of those tokens, if the engine returns them for a trainer elsewhere."""
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -84,27 +84,27 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model was given since its last reply, and its reply."""
+    """One reply of the model, and the tokens that it was given since its last reply."""
 
     completion: Completion
     context: Int32Array = field(default_factory=lambda: _NO_TOKENS)
-    """[C] the environment's tokens before the reply, which continue the tokens so far; none in a first turn, which follows the prompt."""
+    """[C] the environment's tokens before the reply, which continue the tokens so far; empty in a first turn, which follows the prompt."""
     restarts: bool = False
-    """The history was rewritten: `context` is the whole prompt of this turn, and nothing before it was in sight of the model."""
+    """True if the history was rewritten: `context` is the whole prompt of this turn, and the model saw nothing from before."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What one episode said after its prompt, of one turn or several. T counts the action tokens of all turns."""
+    """One episode after its prompt, of one turn or several. T counts the action tokens of all turns."""
 
     turns: tuple[Turn, ...]
-    """At least one."""
+    """The turns in order, at least one."""
     cut: bool = False
-    """It ended because no token was left for another reply."""
+    """True if it ended because no token was left for another reply."""
 
     @classmethod
     def of(cls, completion: Completion) -> "Trajectory":
-        """One turn: a completion of a prompt."""
+        """Make a trajectory of one turn from a completion."""
         return cls((Turn(completion),))
 
     @property
@@ -113,12 +113,12 @@ class Trajectory:
 
     @property
     def sample(self) -> int:
-        """The noise coordinate, the same in every turn."""
+        """The sample index, a coordinate of the noise; it is the same in every turn."""
         return self.turns[0].completion.sample
 
     @property
     def finish_reason(self) -> FinishReason:
-        """LENGTH where the tokens of the trajectory ran out."""
+        """LENGTH if the tokens of the trajectory ran out, otherwise STOP."""
         return FinishReason.LENGTH if self.cut else self.turns[-1].completion.finish_reason
 
     @property
@@ -127,37 +127,37 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Actions and the environment's tokens."""
+        """Number of actions and of the environment's tokens."""
         return self.num_actions + sum(len(turn.context) for turn in self.turns)
 
     @cached_property
     def token_ids(self) -> Int32Array:
-        """[T] actions."""
+        """[T] action tokens."""
         return _joined([completion.token_ids for completion in self.completions])
 
     @cached_property
     def logprobs(self) -> Float32Array:
-        """[T]."""
+        """[T] log-probs of the actions."""
         return _joined([completion.logprobs for completion in self.completions])
 
     @cached_property
     def entropies(self) -> Float32Array | None:
-        """[T] None where the engine has only log-probs."""
+        """[T] entropies at the actions; None if the engine has only log-probs."""
         return _joined_or_none([completion.entropies for completion in self.completions])
 
     @cached_property
     def kept(self) -> Int32Array | None:
-        """[T] None where no turn was truncated."""
+        """[T] number of tokens that each action was drawn from; None if no turn was truncated."""
         return _joined_or_none([completion.kept for completion in self.completions])
 
     @cached_property
     def kept_ids(self) -> tuple[Int32Array, ...] | None:
-        """[T] None where an engine did not say the tokens."""
+        """[T] the ids of those tokens; None if an engine did not return them."""
         known = [completion.kept_ids for completion in self.completions if completion.kept_ids is not None]
         return tuple(chain.from_iterable(known)) if len(known) == len(self.turns) else None
 
     def parts(self) -> list[tuple[Turn, ...]]:
-        """The turns whose tokens continue each other: one part, and one more for every turn that restarts after the first."""
+        """The turns, grouped by what continues: one part, and another one for every later turn that restarts."""
         starts = [0, *(number for number, turn in enumerate(self.turns) if number and turn.restarts), len(self.turns)]
         return [self.turns[start:stop] for start, stop in pairwise(starts)]
 
@@ -182,7 +182,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class JudgeUsage:
-    """What one verdict, or all verdicts of a step, took from the language model that judges."""
+    """The requests, tokens and cost that the judge's language model took for one verdict, or for all of a step."""
 
     requests: int = 0
     """HTTP requests sent, retries included."""
@@ -191,7 +191,7 @@ class JudgeUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
-    """By `[reward] judge_prices`, else as the server reports it; None where neither says."""
+    """The price by `[reward] judge_prices`, or as the server reports it; None if neither is known."""
 
     def __add__(self, other: "JudgeUsage") -> "JudgeUsage":
         costs = [usage.cost for usage in (self, other) if usage.cost is not None]
@@ -213,15 +213,15 @@ class Score:
     reason: str = ""
     """One sentence saying why a completion could not be judged; empty otherwise."""
     usage: JudgeUsage | None = field(default=None, compare=False)
-    """None where no language model judged."""
+    """The judge's usage; None if no language model judged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What an environment measured beside the reward."""
+    """Quantities that an environment measured beside the reward."""
     turn_rewards: tuple[float, ...] = ()
-    """What an environment gave for each turn; empty where it judges the whole."""
+    """The reward of each turn; empty if the environment judges the whole."""
 
     @classmethod
     def of(cls, reward: float, correct_threshold: float) -> "Score":
-        """The verdict on a completion that could be judged: right above the threshold."""
+        """Make the verdict on a completion that could be judged: it is right above the threshold."""
         return cls(Outcome.RIGHT if reward > correct_threshold else Outcome.WRONG, reward)
 
 
@@ -231,7 +231,7 @@ class Scored:
 
     trajectory: Trajectory
     text: str
-    """What follows the prompt; of several turns with the names of special tokens, so that one sees who speaks."""
+    """The text after the prompt; with several turns it shows special tokens, so that one sees who speaks."""
     score: Score
 
 
@@ -241,17 +241,17 @@ class Group:
 
     prompt: Prompt
     slot: int
-    """The prompt's place in the step: the noise coordinate that all conditions share."""
+    """The prompt's place in the step, a coordinate of the noise that all conditions share."""
     members: list[Scored]
-    """[G] in the order of their sample index."""
+    """[G] scored trajectories in the order of their sample index."""
 
     def judged(self) -> "Group":
-        """The same group without the trajectories that could not be judged."""
+        """Return the group without the trajectories that could not be judged."""
         return replace(self, members=[member for member in self.members if member.score.outcome is not Outcome.COULD_NOT_JUDGE])
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """[G]."""
+        """[G] trajectories."""
         return [member.trajectory for member in self.members]
 
     @property
@@ -261,7 +261,7 @@ class Group:
 
     @property
     def correct(self) -> int:
-        """Trajectories that are right."""
+        """Number of trajectories that are right."""
         return sum(member.score.outcome is Outcome.RIGHT for member in self.members)
 
     def __len__(self) -> int:
@@ -277,27 +277,27 @@ class Row:
     """One sequence as the learner sees it. T counts the tokens inside `spans`."""
 
     token_ids: Int32Array
-    """[P + T] and, in several turns, the environment's tokens between the actions."""
+    """[P + T] prompt and actions, and with several turns the environment's tokens between the actions."""
     spans: tuple[tuple[int, int], ...]
     """Half-open ranges of action positions in `token_ids`, in order and disjoint; the first starts at 1 or later."""
     logprobs: Float32Array
     """[T] log-probs as the sampler recorded them, at the sampling temperature."""
     advantages: Float32Array
-    """[T]"""
+    """[T] token advantages."""
     group: int
-    """The number of its group in the step; rows of one group share their prompt."""
+    """Number of the row's group in the step; rows of one group share their prompt."""
     sample: int = 0
-    """The sample index of its trajectory within the group."""
+    """Sample index of its trajectory within the group."""
     part: int = 0
-    """Which part of the trajectory it is: 0 unless a history was rewritten."""
+    """Number of its part of the trajectory: 0 unless a history was rewritten."""
     trained: bool = True
-    """The loss has a term for the row. False for a row that counts in the divisor of aggregation = "constant" and nowhere else."""
+    """True if the loss has a term for the row. It is False for a row that only counts in the divisor of aggregation = "constant"."""
     counted: int | None = None
-    """Tokens that count in a mean of the policy term. None: all T. 0: the row has KL and entropy terms only."""
+    """Number of tokens that count in a mean of the policy term; None means all T, and 0 a row with KL and entropy terms only."""
     kept: Int32Array | None = None
-    """[T] each action was drawn from this many most probable tokens; None where it was the whole vocabulary."""
+    """[T] the number of most probable tokens that each action was drawn from; None if that was the whole vocabulary."""
     kept_ids: tuple[Int32Array, ...] | None = None
-    """[T] the tokens themselves, where the engine says them."""
+    """[T] the ids of those tokens, if the engine returns them."""
 
     @classmethod
     def of(
@@ -309,7 +309,7 @@ class Row:
         counts: npt.NDArray[np.bool_] | None = None,
         trained: bool = True,
     ) -> "list[Row]":
-        """A row for each part of the trajectory: the sampled tokens are actions, the sampled EOS included.
+        """Make a row for each part of the trajectory: the sampled tokens are actions, the sampled EOS included.
 
         `advantages` [T]; `counts` [T] the tokens that count in a mean of the policy term, None for all.
         """
@@ -366,29 +366,29 @@ def _sequence(prompt: Prompt, turns: Sequence[Turn]) -> tuple[Int32Array, tuple[
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one call to `Backend.train` did.
+    """The result of one call to `Backend.train`. Ratio statistics count each action token of the trained rows once.
 
     Ratio statistics count each action token of the trained rows once. Where old log-probs are recomputed, they are taken before the first
     optimizer step; elsewhere in the first pass, whose later minibatches already contain the updates of the earlier ones.
     """
 
     loss: float | None
-    """Mean over the updates of this step; None when no row was trained."""
+    """Mean loss over the updates of this step; None when no row was trained."""
     grad_norm: float | None
     ratio_mean: float | None
-    """exp(learner - sampler log-prob) over action tokens."""
+    """Mean of exp(learner - sampler log-prob) over the action tokens."""
     ratio_max: float | None
     mismatch_k1: float | None
-    """mean(old - new)."""
+    """Mean of sampler - learner log-prob."""
     mismatch_k3: float | None
-    """mean(exp(d) - 1 - d), d = new - old."""
+    """Mean of exp(d) - 1 - d, where d is learner - sampler log-prob."""
     ess: float | None
     """Effective sample size of the ratios as a fraction of the tokens: (sum w)^2 / (n sum w^2)."""
     updates: int
     nonfinite_updates: int
     """Updates skipped because a loss, gradient or log-prob was not finite."""
     nonfinite_tensor: str = ""
-    """The name of the first such tensor."""
+    """Name of the first tensor that was not finite."""
     log_ratio_mean: float | None = None
     """Mean of |learner - sampler log-prob| over action tokens, in nats; the next three fields are its quantiles."""
     log_ratio_p50: float | None = None
@@ -416,7 +416,7 @@ class MachineChoices:
     """Most tokens in one forward and backward pass of the learner."""
     gradient_checkpointing: bool
     merge_adapter: bool = False
-    """Sampler and learner compute with a scratch copy of the weights that contains the adapter."""
+    """True if sampler and learner compute with a scratch copy of the weights that contains the adapter."""
     workers: int = field(default=1, compare=False)
-    """Processes that share the pieces of a step, with `threads` each. The bytes do not depend on their number, so a resumed run may choose
+    """Number of processes that share the pieces of a step, with `threads` each. Results do not depend on it, so a resumed run may choose
     another."""

@@ -1,6 +1,6 @@
-"""Check the documents: `make docs-check`.
+"""Check the documents: `make docs-check`; with --write, write those that are made from the code: `make docs`.
 
-Generated files must equal what the schema generates. In every Markdown file links must lead to existing files, `make` targets must exist,
+Generated files must equal what the code generates. In every Markdown file links must lead to existing files, `make` targets must exist,
 `retrain` command lines must parse, TOML blocks load, and Python blocks compile. Prints one line per problem; exit code 1 if there is any.
 """
 
@@ -15,12 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrain.cli.main import is_path
+from retrain.cli.main import command_named, is_path
+from retrain.cli.reference import commands_document
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS
 from retrain.config import config_from_toml
+from retrain.config.keys import flags
 from retrain.config.reference import artefacts
 from retrain.errors import ConfigurationError
+from retrain.records.reference import metrics_document
 
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -38,7 +41,12 @@ class Problem:
         return f"{self.path.relative_to(ROOT)}:{self.line}: {self.text}"
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    if arguments == ["--write"]:
+        for name, text in generated().items():
+            (ROOT / name).write_text(text, encoding="utf-8")
+    elif arguments:
+        sys.exit("usage: python scripts/docs_check.py [--write]")
     problems = [*_drifted(), *(problem for path in documents() for problem in check_document(path))]
     for problem in problems:
         print(problem)
@@ -53,11 +61,16 @@ def documents() -> list[Path]:
     return [ROOT / name for name in names if (ROOT / name).is_file()]
 
 
+def generated() -> dict[str, str]:
+    """Paths of the files that are made from the code, and what they must hold."""
+    return {**artefacts(), "docs/metrics.md": metrics_document(), "docs/commands.md": commands_document()}
+
+
 def _drifted() -> Iterator[Problem]:
-    for name, text in artefacts().items():
+    for name, text in generated().items():
         path = ROOT / name
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            yield Problem(path, 1, "differs from what the schema generates; run `python -m retrain.config.reference`")
+            yield Problem(path, 1, "differs from what the code generates; run `make docs`")
 
 
 def check_document(path: Path) -> Iterator[Problem]:
@@ -127,8 +140,10 @@ def make_targets() -> set[str]:
 
 
 def _check_retrain(arguments: list[str]) -> str | None:
-    if not arguments or arguments[0] in COMMANDS or arguments[0] in ("--help", "--version"):
+    if not arguments or arguments[0] in ("--help", "--version"):
         return None
+    if arguments[0] in COMMANDS:
+        return _first_unknown_flag(arguments[0], arguments[1:])
     if not arguments[0].startswith("-") and not is_path(arguments[0]):
         return f"{arguments[0]} is neither a command of retrain nor a path"
     try:
@@ -138,5 +153,15 @@ def _check_retrain(arguments: list[str]) -> str | None:
     return None
 
 
+def _first_unknown_flag(name: str, arguments: list[str]) -> str | None:
+    """The problem with a flag that is neither the command's nor, where the command takes those, the configuration's."""
+    command = command_named(name)
+    known = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
+    if command.context_settings.get("ignore_unknown_options"):
+        known |= set(flags())
+    given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    return next((f"{flag} is no flag of `retrain {name}`" for flag in given if flag not in known), None)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

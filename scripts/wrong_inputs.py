@@ -1,6 +1,6 @@
 """Forty-odd wrong inputs and the sentence that each gets: `python scripts/wrong_inputs.py` writes docs/errors.md.
 
-Every case is run through the command line as a user would, in a folder of its own. tests/test_wrong_inputs.py runs the same cases.
+Every case is run through the command line as a user would, in a folder of its own. tests/test_cli_wrong_inputs.py runs the same cases.
 """
 
 import contextlib

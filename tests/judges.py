@@ -32,6 +32,10 @@ class Handler(BaseHTTPRequestHandler):
             with self.server.lock:
                 self.server.now -= 1
 
+    def do_GET(self) -> None:
+        """Healthy."""
+        self.send(200, b"")
+
     @property
     def prompt(self) -> str:
         return str(self.body["messages"][0]["content"])
@@ -144,6 +148,30 @@ def dripping(handler: Handler) -> None:
 def hanging_up(handler: Handler) -> None:
     handler.close_connection = True
     handler.connection.close()
+
+
+def endless(handler: Handler) -> None:
+    """A body of chunks that never ends."""
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+
+
+def hanging_after_headers(handler: Handler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    time.sleep(3)
+
+
+def closing(handler: Handler) -> None:
+    """As HTTP/1.0 does: no length, and the end of the connection is the end of the body."""
+    handler.protocol_version, handler.close_connection = "HTTP/1.0", True
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(b'{"done": 1}')
 
 
 def breaking_off(handler: Handler) -> None:

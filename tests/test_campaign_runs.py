@@ -87,6 +87,8 @@ def test_the_manifest_tells_the_whole_campaign(sequential: Finished) -> None:
         "max_steps",
         "runs",
         "squeeze",
+        "plan",
+        "looks",
     }
     assert re.fullmatch(r"\d{8}_\d{6}", manifest["timestamp"])
     assert (manifest["conditions"], manifest["seeds"], manifest["max_steps"]) == (["grpo+none", "weighted"], [1, 2], 2)

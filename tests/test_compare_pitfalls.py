@@ -16,8 +16,9 @@ from retrain.cli.main import main
 from retrain.config import config_from_mapping
 from retrain.errors import RunFailed
 from retrain.records.entries import EvaluationRecord, StepRecord
+from retrain.run.dialogues import Watcher
 from retrain.run.evaluation import Evaluator
-from retrain.run.rollout import Rollout, Watcher
+from retrain.run.rollout import Rollout
 from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Score, Scored, Trajectory
 
 BASE, BETTER = "grpo+none", "maxrl+none"

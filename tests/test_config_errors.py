@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.config import config_from_mapping, config_from_toml, load_config
+from retrain.config import config_from_mapping, config_from_toml, load_config, rules
 from retrain.config.names import builtin_names
 from retrain.errors import ConfigurationError
 
@@ -170,3 +170,12 @@ def test_a_long_value_is_cut_in_its_sentence() -> None:
 def test_an_open_name_may_be_a_plugin_without_being_imported() -> None:
     config = config_from_mapping({"algorithm": {"advantage_mode": "no_such_module.f"}, "reward": {"type": "no_such_module.g"}})
     assert config.condition_label == "f+gtpo_sepa"
+
+
+def test_wrong_options_beyond_number_are_counted_and_not_each_compared_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(rules, "nearest", lambda name, known: compared.append(name))
+    with pytest.raises(ConfigurationError) as caught:
+        config_from_mapping({"backend": {"options": {f"k{number}": 1 for number in range(5000)}}})
+    assert len(caught.value.problems) == 20 and "4,981 more of its names" in caught.value.problems[-1]
+    assert compared == [f"k{number}" for number in range(19)]

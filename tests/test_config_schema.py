@@ -159,7 +159,7 @@ def test_every_value_is_written_as_toml_reads_it(value: Any) -> None:
 
 @pytest.mark.parametrize("name", list(artefacts()))
 def test_generated_files_have_not_drifted(name: str) -> None:
-    assert (ROOT / name).read_text(encoding="utf-8") == artefacts()[name], "run `python -m retrain.config.reference`"
+    assert (ROOT / name).read_text(encoding="utf-8") == artefacts()[name], "run `make docs`"
 
 
 def test_the_annotated_file_loads_as_the_defaults_and_sets_nothing_by_accident() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from judges import Answer, breaking_off, closing, dripping, endless, failing, first, hanging_after_headers, raw, serving
 from vllm_double import HASTY
 
 from retrain.config import config_from_mapping
@@ -195,6 +196,61 @@ def test_credentials_in_an_address_are_used_and_not_shown(net: Net) -> None:
     assert "word" not in str(caught.value)
 
 
+# -- servers that misbehave ----------------------------------------------------------------------------------------------
+
+KEY = "very-secret-value"
+
+
+def ask_for_real(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The answer of a server of sockets, asked with a key and half a second of patience per request."""
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    with serving(answer) as server:
+        pool = ServerPool([server.url], what="The server", timeout_s=0.5, key_env="SERVER_KEY", say=lambda line: None, patience=HASTY)
+        try:
+            return ask(pool)
+        finally:
+            pool.close()
+
+
+@pytest.mark.parametrize("behaviour", [closing, first(breaking_off, 1, closing), first(failing(503, Retry_After="1"), 1, closing)])
+def test_an_old_protocol_half_a_body_and_a_busy_moment_cost_nothing(behaviour: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask_for_real(behaviour, monkeypatch) == [{"done": 1}]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        (dripping, r"healthy and did not answer a request within \[inference\] timeout_s = 0.5"),
+        (hanging_after_headers, "healthy and did not answer a request within"),
+        (endless, "more than 1 MiB, which was not read to its end"),
+        (
+            lambda handler: handler.send(307, b"", Location=f"http://u:{KEY}@10.0.0.1:9/v1"),
+            r"answered 307: it redirects to 10\.0\.0\.1:9; name",
+        ),
+        (raw(b'{"error": {"message": "no such thing", "code": 404}}'), "answered 404: no such thing"),
+        (raw(b'{"error": "out of credit"}'), "answered 400: out of credit"),
+        (raw(b'{"error": {"message": "overloaded", "code": 503}}'), "does not answer .*503 overloaded; 4 tries"),
+        (failing(400, f"invalid key {KEY}"), r"answered 400: invalid key \*\*\*"),
+        (failing(401, f"Bearer {KEY}"), "the key in SERVER_KEY is not accepted"),
+        (raw(b"[" * 100_000, 400), "answered 400"),
+    ],
+    ids=["trickle", "hang after headers", "endless", "redirect", "error in a 200", "word in a 200", "busy in a 200", "echo", "401", "deep"],
+)
+def test_a_server_that_misbehaves_is_one_sentence_without_the_key(behaviour: Answer, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http._MOST_BYTES", 1 << 20)
+    began = monotonic()
+    with pytest.raises(ServerFailure, match=told) as caught:
+        ask_for_real(behaviour, monkeypatch)
+    assert KEY not in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert monotonic() - began < 20
+
+
+def test_a_user_in_the_address_and_a_key_are_one_too_many(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    with pytest.raises(ConfigurationError, match="holds a user, and api_key_env a key, and a request takes one"):
+        net.pool("http://me:word@127.0.0.1:1", key_env="SERVER_KEY")
+
+
 def test_requests_that_are_no_longer_wanted_are_dropped(net: Net) -> None:
     pool = net.pool(A)
     dropped: list[bool] = []
@@ -217,10 +273,18 @@ def test_requests_that_are_no_longer_wanted_are_dropped(net: Net) -> None:
     assert monotonic() - start < 2
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", ["http://a", "b"]])
-def test_an_address_without_a_scheme_is_refused(url: Any) -> None:
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", ["http://a", "b"], "http://a:b", "http://a:99999", "http://[::1"]
+)
+def test_what_is_no_address_is_refused(url: Any) -> None:
     with pytest.raises(ConfigurationError, match=re.escape("is no address of a server")):
         config_from_mapping({"inference": {"engine": "vllm", "url": url}})
+
+
+def test_an_address_of_ipv6_with_a_path_is_kept_and_one_with_a_query_refused() -> None:
+    assert addresses("http://[::1]:8000/proxy/v1/") == ("http://[::1]:8000/proxy", "http://[::1]:8000/proxy")
+    with pytest.raises(ConfigurationError, match=r"has a query or a fragment"):
+        config_from_mapping({"inference": {"engine": "vllm", "url": "http://a/v1?api-version=1"}})
 
 
 def test_one_address_and_several() -> None:

@@ -26,7 +26,7 @@ from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.token_table import TokenTable, read_tokens
 from retrain.run.dialogue import Dialogue
-from retrain.run.rollout import environment_seed
+from retrain.run.dialogues import environment_seed
 from retrain.run.session import Session
 from retrain.types import ChatMessage, Completion, Example, FinishReason, Int32Array, Outcome, Prompt, Row, Trajectory, Turn
 from tests.runs import lines, small, timeless
@@ -462,7 +462,7 @@ def test_unused_sections_are_named(tmp_path: Path) -> None:
 
 
 def test_a_groups_episodes_share_a_seed_and_groups_do_not() -> None:
-    from retrain.run.rollout import SamplingPlan
+    from retrain.run.dialogues import SamplingPlan
 
     plan = SamplingPlan(4, 8, 1.0, seed=3, stream=0)
     seeds = [environment_seed(plan, step, slot) for step in range(3) for slot in range(3)]

@@ -99,7 +99,8 @@ def test_torch_traces_a_step_without_a_break() -> None:
             getattr(run._buffers, name).copy_(values)
         run._buffers.ring_place.zero_()
         torch.compile(engine.step.step, fullgraph=True, backend="eager")(8, VARIANTS["greedy"])
-    torch.testing.assert_close(engine.buffers.ring[0], expected, rtol=0, atol=1e-6)
+    assert torch.equal(engine.buffers.ring[0, :, 0], expected[:, 0])
+    torch.testing.assert_close(engine.buffers.ring[0].float(), expected.float())
 
 
 def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:

@@ -115,6 +115,7 @@ def test_gradient_checkpointing_of_the_fused_forward_changes_no_gradient() -> No
     assert distance(gradients(checkpointed), gradients(plain)) < 1e-6
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bf16 weights")
 def test_a_bf16_sampler_reads_packed_weights_and_an_adapter_that_is_not_rounded_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_FEWEST_ELEMENTS", 1)
     monkeypatch.setattr(packed, "computes_bf16", lambda: True)

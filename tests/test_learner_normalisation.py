@@ -53,6 +53,28 @@ def test_constant_divides_by_all_completions_of_the_step_however_many_have_an_ad
         assert whole == pytest.approx(-sum(row.num_actions for row in rows[:trained]) / (7 * MAX_TOKENS), rel=1e-4)
 
 
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "constant"])
+def test_a_completion_whose_history_was_rewritten_counts_once_however_many_rows_it_has(aggregation: str) -> None:
+    """Rows 3 and 4 are one completion: rows of one completion weigh as if each of its tokens stood in one row."""
+    learner = make_learner(config_for(loss={"aggregation": aggregation}))
+    rows = on_policy(learner)
+    rows[4] = replace(rows[4], group=rows[3].group, sample=rows[3].sample, part=1)
+    completions = [rows[:1], rows[1:2], rows[2:3], rows[3:5], rows[5:6], rows[6:]]
+    tokens = [sum(row.num_actions for row in parts) for parts in completions]
+    divisors = [MAX_TOKENS if aggregation == "constant" else count for count in tokens]
+    expected = -sum(count / divisor for count, divisor in zip(tokens, divisors, strict=True)) / len(completions)
+    assert learner.train(rows, 0).loss == pytest.approx(expected, rel=1e-4)
+    found = gradients(learner)
+    summing = make_learner(config_for(loss={"aggregation": "sum"}))
+    weighed = [
+        replace(row, advantages=row.advantages / np.float32(len(completions) * divisor))
+        for parts, divisor in zip(completions, divisors, strict=True)
+        for row in parts
+    ]
+    summing.train(weighed, 0)
+    assert distance(found, gradients(summing)) < 1e-5
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sum"])
 def test_the_other_aggregations_are_over_the_completions_with_an_advantage(aggregation: str) -> None:
     learner = make_learner(config_for(loss={"aggregation": aggregation}))

@@ -11,12 +11,13 @@ import pytest
 
 from retrain import train
 from retrain.errors import RunFailed
-from retrain.inference_engine.base import InferenceEngine, SampleRequest
+from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
 from retrain.rewards import Scorer, ScoreRequest
-from retrain.run.rollout import Sampler, SamplingPlan, Watcher
+from retrain.run.dialogues import SamplingPlan, Watcher
+from retrain.run.rollout import Sampler
 from retrain.run.step_record import reward_statistics
 from retrain.types import Completion, Example, FinishReason, Outcome, Prompt, Score
 from tests.runs import lines, small, timeless
@@ -89,7 +90,7 @@ def test_redraws_do_not_bias_the_correct_rate(success: tuple[float, float]) -> N
     rng = np.random.default_rng(0)
     prompts = [Prompt(Example(str(p), "", info={"p": p}), "", np.zeros(1, np.int32)) for p in success * 4]
     scorer = cast(Scorer, ScorerOf(rng))
-    sampler = Sampler(cast(InferenceEngine, EngineOf()), scorer, lambda ids: "")
+    sampler = Sampler(EngineOf(), scorer, lambda ids: "")
     plan = SamplingPlan(group_size=4, max_tokens=1, temperature=1.0, seed=0, stream=0, redraws=8)
     watcher = Watcher(lambda: None, lambda completion: None)
     steps = [sampler.draw(prompts, step, plan, watcher) for step in range(400)]
@@ -97,8 +98,10 @@ def test_redraws_do_not_bias_the_correct_rate(success: tuple[float, float]) -> N
     assert np.mean([reward_statistics(rollout).correct_rate for rollout in steps]) == pytest.approx(np.mean(success), abs=0.02)
 
 
-class EngineOf:
+class EngineOf(InferenceEngine):
     """One token for every completion."""
+
+    capabilities = PYTORCH
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         for number, request in enumerate(requests):

@@ -82,6 +82,15 @@ def test_a_run_without_its_last_step_and_without_a_process_has_stopped_and_says_
     assert f"retrain {run}/config.toml --resume {run}" in status.note
 
 
+def test_a_run_that_lost_its_configuration_is_named_and_its_evaluations_are_no_runs(run: Path) -> None:
+    (run / "evaluations" / "one").mkdir(parents=True)
+    shutil.move(run / "config.toml", run / "evaluations" / "one" / "config.toml")
+    for folder in (run, run.parent):
+        (status,) = overview(folder).runs
+        assert (status.path, status.state) == (run, State.UNREADABLE)
+        assert "config.toml is missing" in status.note
+
+
 def test_a_live_process_runs_until_it_is_silent_for_long(run: Path, sleeper: int) -> None:
     own(run, sleeper)
     assert state_of(run) is State.RUNNING

@@ -17,7 +17,7 @@ class AdvantageContext:
     """One group of G judged completions."""
 
     rewards: list[float]
-    """[G]"""
+    """[G] rewards."""
     token_counts: list[int]
     """[G] action tokens of each completion."""
     step: int
@@ -32,7 +32,7 @@ class UncertaintyContext:
     """One completion of T action tokens."""
 
     logprobs: list[float]
-    """[T] of the sampled policy, natural."""
+    """[T] natural log-probs of the sampled policy."""
     token_entropies: list[float] | None
     """[T] Shannon entropies in nats; None where the engine records none."""
     step: int
@@ -47,9 +47,9 @@ class AlgorithmContext:
     """An algorithm's view of a step of P groups with G completions each; G and T may differ."""
 
     rewards: list[list[float]]
-    """[P][G]"""
+    """[P][G] rewards."""
     logprobs: list[list[list[float]]]
-    """[P][G][T] of the sampled policy, natural."""
+    """[P][G][T] natural log-probs of the sampled policy."""
     entropies: list[list[list[float]]]
     """[P][G][T] the configured uncertainty, within [0, 50]."""
     planning_mask: list[list[list[int]]]
@@ -65,17 +65,18 @@ class AlgorithmContext:
 @dataclass(frozen=True)
 class AlgorithmOutput:
     token_advs: Sequence[Sequence[Sequence[float]]]
-    """[P][G][T]"""
+    """[P][G][T] token advantages."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The recipe behind a built-in `algorithm_mode`."""
+    """The advantage and the transform behind a built-in `algorithm_mode`."""
 
     advantage: str
     transform: str
     aggregation: str = ""
-    """The value of `[loss] aggregation` that belongs to it: unset means this, and any other is refused. "" leaves it to the user."""
+    """The `[loss] aggregation` that belongs to the algorithm: unset means this value, and any other is refused. "" leaves it to the user.
+    """
 
 
 RECIPES: dict[str, Recipe] = {
@@ -89,7 +90,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_of(modes: "Algorithm | Condition") -> Recipe | None:
-    """The advantage and the transform in use; None for an algorithm plugin, which has neither."""
+    """Return the advantage and the transform in use; None for an algorithm plugin, which has neither."""
     if modes.algorithm_mode:
         return RECIPES.get(modes.algorithm_mode)
     return Recipe(modes.advantage_mode, modes.transform_mode)

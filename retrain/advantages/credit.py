@@ -13,28 +13,28 @@ from retrain.types import Float32Array, Group, Row
 
 @dataclass(frozen=True)
 class Assigned:
-    """The flat arrays of one step of P groups, N completions and n tokens."""
+    """The stages of credit for one step of P groups, N completions and n tokens, as flat arrays."""
 
     episode: Float64Array
-    """[N]"""
+    """[N] episode advantages."""
     stages: dict[str, Float64Array]
     """Stage -> token advantages [n], in the order in which the stages were applied; the last one goes to the loss."""
     uncertainty: Float64Array | None
-    """[n] capped and before SEPA; None where nothing reads it."""
+    """[n] uncertainty, capped and before SEPA; None if nothing reads it."""
     informative: BoolArray
-    """[P] Some token of the group has an advantage before the top-rho mask."""
+    """[P] True if some token of the group has an advantage before the top-rho mask."""
     counts: BoolArray
-    """[n] A mean of the policy term is over these tokens; none lies outside the informative groups and the loss."""
+    """[n] True for the tokens over which a mean of the policy term is taken; none lies outside the informative groups and the loss."""
     trained: BoolArray
-    """[N] The loss has a term for the completion: a policy term, or one of KL or entropy."""
+    """[N] True if the loss has a term for the completion: a policy term, or a KL or entropy term."""
     kept_fraction: float | None
-    """Share of the tokens of trained completions that the top-rho mask kept; None with the mask off."""
+    """Fraction of the tokens of trained completions that the top-rho mask kept; None with the mask off."""
     tau: float | None
-    """The mask's threshold; None with the mask off, and where every group or completion has its own."""
+    """Threshold of the mask; None with the mask off, and if every group or completion has its own."""
 
     @property
     def final(self) -> Float64Array:
-        """[n] Token advantages as the loss takes them."""
+        """[n] token advantages as the loss takes them."""
         return self.stages[next(reversed(self.stages))]
 
 
@@ -48,12 +48,12 @@ class GroupCredit:
     """[G][T] as the loss takes them."""
     informative: bool
     skip_reason: str
-    """"" for an informative group, else all_correct, all_wrong or other."""
+    """"" for an informative group; otherwise all_correct, all_wrong or other."""
 
 
 @dataclass(frozen=True)
 class CreditStatistics:
-    """The step record's fields from credit assignment; None where there is nothing to average.
+    """The fields of the step record that credit assignment fills; None if there is nothing to average.
 
     Means and population variances weigh every token of the judged completions equally, skipped groups included. Execution tokens are
     all tokens outside planning phrases, i.e. all tokens where the condition does not look for phrases.
@@ -70,9 +70,9 @@ class CreditStatistics:
     max_abs_advantage: float | None
     surprisal_kept_fraction: float | None
     surprisal_tau: float | None
-    """Both as in `Assigned`."""
+    """Threshold of the mask; it and `surprisal_kept_fraction` are as in `Assigned`."""
     informative_fraction: float | None
-    """Share of the groups in which some token has an advantage."""
+    """Fraction of the groups in which some token has an advantage."""
     groups_skipped_all_correct: int
     groups_skipped_all_wrong: int
     groups_skipped_other: int
@@ -80,7 +80,7 @@ class CreditStatistics:
 
 @dataclass(frozen=True)
 class Credit:
-    """Token advantages of one step, with what is recorded about them."""
+    """The token advantages of one step, with what is recorded about them."""
 
     sources: Sequence[Group]
     """The judged groups that credit was assigned to."""
@@ -89,7 +89,7 @@ class Credit:
     groups: list[GroupCredit]
     statistics: CreditStatistics
     exec_uncertainty: Float64Array
-    """The configured uncertainty of all execution tokens, for SEPAController.update_auto; empty where nothing reads it."""
+    """The configured uncertainty of all execution tokens, for SEPAController.update_auto; empty if nothing reads it."""
 
     @classmethod
     def of(cls, sources: Sequence[Group], tokens: StepTokens, assigned: Assigned, exec_uncertainty: Float64Array) -> "Credit":
@@ -97,7 +97,7 @@ class Credit:
         return cls(sources, tokens, assigned, groups, _statistics(tokens, assigned, groups), exec_uncertainty)
 
     def rows(self) -> list[Row]:
-        """The rows of each judged trajectory, in their order. A row outside the informative groups has no advantage."""
+        """Return the rows of each judged trajectory, in order. A row outside the informative groups has no advantage."""
         trajectories = [(group.prompt, trajectory) for group in self.sources for trajectory in group.trajectories]
         segments, advantages = self.tokens.segments, self.assigned.final * self.assigned.informative[self.tokens.token_groups()]
         given = zip(
@@ -115,7 +115,7 @@ class Credit:
         ]
 
     def stages_float32(self) -> dict[str, Float32Array]:
-        """Token advantages [n] after each stage, as the token side file stores them."""
+        """Return the token advantages [n] after each stage, as the token table stores them."""
         return {stage: values.astype(np.float32) for stage, values in self.assigned.stages.items()}
 
 
@@ -164,7 +164,7 @@ def _statistics(tokens: StepTokens, assigned: Assigned, groups: Sequence[GroupCr
 
 
 def _mean_and_variance(values: Float64Array | None, part: BoolArray) -> tuple[float, float] | tuple[None, None]:
-    """Over the tokens of `part` [n]; None where there are none, or no values."""
+    """Return mean and variance over the tokens of `part` [n]; None if there are none, or no values."""
     if values is None or not part.any():
         return None, None
     return float(values[part].mean()), float(values[part].var())

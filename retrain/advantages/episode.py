@@ -104,9 +104,9 @@ class BuiltinAdvantage:
     parameters: frozenset[str]
     """Names that `[algorithm.advantage_params]` may hold."""
     batch_level: bool = False
-    """The function takes all the groups of a step, and their token counts, instead of one group."""
+    """True if the function takes all the groups of a step, with their token counts, instead of one group."""
     group_relative: bool = True
-    """It compares within a group, so that it is zero for every group of one completion."""
+    """True if it compares within a group, so that it is zero for every group of one completion."""
 
 
 ADVANTAGES: dict[str, BuiltinAdvantage] = {
@@ -147,7 +147,7 @@ def _mean(r: Float64Array) -> float:
 
 
 def _centred(r: Float64Array) -> Float64Array:
-    """r - mean(r), exactly zero for a constant group: three times 0.1 has a mean that is not 0.1."""
+    """Return r - mean(r), exactly zero for a constant group; the computed mean of three times 0.1 is not 0.1."""
     if len(r) == 0 or r.min() == r.max():
         return np.zeros(len(r))
     centred: Float64Array = r - r.mean()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 UNINFORMATIVE = 1e-12
-"""A group is left out of training when no token's advantage is larger than this."""
+"""A group is left out of training if no token's advantage exceeds this."""
 
 LoadEncoder = Callable[[str], Encoder]
 """Name or folder of a sentence-transformers model -> its encoder."""
@@ -54,11 +54,11 @@ class _Step:
     number: int
     sepa_lambda: float
     uncertainty: Float64Array | None
-    """[n] capped; None where nothing reads it."""
+    """[n] capped uncertainty; None if nothing reads it."""
 
 
 class CreditPipeline:
-    """Built once per run from the configuration; `assign` is then a pure function of its arguments.
+    """The steps of credit assignment. It is built once per run from the configuration; `assign` is then a pure function of its arguments.
 
     `pieces` decodes the token ids of a completion into one text piece per token; `load_encoder` loads the sentence encoder of the semantic
     planning detector by its name, where that is configured. Raises ConfigurationError for unknown names, plugins
@@ -104,7 +104,7 @@ class CreditPipeline:
         return plugged_in or self.spec.needs_uncertainty or self.config.algorithm.surprisal_mask_rho > 0
 
     def assign(self, groups: Sequence[Group], step: int, sepa_lambda: float) -> Credit:
-        """Credit for judged groups. Raises RunFailed naming group, completion and position of a number that is not finite."""
+        """Assign credit to judged groups. Raises RunFailed naming group, completion and position of a number that is not finite."""
         try:
             tokens = StepTokens.of(groups, self._planning(groups), self.config.loss.mask_truncated)
             assigned = self.compute(tokens, step, sepa_lambda)
@@ -114,7 +114,7 @@ class CreditPipeline:
         return Credit.of(groups, tokens, assigned, assigned.uncertainty[~tokens.planning] if wanted else np.zeros(0))  # type: ignore[index]
 
     def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> Assigned:
-        """The stages over flat arrays. Raises ValueError naming group, completion and position; RunFailed for a plugin's exception."""
+        """Compute all stages over flat arrays. Raises ValueError naming group, completion and position, or RunFailed from a plugin."""
         uncertainty = None if self._uncertainty is None else capped(self._uncertainty(tokens, step))
         at = _Step(tokens, step, sepa_lambda if self.uses_sepa_controller else 0.0, uncertainty)
         episode, stages = self._composed_stages(at) if self._algorithm is None else self._algorithm_stages(at)
@@ -135,14 +135,14 @@ class CreditPipeline:
         return Assigned(episode, stages, uncertainty, informative, counts, self._trained(tokens, counts), kept_fraction, tau)
 
     def _trained(self, tokens: StepTokens, counts: BoolArray) -> BoolArray:
-        """[N] The loss has a term for the completion: a policy term, or one of KL or entropy, which every completion in the loss has."""
+        """Return [N] True if the loss has a term for the completion: a policy term, or a KL or entropy term, which all in the loss have."""
         every = self.config.loss.kl_coef > 0 or self.config.loss.entropy_coef > 0
         return tokens.in_loss & (tokens.segments.lengths > 0) & ((tokens.segments.sums(counts.astype(np.float64)) > 0) | every)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
     def _composed_stages(self, at: _Step) -> tuple[Float64Array, Stages]:
-        """Episode advantages [N], and the stages of an advantage and a transform."""
+        """Return the episode advantages [N] and the stages of an advantage and a transform."""
         assert self._episode is not None
         episode = flatten(self._episode(at.tokens, at.number))
         stages: Stages = {"episode": at.tokens.segments.spread(episode)}
@@ -158,7 +158,7 @@ class CreditPipeline:
         return episode, stages
 
     def _algorithm_stages(self, at: _Step) -> tuple[Float64Array, Stages]:
-        """The same from an algorithm plugin; the episode advantage is the mean over a completion's tokens."""
+        """Return the same for an algorithm plugin; its episode advantage is the mean over a completion's tokens."""
         assert self._algorithm is not None and at.uncertainty is not None
         tokens = at.tokens
         context = AlgorithmContext(
@@ -176,7 +176,7 @@ class CreditPipeline:
         return tokens.segments.means(advantages), {"algorithm": advantages}
 
     def _entropy_transform(self, at: _Step, uncertainty: Float64Array) -> Float64Array:
-        """[n] The uncertainty that GTPO weighs by. Raises ValueError naming the token for which a transform gave no finite number."""
+        """Return the uncertainty [n] that GTPO weights by. Raises ValueError naming a token that a transform left not finite."""
         spec, segments = self.spec, at.tokens.segments
         if spec.flat_entropy_transform is not None:
             with user_code(f'transform "{spec.name}"', RunFailed):
@@ -205,14 +205,14 @@ class CreditPipeline:
         return gtpo_weights(uncertainty, tokens.segments, gtpo.beta)
 
     def _by_context(self, at: _Step, episode: Float64Array, function: GroupTransform) -> Float64Array:
-        """[n] What a plugin makes of the groups, one after the other."""
+        """Return the token advantages [n] that a plugin computes group by group."""
         rows: list[Float64Array] = []
         for context, counts in zip(self._contexts(at, episode), at.tokens.token_counts, strict=True):
             rows.extend(token_lists(function(context), counts, f'group {context.group}: transform "{self.spec.name}"'))
         return flatten(rows)
 
     def _contexts(self, at: _Step, episode: Float64Array) -> Iterator[TransformContext]:
-        """The groups as plain lists."""
+        """Yield the context of each group as plain lists."""
         assert at.uncertainty is not None
         tokens = at.tokens
         logprobs, entropies, masks = tokens.nested(tokens.logprobs), tokens.nested(at.uncertainty), tokens.nested_masks()
@@ -232,7 +232,7 @@ class CreditPipeline:
             )
 
     def _post_process_of(self, token_advantages: list[list[list[float]]]) -> GroupTransform:
-        """The spec's post_process on token advantages [P][G][T]."""
+        """Bind the spec's post_process to one step, as a function of token advantages [P][G][T]."""
 
         def post_process(context: TransformContext) -> Sequence[Sequence[float]]:
             assert self.spec.post_process is not None
@@ -242,7 +242,7 @@ class CreditPipeline:
         return post_process
 
     def _mask(self, tokens: StepTokens, uncertainty: Float64Array, with_policy: BoolArray) -> tuple[BoolArray, float | None]:
-        """The tokens [n] whose advantage is kept, and the step's threshold, which only completions `with_policy` [N] set."""
+        """Return the tokens [n] whose advantage is kept, and the step's threshold, which is set by completions `with_policy` [N] only."""
         algorithm, segments = self.config.algorithm, tokens.segments
         completions = np.repeat(np.arange(len(segments)), segments.lengths)
         pools: dict[str, tuple[Int64Array, int]] = {
@@ -257,7 +257,7 @@ class CreditPipeline:
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def _planning(self, groups: Sequence[Group]) -> BoolArray | None:
-        """[n] the tokens inside planning phrases; None for a condition that does not look for them."""
+        """Return the tokens [n] inside planning phrases; None for a condition that does not look for them."""
         if self._detector is None:
             return None
         turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.completions]
@@ -291,7 +291,7 @@ def _last(stages: Stages) -> Float64Array:
 
 
 def _informative(tokens: StepTokens, advantages: Float64Array) -> BoolArray:
-    """[P] Some token of the group has an advantage."""
+    """Return [P] True if some token of the group has an advantage."""
     largest = tokens.segments.maxima(np.abs(advantages))
     informative = np.zeros(len(tokens.rewards), dtype=np.bool_)
     np.logical_or.at(informative, tokens.group_of, largest > UNINFORMATIVE)

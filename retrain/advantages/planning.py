@@ -40,7 +40,7 @@ _APOSTROPHES = ("\u2019", "\u02bc")
 
 
 def normalised(text: str) -> str:
-    """Lower case with straight apostrophes, each character in its place: offsets in the result are offsets in `text`."""
+    """Lower the case and straighten apostrophes, character by character: offsets in the result are offsets in `text`."""
     for apostrophe in _APOSTROPHES:
         text = text.replace(apostrophe, "'")
     lowered = text.lower()
@@ -50,7 +50,7 @@ def normalised(text: str) -> str:
 
 
 def _collapsed(text: str) -> str:
-    """The text with single spaces for its gaps, and none at its ends."""
+    """Put single spaces in place of a text's gaps, and none at its ends."""
     for separator in _SEPARATORS:
         text = text.replace(separator, " ")
     return " ".join(text.split())  # split() knows the same white space as \s
@@ -101,11 +101,11 @@ class RegexDetector:
         return mask
 
     def detect_all(self, completions: Sequence[Sequence[str]]) -> list[npt.NDArray[np.uint8]]:
-        """The masks of several completions."""
+        """Return the masks of several completions."""
         return [self.detect(pieces) for pieces in completions]
 
     def _matches(self, text: str) -> list[tuple[int, int]]:
-        """Half-open ranges of characters."""
+        """Return the half-open ranges of characters that match."""
         collapsed, found = _collapsed(text), []
         for literal, pattern in self._patterns.items():
             if literal not in collapsed:

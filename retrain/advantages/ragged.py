@@ -16,7 +16,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Segments:
-    """Where each completion lies in the flat arrays; completions may be empty."""
+    """The place of each completion in the flat arrays; completions may be empty."""
 
     def __init__(self, lengths: Iterable[int]) -> None:
         self.lengths: Int64Array = np.fromiter(lengths, dtype=np.int64)
@@ -34,33 +34,33 @@ class Segments:
         return int(self.offsets[-1])
 
     def sums(self, values: Float64Array) -> Float64Array:
-        """[n] -> [N], 0 where empty."""
+        """Sum over each completion, [n] -> [N]; 0 if it is empty."""
         return self._reduce(np.add, values)
 
     def minima(self, values: Float64Array) -> Float64Array:
-        """[n] -> [N], 0 where empty."""
+        """Take the minimum of each completion, [n] -> [N]; 0 if it is empty."""
         return self._reduce(np.minimum, values)
 
     def maxima(self, values: Float64Array) -> Float64Array:
-        """[n] -> [N], 0 where empty."""
+        """Take the maximum of each completion, [n] -> [N]; 0 if it is empty."""
         return self._reduce(np.maximum, values)
 
     def means(self, values: Float64Array) -> Float64Array:
-        """[n] -> [N], 0 where empty; a constant segment's mean is that constant to the last bit."""
+        """Average over each completion, [n] -> [N]; 0 if it is empty. A constant completion's mean is that constant to the last bit."""
         means = self.sums(values) / np.maximum(self.lengths, 1)
         low, high = self.minima(values), self.maxima(values)
         return np.where(low == high, low, means)
 
     def spread(self, per_segment: Float64Array) -> Float64Array:
-        """[N] -> [n], each value repeated over its completion's tokens."""
+        """Repeat each value over its completion's tokens, [N] -> [n]."""
         return np.repeat(per_segment, self.lengths)
 
     def split(self, values: npt.NDArray[Scalar]) -> list[npt.NDArray[Scalar]]:
-        """[n] -> N views."""
+        """Return the N views of [n] values, one per completion."""
         return [values[start:stop] for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(completion, position within it) of a flat position."""
+        """Return the completion of a flat position, and the position within it."""
         segment = int(np.searchsorted(self.offsets, position, side="right")) - 1
         return segment, position - int(self.offsets[segment])
 
@@ -72,6 +72,6 @@ class Segments:
 
 
 def flatten(rows: Iterable[Sequence[float] | npt.NDArray[np.floating]]) -> Float64Array:
-    """N sequences -> [n] float64."""
+    """Join N sequences into one float64 array [n]."""
     arrays = [np.asarray(row, dtype=np.float64) for row in rows]
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""From the names in the configuration to the functions of the pipeline: built-ins and plugins in the same form.
+"""Resolution of the configuration's names to the functions of the pipeline: built-ins and plugins get the same form.
 
 A plugin is tried on a small example when it is loaded, so that a wrong shape is found before the first step.
 """
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 EpisodeStage = Callable[[StepTokens, int], list[list[float]]]
 """(tokens, step) -> [P][G] episode advantages."""
 UncertaintyStage = Callable[[StepTokens, int], Float64Array]
-"""(tokens, step) -> [n], not yet capped."""
+"""(tokens, step) -> [n] uncertainty, not yet capped."""
 GroupTransform = Callable[[TransformContext], Sequence[Sequence[float]]]
-"""[G][T] token advantages of one group."""
+"""(context) -> [G][T] token advantages of one group."""
 AlgorithmStage = Callable[[AlgorithmContext], Sequence[Sequence[Sequence[float]]]]
-"""[P][G][T] token advantages of a step."""
+"""(context) -> [P][G][T] token advantages of a step."""
 
 
 @dataclass(frozen=True)
 class ResolvedTransform:
     spec: TransformSpec
     function: GroupTransform | None
-    """A plugin of the form f(ctx), which then does all the work."""
+    """A plugin of the form f(ctx), which then does all the work; None for a TransformSpec."""
     params: dict[str, Any]
 
 
@@ -170,7 +170,7 @@ def _context_transform(
 
 
 def resolve_algorithm(name: str, config: "TrainConfig", notes: list[str]) -> AlgorithmStage:
-    """An algorithm plugin; the built-in recipes are pairs of names and never come here."""
+    """Load an algorithm plugin. The built-in recipes are pairs of names and never come here."""
     plugin = load_plugin("algorithm", name, config, dict.fromkeys(RECIPES))
     call = inspect_call("algorithm", plugin)
     params = params_of("algorithm", config)
@@ -202,7 +202,7 @@ def resolve_algorithm(name: str, config: "TrainConfig", notes: list[str]) -> Alg
 
 
 def numbers(values: Any, count: int, what: str) -> Float64Array:
-    """`count` finite numbers, or ValueError that begins with `what`."""
+    """Return `count` finite numbers. Raises ValueError, whose sentence begins with `what`."""
     try:
         array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -215,7 +215,7 @@ def numbers(values: Any, count: int, what: str) -> Float64Array:
 
 
 def token_lists(rows: Any, lengths: Sequence[int], what: str) -> list[Float64Array]:
-    """One list of numbers for each completion of a group."""
+    """Return one list of numbers for each completion of a group. Raises ValueError for another shape."""
     rows = list(rows)
     if len(rows) != len(lengths):
         raise ValueError(f"{what} has {len(rows)} completions, it must have {len(lengths)}")
@@ -223,7 +223,7 @@ def token_lists(rows: Any, lengths: Sequence[int], what: str) -> list[Float64Arr
 
 
 def step_tokens(groups: Any, tokens: StepTokens, what: str) -> Float64Array:
-    """[P][G][T] -> [n]."""
+    """Flatten token advantages, [P][G][T] -> [n]."""
     groups = list(groups)
     if len(groups) != len(tokens.rewards):
         raise ValueError(f"{what} has {len(groups)} groups, it must have {len(tokens.rewards)}")

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
     from retrain.config.schema import Algorithm, Sepa
 
 _VARIANCE_FLOOR = 1e-8  # nats squared; keeps the ratio to var_0 finite for a policy that is sure from the start
@@ -39,7 +38,7 @@ class SEPAController:
         """Steps that contributed a variance, up to `warmup`."""
 
     def resolve(self, step: int) -> float:
-        """lambda of the 0-based `step`, in [0, 1]."""
+        """Return lambda of the 0-based `step`, in [0, 1]."""
         if not self.gate_open:
             return 0.0
         linear = linear_lambda(self.settings, step)
@@ -68,13 +67,13 @@ class SEPAController:
                 self.var_0 = max(self.var_ema, _VARIANCE_FLOOR)
 
     def _auto(self) -> float:
-        """lambda of the automatic schedule alone: 0 until the warm-up is over."""
+        """Return lambda of the automatic schedule alone: 0 until the warm-up is over."""
         if self.var_0 is None or self.var_ema is None:
             return 0.0
         return 1.0 - min(1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint stores: JSON values, and the settings beside them."""
+        """Return the state that a checkpoint stores as JSON values, with the settings."""
         return {
             "gate_open": self.gate_open,
             "gate_step": self.gate_step,
@@ -107,7 +106,7 @@ class SEPAController:
 
 
 def linear_lambda(settings: "Sepa", step: int) -> float:
-    """The linear ramp at the 0-based `step`, gate aside; 0 throughout where steps is 0, which means no ramp."""
+    """Return the linear ramp at the 0-based `step` without the gate; 0 throughout if steps is 0, which means no ramp."""
     if step <= settings.delay_steps or settings.steps <= 0:
         return 0.0
     return min(1.0, (step - settings.delay_steps) / settings.steps)
@@ -122,13 +121,13 @@ def check_ramp(settings: "Sepa") -> None:
         )
 
 
-def maximal_lambda(config: "TrainConfig") -> float:
-    """The largest lambda of the linear ramp within max_steps, which is also the floor of the auto schedule."""
-    return linear_lambda(config.sepa, config.training.max_steps - 1)
+def maximal_lambda(settings: "Sepa", max_steps: int) -> float:
+    """Return the largest lambda of the linear ramp within `max_steps`, which is also the floor of the auto schedule."""
+    return linear_lambda(settings, max_steps - 1)
 
 
 def follows_schedule(algorithm: "Algorithm") -> bool:
-    """A built-in transform of this run is scaled by lambda."""
+    """Return True if the transform of this run is a built-in one that lambda scales."""
     from retrain.advantages.algorithms import recipe_of
     from retrain.advantages.transforms import TRANSFORMS
 
@@ -137,19 +136,18 @@ def follows_schedule(algorithm: "Algorithm") -> bool:
     return spec is not None and spec.uses_sepa_controller
 
 
-def maximal_lambda_note(config: "TrainConfig") -> str | None:
-    """A sentence for the start of the run if the ramp ends below 1; None if it is complete or no built-in transform follows it.
+def maximal_lambda_note(algorithm: "Algorithm", settings: "Sepa", max_steps: int) -> str | None:
+    """Return a sentence for the start of the run if the ramp ends below 1; None if it is complete or no built-in transform follows it.
 
     Whether a plugin follows the schedule is known only once it is loaded.
     """
-    largest = maximal_lambda(config)
-    if largest >= 1.0 or not follows_schedule(config.algorithm):
+    largest = maximal_lambda(settings, max_steps)
+    if largest >= 1.0 or not follows_schedule(algorithm):
         return None
-    sepa, last = config.sepa, config.training.max_steps - 1
-    bound = "reaches at most" if sepa.schedule == "linear" else "is only sure to reach"
+    bound = "reaches at most" if settings.schedule == "linear" else "is only sure to reach"
     return (
-        f"SEPA's lambda {bound} {largest:.3f} in this run: the last step is {last}, and the ramp ends at step "
-        f"{sepa.delay_steps + sepa.steps}; lower [sepa] steps or delay_steps, or raise max_steps."
+        f"SEPA's lambda {bound} {largest:.3f} in this run: the last step is {max_steps - 1}, and the ramp ends at step "
+        f"{settings.delay_steps + settings.steps}; lower [sepa] steps or delay_steps, or raise max_steps."
     )
 
 

@@ -15,25 +15,26 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class StepTokens:
-    """P groups with G completions each, N in all, whose n action tokens lie end to end. Raises ValueError for arrays that do not fit.
+    """The action tokens of one step: P groups with G completions each, N in all, whose n tokens lie end to end. Raises ValueError for
+    arrays that do not fit.
 
     A trajectory of several turns counts as one completion: credit knows its actions, one after the other.
     """
 
     rewards: list[list[float]]
-    """[P][G]."""
+    """[P][G] rewards."""
     segments: Segments
-    """N completions, group by group."""
+    """The N completions, group by group."""
     logprobs: Float64Array
-    """[n]"""
+    """[n] log-probs of the sampled policy."""
     entropies: Float64Array | None
     """[n] Shannon entropies in nats; None where the engine has none."""
     planning: BoolArray
-    """[n] inside a planning phrase; all False for a condition that does not look for them."""
+    """[n] True inside a planning phrase; all False for a condition that does not look for them."""
     in_loss: BoolArray
     """[N] False for a completion that the loss leaves out."""
     group_of: Int64Array = field(init=False)
-    """[N] the group of each completion."""
+    """[N] number of each completion's group."""
 
     def __post_init__(self) -> None:
         sizes = [len(rewards) for rewards in self.rewards]
@@ -48,7 +49,7 @@ class StepTokens:
 
     @classmethod
     def of(cls, groups: Sequence[Group], planning: BoolArray | None, mask_truncated: bool) -> "StepTokens":
-        """From judged groups; without a planning mask [n] every token counts as execution."""
+        """Build the arrays from judged groups; without a planning mask [n] every token counts as execution."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         segments = Segments(len(trajectory.token_ids) for trajectory in trajectories)
         for index, trajectory in enumerate(trajectories):
@@ -66,16 +67,16 @@ class StepTokens:
 
     @property
     def token_counts(self) -> list[list[int]]:
-        """[P][G]."""
+        """[P][G] action tokens of each completion."""
         return self.by_group(self.segments.lengths.tolist())
 
     def by_group(self, per_completion: Sequence[Item]) -> list[list[Item]]:
-        """[N] -> [P][G]."""
+        """Group values by prompt, [N] -> [P][G]."""
         edges = np.cumsum([0, *(len(rewards) for rewards in self.rewards)]).tolist()
         return [list(per_completion[start:stop]) for start, stop in pairwise(edges)]
 
     def place(self, completion: int) -> str:
-        """Names a completion by its flat index: group 3, completion 1."""
+        """Name a completion by its flat index: group 3, completion 1."""
         group = int(self.group_of[completion])
         return f"group {group}, completion {completion - int(np.searchsorted(self.group_of, group))}"
 
@@ -84,19 +85,19 @@ class StepTokens:
         return f"{self.place(completion)}, position {position}"
 
     def nested(self, values: Float64Array) -> list[list[list[float]]]:
-        """[n] -> [P][G][T] plain lists."""
+        """Turn flat values into plain lists, [n] -> [P][G][T]."""
         return self.by_group([piece.tolist() for piece in self.segments.split(values)])
 
     def nested_masks(self) -> list[list[list[int]]]:
-        """[P][G][T] 1 inside a planning phrase."""
+        """Return the planning mask as plain lists [P][G][T]."""
         return self.by_group([piece.astype(int).tolist() for piece in self.segments.split(self.planning)])
 
     def token_groups(self) -> Int64Array:
-        """[n] the group of each token."""
+        """Return the group of each token, [n]."""
         return np.repeat(self.group_of, self.segments.lengths)
 
     def _check(self, values: Float64Array, name: str) -> None:
-        """Refuse NaN and +inf; a log-prob of -inf too, since a ratio against it is undefined."""
+        """Refuse NaN and +inf, and a log-prob of -inf, since a ratio against it is undefined."""
         if len(values) != self.segments.total:
             raise ValueError(f"{len(values)} {name} values for {self.segments.total} tokens")
         for token in np.flatnonzero(~np.isfinite(values)):

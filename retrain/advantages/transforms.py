@@ -1,4 +1,4 @@
-"""From a completion's advantage to its tokens' advantages: SEPA, GTPO, HICRA and the top-rho mask, over flat ragged arrays.
+"""Transforms from a completion's advantage to its tokens' advantages: SEPA, GTPO, HICRA and the top-rho mask, over flat ragged arrays.
 
 A TransformSpec says which of the first three a transform takes; the mask is `[algorithm] surprisal_mask_rho`, whatever the transform. The
 order is fixed in pipeline.py: a new transform is a new spec, not a new order.
@@ -15,9 +15,9 @@ import numpy as np
 from retrain.advantages.ragged import BoolArray, Float64Array, Int64Array, Segments
 
 NEGLIGIBLE_MEAN = 1e-7
-"""Nats. Below it a completion was as good as deterministic and its weights are uniform."""
+"""Mean uncertainty in nats below which a completion counts as deterministic and its weights are uniform."""
 INVERSE_FLOOR = 1e-3
-"""Nats. Under negative="inverse" a token surer than this is not punished more than one that is just this sure."""
+"""Least uncertainty in nats that negative = "inverse" divides by, so that a surer token is not punished more."""
 
 EntropyTransform = Callable[[list[float], list[int], float], Sequence[float]]
 """(entropies [T], planning_mask [T], sepa_lambda) -> [T], for one completion."""
@@ -30,11 +30,11 @@ class TransformContext:
     """A transform's view of one group of G completions. T differs between completions."""
 
     rewards: list[float]
-    """[G]"""
+    """[G] rewards."""
     advantages: list[float]
     """[G] episode advantages."""
     logprobs: list[list[float]]
-    """[G][T] of the sampled policy, natural."""
+    """[G][T] natural log-probs of the sampled policy."""
     entropies: list[list[float]]
     """[G][T] the configured uncertainty, within [0, 50]."""
     planning_mask: list[list[int]]
@@ -52,12 +52,12 @@ class TransformContext:
 @dataclass(frozen=True)
 class TransformOutput:
     token_advs: Sequence[Sequence[float]]
-    """[G][T]"""
+    """[G][T] token advantages."""
 
 
 @dataclass(frozen=True)
 class TransformSpec:
-    """Which steps of credit assignment a transform takes, in the order of its fields."""
+    """The steps of credit assignment that a transform takes, in the order of its fields."""
 
     name: str
     use_gtpo: bool = False
@@ -67,15 +67,15 @@ class TransformSpec:
     uses_sepa_controller: bool = False
     """Follow the SEPA schedule; without it lambda is 0."""
     entropy_transform: EntropyTransform | None = None
-    """Changes the uncertainty before the weighting."""
+    """Changes the uncertainty of one completion before the weighting."""
     apply_hicra: bool = False
     """Amplify planning tokens after the weighting."""
     post_process: Callable[[list[list[float]], TransformContext], Sequence[Sequence[float]]] | None = None
     """(token advantages [G][T], context) -> [G][T], after HICRA, for one group."""
     flat_entropy_transform: FlatEntropyTransform | None = None
-    """The same as entropy_transform over all completions at once; it wins where both are given."""
+    """Changes the uncertainty of all completions at once; it is used where both are given."""
     needs_rho: bool = False
-    """Has no effect of its own without surprisal_mask_rho > 0, so that a run without it is refused."""
+    """Has no effect of its own unless surprisal_mask_rho > 0, so a run without that is refused."""
 
     @property
     def needs_uncertainty(self) -> bool:
@@ -102,12 +102,12 @@ def sepa_amplify(uncertainty: Float64Array, planning: BoolArray, segments: Segme
 
 
 def sepa_amplify_clamped(uncertainty: Float64Array, planning: BoolArray, segments: Segments, lam: float) -> Float64Array:
-    """`sepa_amplify` floored at 0, which no longer keeps the mean."""
+    """Apply `sepa_amplify` and floor the result at 0, which no longer keeps the mean."""
     return np.maximum(sepa_amplify(uncertainty, planning, segments, lam), 0.0)
 
 
 def _execution_means(uncertainty: Float64Array, planning: BoolArray, segments: Segments) -> Float64Array:
-    """[n] the mean uncertainty of the execution tokens of each token's completion."""
+    """Return [n] the mean uncertainty of the execution tokens of each token's completion."""
     execution = (~planning).astype(np.float64)
     counts = segments.sums(execution)
     means = segments.sums(uncertainty * execution) / np.maximum(counts, 1.0)
@@ -115,7 +115,7 @@ def _execution_means(uncertainty: Float64Array, planning: BoolArray, segments: S
 
 
 def _checked_lambda(lam: float, uncertainty: Float64Array, planning: BoolArray) -> float:
-    """lambda within [0, 1]. Raises ValueError for NaN, or a mask of another length than the uncertainty."""
+    """Clamp lambda to [0, 1]. Raises ValueError for NaN, or for a mask of another length than the uncertainty."""
     _check_mask(planning, uncertainty)
     if np.isnan(lam):
         raise ValueError("sepa_lambda is NaN")
@@ -165,7 +165,9 @@ def gtpo_group_weights(
 
 
 def inverted(uncertainty: Float64Array, segments: Segments, advantages: Float64Array) -> Float64Array:
-    """1/H in completions with a negative advantage (negative = "inverse"): confident mistakes weigh more. arXiv 2508.04349, equation 6."""
+    """Replace H by 1/H in completions with a negative advantage (negative = "inverse"), so that confident mistakes weigh more. Source:
+    arXiv 2508.04349, equation 6.
+    """
     negative = segments.spread(advantages) < 0
     return np.where(negative, 1.0 / np.maximum(uncertainty, INVERSE_FLOOR), uncertainty)
 
@@ -201,13 +203,13 @@ def hicra(token_advantages: Float64Array, planning: BoolArray, alpha: float) -> 
 @dataclass(frozen=True)
 class TopRho:
     keep: BoolArray
-    """[n]"""
+    """[n] True for the tokens that are kept."""
     thresholds: list[float | None]
-    """tau of each pool: a token is kept if its uncertainty reaches it. None for a pool without tokens, or with the mask off."""
+    """Threshold tau of each pool: a token of at least this uncertainty is kept. None for a pool without tokens, or with the mask off."""
 
 
 def kept_count(n: int, rho: float) -> int:
-    """k = max(1, floor(rho n)) tokens of n, 0 of none."""
+    """Return k = max(1, floor(rho n)) for n tokens, and 0 for none."""
     return max(1, floor(rho * n + 1e-9)) if n else 0  # without the addend 0.29 * 100 would be 28
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from retrain.advantages.ragged import Float64Array
 
 CAP = 50.0
-"""Nats. Caps what a token of probability near zero can weigh in a completion's mean."""
+"""Cap in nats on what a token of probability near zero can weigh in a completion's mean."""
 
 SURPRISAL = "surprisal"
 PREDICTIVE_VARIANCE = "predictive_variance"
@@ -34,7 +34,7 @@ Numbers = Sequence[float] | npt.NDArray[np.floating]
 
 
 def canonical_kind(name: str) -> str:
-    """The built-in kind that `name` means; any other name as it is."""
+    """Return the built-in kind that `name` means; any other name is returned unchanged."""
     return ALIASES.get(name, name)
 
 

@@ -1,1 +1,1 @@
-"""What is done with runs once they are there: reading them, comparing conditions across seeds, planning how many seeds to run."""
+"""Analysis of stored runs: reading them, comparing conditions across seeds, and planning the number of seeds."""

@@ -1,4 +1,4 @@
-"""The arms of a comparison: the finished runs of each condition, one per seed, with what was lost on the way."""
+"""The arms of a comparison: the finished runs of each condition, one per seed, and the runs that failed or cannot be compared."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -53,6 +53,8 @@ def group_by_condition(runs: Iterable[StoredRun]) -> RunsByCondition:
     grouped = RunsByCondition()
     for run in runs:
         by_seed = grouped.conditions.setdefault(run.condition, {})
+        if run.skipped:
+            continue
         if run.unfinished:
             grouped.to_come += run.planned is not None and not run.failed
             grouped.left_out.append(f"{run.name} {run.unfinished}.")
@@ -105,7 +107,7 @@ def judged_by(label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: 
 
 
 def evaluated_as(run: StoredRun) -> str:
-    """The way in which a run's held-out answers were sampled, in words that are equal for equal ways."""
+    """How a run's held-out answers were sampled, in words. Runs that were sampled alike get the same words."""
     return evaluation_words(run.config)
 
 
@@ -141,7 +143,7 @@ def evaluated_alike(label: str, runs: Mapping[int, StoredRun], way: str, sentenc
 
 
 def _seeds_by(runs: Mapping[int, StoredRun], words: Callable[[StoredRun], str], expected: str) -> dict[str, list[int]]:
-    """What `words` says of a run -> the seeds of which it says so, without those of which it says what is expected."""
+    """Groups the seeds by the description that `words` gives their run, and leaves out the group whose description is `expected`."""
     seeds: dict[str, list[int]] = {}
     for seed, run in runs.items():
         seeds.setdefault(words(run), []).append(seed)

@@ -25,6 +25,7 @@ from retrain.analysis.likeness import Shared
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.notes import comparison_notes
 from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
+from retrain.analysis.planned import CampaignRecord, deviations, planned_line
 from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
 from retrain.analysis.two_way import TwoWay
@@ -95,6 +96,8 @@ class Comparison:
     """Runs of a campaign that have not ended."""
     left_out: Sequence[str]
     notes: Sequence[str]
+    planned: str = ""
+    """Whether it is as planned before the first run, in a sentence; "" where no plan was recorded."""
 
     @property
     def seeds_to_conclude(self) -> int:
@@ -114,10 +117,11 @@ def compare_campaign(
     *,
     control: bool = False,
     pairs: Sequence[PairOfLabels] = (),
+    record: CampaignRecord | None = None,
 ) -> Comparison:
     """Every condition of a campaign against `baseline`, by default its first; `control` takes the one trained on random rewards.
 
-    `pairs` names the contrasts of the family instead.
+    `pairs` names the contrasts of the family instead. `record` is the plan and the looks, by default those of the manifest.
     """
     grouped = group_by_condition(campaign_runs(folder))
     labels = list(grouped.conditions)
@@ -132,7 +136,7 @@ def compare_campaign(
         baseline = labels[0]
     if baseline not in grouped.conditions:
         raise ConfigurationError(f"--baseline {baseline} is no condition of {folder}; the conditions are {', '.join(labels)}.")
-    return _compare(grouped, baseline, test, metric, pairs)
+    return _compare(grouped, baseline, test, metric, pairs, record or CampaignRecord.read(folder))
 
 
 def compare_runs(
@@ -161,7 +165,12 @@ def compare_runs(
 
 
 def _compare(
-    grouped: RunsByCondition, baseline: str, test: TestSettings, metric_name: str | None, pairs: Sequence[PairOfLabels] = ()
+    grouped: RunsByCondition,
+    baseline: str,
+    test: TestSettings,
+    metric_name: str | None,
+    pairs: Sequence[PairOfLabels] = (),
+    record: CampaignRecord | None = None,
 ) -> Comparison:
     metric = choose_metric(metric_name, grouped.runs)
     check_sizes(test, metric)
@@ -176,6 +185,10 @@ def _compare(
     wanted = pairs or [(label, baseline) for label in arms if label != baseline]
     worst = worst_value(arms.values(), metric, test) if test.failed == "worst" else None
     family = [pair for ours, theirs in wanted if (pair := pair_up(arms[ours], arms[theirs], metric, worst)).differences]
+    differing = list(deviations(record, baseline=baseline, pairs=wanted, metric=metric.name, test=test)) if record else []
+    if record and record.looks and not differing:
+        test = replace(test, correction="evidence", looks=record.looked)
+        family = [seen for pair in family if (seen := pair.of_seeds(record.seeds_of(pair.candidate.label))).differences]
     if not family:
         raise ConfigurationError(_no_pair(arms[baseline], list(arms.values())[1:], left_out) + _advice(grouped, alike, metric))
     return Comparison(
@@ -189,7 +202,8 @@ def _compare(
         contrasts=_contrasts(family, metric, test, worst_value(arms.values(), metric, test)),
         to_come=grouped.to_come,
         left_out=left_out,
-        notes=[*notes, *comparison_notes(grouped, arms, baseline, family, metric, asked=asked)],
+        notes=[*notes, *comparison_notes(grouped, arms, baseline, family, metric, test, asked=asked)],
+        planned=planned_line(record, differing) if record else "",
     )
 
 
@@ -214,7 +228,9 @@ def _measured_alike(
 
 
 def worst_value(arms: Iterable[Arm], metric: Metric, test: TestSettings) -> float | None:
-    """What a failed run counts as: 0 or 1 of a rate, else the worst value of any run; None for a metric without a direction."""
+    """The value given to a failed run: the worst end of a rate (0 or 1), else the worst value of any run. None for a metric without a
+    direction.
+    """
     better = "lower" if test.lower_is_better else metric.better
     if better is None:
         return None
@@ -250,7 +266,7 @@ def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
 
 
 def _advice(grouped: RunsByCondition, alike: Mapping[str, Mapping[int, StoredRun]], metric: Metric) -> str:
-    """What to do where runs were measured in different ways."""
+    """Advice for the user where runs were left out because they were measured in different ways; "" where none was."""
     if all(len(alike[label]) == len(runs) for label, runs in grouped.conditions.items()):
         return ""
     if metric.k is None:

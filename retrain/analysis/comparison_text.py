@@ -28,6 +28,8 @@ def to_markdown(comparison: Comparison) -> str:
 def _markdown(comparison: Comparison) -> Iterator[str]:
     yield f"**{answer(comparison)}**"
     yield ""
+    if comparison.planned:
+        yield from (comparison.planned, "")
     yield from markdown_lines(*arm_table(comparison))
     yield ""
     for contrast in comparison.contrasts:
@@ -54,6 +56,8 @@ def to_text(comparison: Comparison, width: int = 80) -> str:
 
 def _text(comparison: Comparison, width: int) -> Iterator[str]:
     yield from _wrapped(answer(comparison), width, after="")
+    if comparison.planned:
+        yield from _wrapped(comparison.planned, width, after="")
     yield ""
     yield from _aligned(arm_table(comparison), width)
     yield ""
@@ -224,7 +228,9 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "margin": test.margin,
         "effect": test.effect,
         "power": test.power,
-        "correction": test.correction,
+        "correction": test.rule,
+        "planned": comparison.planned or None,
+        "looks": list(test.looks) or None,
         "failed": test.failed,
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,

@@ -1,4 +1,4 @@
-"""What may be concluded from each contrast, what qualifies it, and how it was computed: sentences for text, Markdown and the report."""
+"""The sentences of a comparison: the conclusion of each contrast, the caveats, and how the numbers were computed."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from retrain.records.printing import counted
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
-    """What may be concluded from one contrast, and what may not."""
+    """The conclusion of one contrast: its verdict with the numbers behind it, or why there is none."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}{_among(contrast, comparison)}"
     if found.verdict is Verdict.INCONCLUSIVE:
@@ -29,6 +29,8 @@ def _among(contrast: Contrast, comparison: Comparison) -> str:
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     test, found = comparison.test, contrast.conclusion
     pairs, family = counted(found.pairs, "pair"), counted(len(comparison.contrasts), "comparison")
+    if test.rule == "evidence" and not found.unsure:
+        return f"The evidence is {1 / found.p_adjusted:.3g} over {family}; {1 / test.alpha:g} decides."
     if not found.can_conclude(test.alpha):
         return (
             f"No result of {pairs} could be significant: the smallest possible adjusted p is {p_words(found.smallest_p_adjusted)}; "
@@ -61,7 +63,7 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def _detectable(found: Conclusion, comparison: Comparison) -> str:
-    """Over the interval of the sd: at the sd that was seen, the power would be overstated."""
+    """The detectable difference at both ends of the sd's interval, since at the observed sd alone the power would be overstated."""
     if found.detectable is None:
         return ""
     low, high = (size_words(end, comparison.metric) for end in found.detectable)
@@ -71,7 +73,7 @@ def _detectable(found: Conclusion, comparison: Comparison) -> str:
 
 
 def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    """What qualifies a contrast, one sentence each."""
+    """The caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     if found.bounds and found.unsure != "unjudged":
         yield f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
@@ -115,12 +117,27 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f"Far from the others: seed{'' if len(seeds) == 1 else 's'} {shown}; without {'it' if len(seeds) == 1 else 'them'} the mean is "
             f"{difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume tails that are alike on both sides."
         )
+    yield from _about_unseen_collapses(contrast, comparison)
     if found.verdict is Verdict.EQUIVALENT or found.within_margin:
         largest = max(abs(value) for value in contrast.differences.values())
         unseen = 1 - 0.05 ** (1 / found.pairs)
         yield (
             f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is about the mean: {found.pairs} pairs do not "
             f"rule out an event, such as a collapse, that happens in up to {100 * unseen:.0f}% of runs."
+        )
+
+
+def _about_unseen_collapses(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
+    """For an improvement in a rate: how many collapses would undo it, where so few pairs cannot have shown them."""
+    found, better = contrast.conclusion, "lower" if comparison.test.lower_is_better else comparison.metric.better
+    mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
+    if found.verdict is not Verdict.IMPROVEMENT or not comparison.metric.is_rate or better != "higher" or not mean:
+        return
+    undoing, unseen = found.mean / mean, 1 - 0.05 ** (1 / found.pairs)
+    if undoing < unseen:
+        yield (
+            f"A collapse that no seed showed: if {100 * undoing:.0f}% of the runs of {contrast.condition} fell to 0, the mean difference "
+            f"would be 0, and {found.pairs} pairs do not rule out up to {100 * unseen:.0f}%."
         )
 
 
@@ -145,7 +162,7 @@ def _about_spread(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 
 
 def sharing(contrast: Contrast) -> str:
-    """What the runs of a pair had in common; the more they share, the less luck is in their difference."""
+    """A sentence on the prompts and the noise that the two runs of a pair shared, and on the environments where they differ."""
     shared = contrast.shared
     if shared.noise == shared.prompts == shared.pairs:
         words = "The arms of every pair saw the same prompts and shared their sampling noise."
@@ -163,7 +180,7 @@ def _of(count: int, total: int) -> str:
 
 
 def computed(comparison: Comparison) -> Iterator[str]:
-    """How the numbers were made."""
+    """Sentences on how the numbers were computed."""
     metric, test = comparison.metric, comparison.test
     judge = f", judged by {comparison.judge}" if comparison.judge else ""
     how = f", sampled at {comparison.evaluated}" if comparison.evaluated else ""
@@ -172,9 +189,16 @@ def computed(comparison: Comparison) -> Iterator[str]:
     yield f"{metric.description[0].upper()}{metric.description[1:]}{judge}{how}; {direction}. The unit is the run; runs are paired by seed."
     several = len(comparison.contrasts) > 1
     family = counted(len(comparison.contrasts), "comparison")
-    adjusted = {"maxt": "joint sign flips of whole seeds (max-T)", "holm": "Holm"}[test.correction]
+    adjusted = {"maxt": "joint sign flips of whole seeds (max-T)", "holm": "Holm", "evidence": "closed testing"}[test.rule]
     over = f", adjusted over {family} by {adjusted}" if several else ""
-    yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
+    if test.rule == "evidence":
+        yield (
+            f"p: 1 / the evidence of an e-process, looked at after each of {counted(len(test.looks), 'seed')}{over}; valid at every look. "
+            "Interval: its confidence sequence, not adjusted. Both assume what the exact test assumes, that a difference is as likely as "
+            "its negative where nothing differs."
+        )
+    else:
+        yield f"Interval: Student's t over the seeds, not adjusted. p: exact sign flips{over}."
     if any(contrast.wide for contrast in comparison.contrasts):
         all_of_them = f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)" if several else ""
         few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}" if comparison.problems < FEW_PROBLEMS else ""

@@ -68,9 +68,9 @@ def _rest(comparison: Comparison) -> Iterator[str]:
 
 
 def _undecided(comparison: Comparison) -> str:
-    """Nothing was concluded: the design does not allow it, or it was looked for and not decided."""
+    """The answer where no contrast has a verdict: the design cannot give one, or the data did not decide."""
     contrasts, test = comparison.contrasts, comparison.test
-    if not any(contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts):
+    if test.rule != "evidence" and not any(contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
             f"Cannot conclude: {counted(seeds, 'seed')} cannot show any difference from {_baselines(comparison)}, however large; "
@@ -92,7 +92,7 @@ def _baselines(comparison: Comparison) -> str:
 
 
 def scope(comparison: Comparison) -> str:
-    """What a verdict is about: on these 200 problems, in correct_rate; among the runs that finished, where arms lost runs."""
+    """The scope of a verdict: "on these 200 problems" or "in correct_rate", and "among the runs that finished" where arms lost runs."""
     what = f"on these {comparison.problems:,} problems" if comparison.problems else f"in {comparison.metric.name}"
     if comparison.problems and comparison.metric.k != 1:
         what = f"in {comparison.metric.name} {what}"

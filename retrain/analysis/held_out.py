@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Unjudged(Enum):
-    """What an answer counts as that could not be judged."""
+    """How to count an answer that could not be judged."""
 
     NOTHING = "nothing"
     RIGHT = "right"

@@ -1,4 +1,4 @@
-"""What the two runs of a pair had in common, from what they recorded (environment.json) and from their configurations."""
+"""Compares the two runs of a pair: prompts, noise, configuration keys, and the recorded environments (environment.json)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

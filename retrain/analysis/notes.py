@@ -1,4 +1,4 @@
-"""What a reader must know before believing a comparison, one sentence each."""
+"""Notes on a comparison as a whole, one sentence each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,16 +6,25 @@ from retrain.analysis.arms import Arm, RunsByCondition
 from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.pairs import Pairs
 from retrain.analysis.runs import StoredRun
+from retrain.analysis.verdict import TestSettings
 from retrain.records.printing import counted
 
 
 def comparison_notes(
-    grouped: RunsByCondition, arms: Mapping[str, Arm], baseline: str, family: Sequence[Pairs], metric: Metric, *, asked: bool
+    grouped: RunsByCondition,
+    arms: Mapping[str, Arm],
+    baseline: str,
+    family: Sequence[Pairs],
+    metric: Metric,
+    test: TestSettings,
+    *,
+    asked: bool,
 ) -> Iterator[str]:
     base, others = arms[baseline], [arm for label, arm in arms.items() if label != baseline]
     runs = [run for arm in arms.values() for run in arm.runs.values()]
     if grouped.to_come:
-        yield f"Still to come: {counted(grouped.to_come, 'run')}. Peeking inflates the false-positive rate above alpha."
+        peeking = "" if test.rule == "evidence" else " Peeking inflates the false-positive rate above alpha."
+        yield f"Still to come: {counted(grouped.to_come, 'run')}.{peeking}"
     if metric.k is None and not asked:
         yield (
             "No run has a held-out accuracy, so the training correct rate stands in for it: it is measured on training problems "

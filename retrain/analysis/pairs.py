@@ -1,7 +1,7 @@
-"""The pairs of a contrast: runs of two arms with one seed, their differences, and what was lost on the way."""
+"""The pairs of a contrast: two runs with one seed, one of each arm, and their difference."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import comb
 
 import numpy as np
@@ -27,7 +27,7 @@ class WideInterval:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What pairing by seed has gained."""
+    """How far pairing by seed made the differences less spread."""
 
     correlation: float
     """Between the two runs of a seed."""
@@ -64,8 +64,20 @@ class Pairs:
         ours, theirs = self.candidate.runs, self.baseline.runs
         return [(ours[seed], theirs[seed]) for seed in self.differences if seed in ours and seed in theirs]
 
+    def of_seeds(self, seeds: Collection[int]) -> "Pairs":
+        """The contrast over these seeds alone, in its own order."""
+        kept = [seed in seeds for seed in self.differences]
+
+        def among(values: Mapping[int, float] | None) -> dict[int, float] | None:
+            return None if values is None else {seed: value for seed, value in values.items() if seed in seeds}
+
+        by_problem = None if self.by_problem is None else self.by_problem[np.array(kept, dtype=bool)]
+        return replace(
+            self, differences=among(self.differences) or {}, least=among(self.least), most=among(self.most), by_problem=by_problem
+        )
+
     def paired(self, alpha: float, family: int) -> Paired:
-        """What a verdict is made of. Where it needs the interval for new problems, that is Bonferroni's over the family."""
+        """The input of a verdict. The interval for new problems, where a verdict needs one, has Bonferroni's level over the family."""
         wide = self.wide_interval(1 - alpha / family)
         few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
         return Paired(self.differences, self.least, self.most, wide.interval if wide and few else None)

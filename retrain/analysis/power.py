@@ -11,17 +11,20 @@ from typing import Literal
 
 import numpy as np
 
+from retrain.analysis.e_process import adjust, capital
 from retrain.analysis.sign_flips import max_t_rows
 from retrain.analysis.statistics import Floats, seeds_to_reach
 from retrain.records.printing import counted
 
-Correction = Literal["maxt", "holm"]
+Correction = Literal["maxt", "holm", "evidence"]
+"""How p is adjusted over a family: joint sign flips, Holm's procedure, or the e-process of a campaign that is looked at."""
 
 SIMULATED_SEEDS = 10
 _CAMPAIGNS = 4000
+"""Simulated campaigns: a standard error of 0.6 points at a power of 0.8."""
 _FAMILY = 20
 """A larger family is simulated as one of this size: under joint flips each further arm costs next to nothing."""
-"""Simulated campaigns: a standard error of 0.6 points at a power of 0.8."""
+_MOST_LOOKS = 64
 MOST_SEEDS = 100_000
 """A difference that needs more is out of reach."""
 SEED_COUNTS = (4, 6, 8, 12, 16, 24, 32)
@@ -29,17 +32,24 @@ SEED_COUNTS = (4, 6, 8, 12, 16, 24, 32)
 
 
 def seeds_to_conclude(alpha: float = 0.05, comparisons: int = 1, correction: Correction = "maxt") -> int:
-    """Fewest pairs with which any contrast of a family can be significant."""
+    """Fewest pairs with which any contrast of a family can be significant; at looks, if the other contrasts have no evidence either way."""
+    if correction == "evidence":
+        reached = capital(np.ones(_MOST_LOOKS)) >= comparisons / alpha - (comparisons - 1)
+        return int(reached.argmax()) + 1 if reached.any() else _MOST_LOOKS
     return seeds_to_reach(alpha, 1 if correction == "maxt" else comparisons)
 
 
 def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 1, correction: Correction = "maxt") -> float:
     """Probability that `seeds` pairs find a mean difference of `effect` standard deviations (normal differences).
 
+    With the correction "evidence", that one of `seeds` looks finds it.
     The other contrasts of the family do not differ; all share the baseline, so that their differences correlate by a half.
     """
     if seeds < max(2, seeds_to_conclude(alpha, comparisons, correction)):
         return 0.0
+    if correction == "evidence":
+        differences = _noise(seeds, min(comparisons, _FAMILY)) + effect * np.eye(min(comparisons, _FAMILY))[0]
+        return float((adjust(capital(np.swapaxes(differences, 1, 2)))[:, 0, -1] >= 1 / alpha).mean())
     family = min(comparisons, _FAMILY) if correction == "maxt" else 1
     level = alpha if correction == "maxt" else alpha / comparisons
     if seeds <= SIMULATED_SEEDS:
@@ -178,18 +188,21 @@ def evaluation_sd(problems: int, samples: int) -> float:
     return float(np.sqrt(0.5 / (problems * samples)))
 
 
-def design_line(seeds: int, comparisons: int, problems: int, samples: int, alpha: float = 0.05, power: float = 0.8) -> str:
+def design_line(
+    seeds: int, comparisons: int, problems: int, samples: int, alpha: float = 0.05, power: float = 0.8, correction: Correction = "maxt"
+) -> str:
     """What a campaign can conclude when every condition is compared with the first; `problems` is 0 where their number is not known."""
     family = counted(comparisons, "comparison")
-    units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons)
+    units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons, correction)
     if units is None:
         return (
             f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however large; {family} at {alpha:g} need at "
-            f"least {seeds_to_conclude(alpha, comparisons)} seeds."
+            f"least {seeds_to_conclude(alpha, comparisons, correction)} seeds."
         )
+    looked = ", looked at one by one," if correction == "evidence" else ""
     found = (
-        f"{counted(seeds, 'seed')} and {family} find a true difference of {units:.2g} standard deviations of the paired differences in "
-        f"{100 * power:g}% of cases."
+        f"{counted(seeds, 'seed')}{looked} and {family} find a true difference of {units:.2g} standard deviations of the paired "
+        f"differences in {100 * power:g}% of cases."
     )
     if not problems:
         return found

@@ -102,6 +102,11 @@ class StoredRun:
         """According to its summary or its campaign's manifest."""
         return (self.planned is not None and self.planned.status == "failed") or self.summary.get("status") == "failed"
 
+    @property
+    def skipped(self) -> bool:
+        """True for a run that its campaign no longer needed: the evidence had decided."""
+        return self.planned is not None and self.planned.status == "skipped"
+
     @cached_property
     def unfinished(self) -> str:
         """Why the run has no final result, as a predicate ("stopped after 3 of 9 steps"); "" if it has one."""

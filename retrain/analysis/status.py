@@ -38,6 +38,8 @@ class State(StrEnum):
     """Interrupted."""
     FAILED = "failed"
     DONE = "done"
+    SKIPPED = "skipped"
+    """Not needed any more by its campaign."""
     UNREADABLE = "unreadable"
 
 
@@ -96,9 +98,9 @@ class CampaignStatus:
 
     @property
     def max_steps(self) -> int:
-        """Over all runs; one that has not started counts like the longest that has."""
+        """Over all runs but those skipped; one that has not started counts like the longest that has."""
         known = [run.max_steps for run in self.runs if run.max_steps]
-        return sum(run.max_steps or max(known) for run in self.runs) if known else 0
+        return sum(run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED) if known else 0
 
     @property
     def median_step_time_s(self) -> float | None:
@@ -160,12 +162,20 @@ def _found(folder: Path) -> Iterator[Path]:
     """The folders of runs and campaigns, ordered by path; what lies inside one is not searched."""
     # A checkpoint has a manifest.json too; under `[backend] adapter_path` it lies outside its run, below a marker of its own.
     is_checkpoint = (folder.parent / MARKER).is_file() and not (folder / MARKER).is_file()
-    if is_run(folder) or Writer.of(RunFolder(folder)) or (is_campaign(folder) and not is_checkpoint):
+    if is_run(folder) or _lost_its_config(folder) or Writer.of(RunFolder(folder)) or (is_campaign(folder) and not is_checkpoint):
         yield folder
         return
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
             yield from _found(child)
+
+
+def _lost_its_config(folder: Path) -> bool:
+    """True for a run's folder whose config.toml is gone; one that has not begun left nothing else either."""
+    try:
+        return not is_run(folder) and RunFolder(folder).holds_run()
+    except RunFailed:  # a marker of another program
+        return False
 
 
 def run_status(run: StoredRun, now: float) -> RunStatus:
@@ -183,7 +193,11 @@ def _unreadable(run: StoredRun, error: RetrainError) -> RunStatus:
 
 def _read(run: StoredRun, now: float) -> RunStatus:
     folder, writer = run.folder, Writer.of(run.folder)
+    if run.skipped:
+        return RunStatus(run.path, run.condition, None, State.SKIPPED)
     if not folder.config.is_file():  # written once the model is loaded
+        if not writer and _lost_its_config(run.path):
+            raise RunFailed(f"{folder.config.name} is missing; put it back from a copy, or start the run anew with --overwrite.")
         state = State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
         return RunStatus(run.path, run.planned.condition if run.planned else "", None, state)
     recent = run.last_metrics(_WINDOW)

@@ -16,6 +16,8 @@ from enum import StrEnum
 from typing import Literal
 
 from retrain.analysis import power, statistics
+from retrain.analysis.confidence_sequence import confidence_sequence
+from retrain.analysis.e_process import anytime_p, evidence
 from retrain.analysis.power import Correction
 from retrain.analysis.sign_flips import max_t
 from retrain.records.entries import Direction
@@ -39,6 +41,8 @@ class Verdict(StrEnum):
 class TestSettings:
     """What is decided before looking at the results."""
 
+    __test__ = False  # its name is not that of a test case
+
     alpha: float = 0.05
     margin: float | None = None
     """Differences below this are equivalent, in the metric's units; None: no verdict of equivalence."""
@@ -47,24 +51,44 @@ class TestSettings:
     power: float = 0.8
     lower_is_better: bool = False
     """Overrides the metric's own direction."""
-    correction: Correction = "maxt"
+    correction: Correction | None = None
+    """None: as the campaign planned it, else joint sign flips."""
     failed: Literal["exclude", "worst"] = "exclude"
     """Leave pairs with a failed run out, or give that run the worst value."""
+    looks: tuple[int, ...] = ()
+    """The seeds in the order of the looks, for the correction "evidence"."""
+
+    @property
+    def rule(self) -> Correction:
+        return self.correction or "maxt"
 
     def adjusted(self, family: Sequence[Mapping[int, float]]) -> list[float]:
         """p of each contrast, adjusted over the family."""
-        if self.correction == "maxt":
-            return max_t(family)
-        return statistics.holm([statistics.sign_flip_p(list(contrast.values())) for contrast in family])
+        if self.rule == "evidence":
+            return [anytime_p(value) for value in evidence(family, self.looks)]
+        if self.rule == "holm":
+            return statistics.holm([statistics.sign_flip_p(list(contrast.values())) for contrast in family])
+        return max_t(family)
 
     def smallest_adjusted(self, pairs: Sequence[int]) -> list[float]:
         """The smallest adjusted p that any differences of so many pairs in each contrast could give."""
         smallest = [statistics.smallest_p(count) for count in pairs]
-        return smallest if self.correction == "maxt" else statistics.holm(smallest)
+        return statistics.holm(smallest) if self.rule == "holm" else smallest
+
+    def p(self, differences: Mapping[int, float]) -> float:
+        """p of one contrast alone."""
+        return self.adjusted([differences])[0] if self.rule == "evidence" else statistics.sign_flip_p([*differences.values()])
+
+    def interval(self, differences: Mapping[int, float]) -> Interval | None:
+        """Of the mean, by Student; at looks, of the centre, by the confidence sequence. None where there is none yet."""
+        ordered = [differences[seed] for seed in self.looks if seed in differences]
+        if self.rule == "evidence":
+            return confidence_sequence(ordered, 1 - self.alpha) if ordered else None
+        return statistics.t_interval([*differences.values()], 1 - self.alpha) if len(differences) > 1 else None
 
     def seeds_to_conclude(self, comparisons: int) -> int:
         """Fewest pairs with which any contrast of the family can be significant."""
-        return power.seeds_to_conclude(self.alpha, comparisons, self.correction)
+        return power.seeds_to_conclude(self.alpha, comparisons, self.rule)
 
 
 @dataclass(frozen=True)
@@ -160,8 +184,9 @@ def _conclusion(
     d = paired.values
     mean, sd = statistics.mean(d), statistics.sample_sd(d) if len(d) > 1 else None
     equivalent = equivalence_p is not None and equivalence_p < test.alpha and smallest < test.alpha
-    differs = _excludes_zero(d, test.alpha) and p_adjusted < test.alpha
-    unsure = _unsure(paired, p_at_worst, test.alpha) if differs else ""
+    interval = test.interval(paired.by_seed)
+    differs = p_adjusted < test.alpha and _excludes_zero(interval)
+    unsure = _unsure(paired, p_at_worst, test) if differs else ""
     verdict = Verdict.EQUIVALENT if equivalent else Verdict.INCONCLUSIVE
     if differs and not unsure:
         verdict = Verdict.DIFFERENT if better is None else Verdict.IMPROVEMENT if (mean < 0) == (better == "lower") else Verdict.WORSE
@@ -169,8 +194,8 @@ def _conclusion(
         pairs=len(d),
         mean=mean,
         sd=sd,
-        interval=statistics.t_interval(d, 1 - test.alpha) if len(d) > 1 else None,
-        p=statistics.sign_flip_p(d),
+        interval=interval,
+        p=test.p(paired.by_seed),
         p_adjusted=p_adjusted,
         smallest_p_adjusted=smallest,
         d_z=statistics.corrected_dz(d) if len(d) > 2 else None,
@@ -186,17 +211,14 @@ def _conclusion(
     )
 
 
-def _excludes_zero(differences: Sequence[float], alpha: float) -> bool:
-    if len(differences) < 2:
-        return False
-    low, high = statistics.t_interval(differences, 1 - alpha)
-    return low > 0 or high < 0
+def _excludes_zero(interval: Interval | None) -> bool:
+    return interval is not None and (interval[0] > 0 or interval[1] < 0)
 
 
-def _unsure(paired: Paired, p_at_worst: float, alpha: float) -> str:
+def _unsure(paired: Paired, p_at_worst: float, test: TestSettings) -> str:
     """Why differences that are significant on their own make no verdict; "" if they do."""
-    mean, worst = statistics.mean(paired.values), list(paired.at_worst.values())
-    if p_at_worst >= alpha or not _excludes_zero(worst, alpha) or mean * statistics.mean(worst) <= 0:
+    mean, worst = statistics.mean(paired.values), paired.at_worst
+    if p_at_worst >= test.alpha or not _excludes_zero(test.interval(worst)) or mean * statistics.mean([*worst.values()]) <= 0:
         return "unjudged"
     if paired.problem_interval is not None and paired.problem_interval[0] <= 0 <= paired.problem_interval[1]:
         return "problems"
@@ -204,15 +226,17 @@ def _unsure(paired: Paired, p_at_worst: float, alpha: float) -> str:
 
 
 def _detectable(pairs: int, sd: float, test: TestSettings, family: int) -> Interval | None:
+    if test.rule == "evidence":  # the number of seeds is not fixed, so that there is no such difference
+        return None
     low, high = power.sd_interval(sd, pairs - 1)
-    found = [power.minimal_detectable_effect(pairs, end, test.alpha, test.power, family, test.correction) for end in (low, high)]
+    found = [power.minimal_detectable_effect(pairs, end, test.alpha, test.power, family, test.rule) for end in (low, high)]
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
 def _seeds_needed(sd: float, test: TestSettings, family: int) -> int | None:
-    if test.effect is None or power.out_of_reach(test.effect, sd, test.alpha, test.power, family):
+    if test.effect is None or test.rule == "evidence" or power.out_of_reach(test.effect, sd, test.alpha, test.power, family):
         return None
-    return power.seeds_needed(test.effect, sd, test.alpha, test.power, family, test.correction)
+    return power.seeds_needed(test.effect, sd, test.alpha, test.power, family, test.rule)
 
 
 def _equivalence(family: Sequence[Paired], margin: float | None) -> list[float | None]:

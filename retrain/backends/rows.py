@@ -90,6 +90,24 @@ def sequence_weights(
     return [1.0] * len(lengths)
 
 
+def row_weights(rows: Sequence[Row], counts: Sequence[int], aggregation: Aggregation, max_tokens: int, completions: float) -> list[float]:
+    """`sequence_weights` for rows, of which a completion whose history was rewritten has several: together they are one sequence.
+
+    `counts`: the tokens of each row that a mean is over.
+    """
+    of_row = [(row.group, row.sample) for row in rows]
+    lengths: dict[tuple[int, int], int] = {}
+    for key, count in zip(of_row, counts, strict=True):
+        lengths[key] = lengths.get(key, 0) + count
+    weights = dict(zip(lengths, sequence_weights(list(lengths.values()), aggregation, max_tokens, completions), strict=True))
+    return [weights[key] for key in of_row]
+
+
+def num_completions(rows: Sequence[Row]) -> int:
+    """Completions that the rows belong to."""
+    return len({(row.group, row.sample) for row in rows})
+
+
 def minibatch_split(rows: Sequence[NumberedRow], count: int, seed: int, step: int, turn: int) -> list[list[NumberedRow]]:
     """`count` parts of nearly equal size for pass number `turn`, drawn row by row from the counter noise; empty ones are left out.
 

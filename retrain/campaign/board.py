@@ -35,7 +35,7 @@ _COLUMNS = ("run", "state", "step", "correct", "held-out", "left")
 _GAP = 2
 """Spaces between two columns."""
 _REASON_LENGTH = 400
-_ORDER = (Status.RUNNING, Status.FAILED, Status.INTERRUPTED, Status.DONE, Status.PENDING)
+_ORDER = (Status.RUNNING, Status.FAILED, Status.INTERRUPTED, Status.DONE, Status.PENDING, Status.SKIPPED)
 
 
 @dataclass(frozen=True)
@@ -205,14 +205,15 @@ class Board:
     @staticmethod
     def _cells(run: Progress) -> tuple[str, ...]:
         left = duration(run.remaining_s) if run.status is Status.RUNNING and run.remaining_s is not None else ""
-        steps = f"{run.steps}/{run.max_steps}" if run.status is not Status.PENDING else ""
+        steps = f"{run.steps}/{run.max_steps}" if run.status not in (Status.PENDING, Status.SKIPPED) else ""
         return one_line(run.name), str(run.status), steps, _percent(run.correct), _percent(run.held_out), left
 
     def headline(self, runs: list[Progress]) -> str:
         """For example: Campaign logs/campaign_...: 12 done, 2 running, 26 pending | step 640 of 2,000 | 1 h 05 min left."""
         counts = {status: sum(run.status is status for run in runs) for status in _ORDER}
         words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        line = f"Campaign {self._plan.folder}: {words} | step {sum(run.steps for run in runs):,} of {self._plan.max_steps * len(runs):,}"
+        steps, planned = sum(run.steps for run in runs), self._plan.max_steps * (len(runs) - counts[Status.SKIPPED])
+        line = f"Campaign {self._plan.folder}: {words} | step {steps:,} of {planned:,}"
         times = [run.step_time_s for run in runs if run.step_time_s is not None]
         left = sum(run.max_steps - run.steps for run in runs if run.status in (Status.RUNNING, Status.PENDING))
         if not times or not left:
@@ -225,7 +226,7 @@ class Board:
         if known is not None and known.status is entry.status:
             return known
         progress = Progress(entry.name, entry.status, max_steps=self._plan.max_steps)
-        if entry.status is not Status.PENDING:
+        if entry.status not in (Status.PENDING, Status.SKIPPED):
             progress = replace(progress, reason=entry.reason or "")
             with contextlib.suppress(RetrainError, OSError):  # a file may be half written now; the comparison reports one that stays so
                 progress = read_progress(self._plan, entry)

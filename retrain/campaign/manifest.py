@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain import __version__
+from retrain.analysis.planned import ALPHA, AnalysisPlan
 from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
@@ -39,6 +40,8 @@ class Status(StrEnum):
     FAILED = "failed"
     INTERRUPTED = "interrupted"
     """Saved and stopped after a signal; `--resume` continues it."""
+    SKIPPED = "skipped"
+    """Not needed any more: the evidence had decided its condition, or all of them."""
 
 
 @dataclass
@@ -73,6 +76,10 @@ class Manifest:
     runs: list[RunEntry]
     squeeze: dict[str, Any] | None = None
     """recommended_rank, rule, threshold, table, ...; null without [squeeze]."""
+    plan: dict[str, Any] | None = None
+    """The comparison as planned before the first run, with its hash (analysis/planned.py); a resumed campaign keeps it."""
+    looks: list[dict[str, Any]] = field(default_factory=list)
+    """With stop = "evidence": what each look found and decided."""
     _by_name: dict[str, RunEntry] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +98,7 @@ class Manifest:
             seeds=list(plan.seeds),
             max_steps=plan.max_steps,
             runs=runs,
+            plan=analysis_plan(plan).to_json(),
         )
 
     @classmethod
@@ -106,7 +114,7 @@ class Manifest:
 
     def write(self) -> None:
         """Replace manifest.json atomically, credentials masked."""
-        names = ("timestamp", "retrain_version", "config", "conditions", "seeds", "max_steps", "runs", "squeeze")
+        names = ("timestamp", "retrain_version", "config", "conditions", "seeds", "max_steps", "runs", "squeeze", "plan", "looks")
         values = {name: getattr(self, name) for name in names} | {"runs": [asdict(entry) for entry in self.runs]}
         masked = Redactor().json(values) | {"config": self.config}  # masked already, in a way that loads again
         replace_file(self.folder / MANIFEST, json.dumps(masked, indent=1) + "\n")
@@ -141,6 +149,13 @@ class Manifest:
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self._by_name = {entry.name: entry for entry in self.runs}
         self.config, self.conditions, self.seeds, self.max_steps = fresh.config, fresh.conditions, fresh.seeds, fresh.max_steps
+
+
+def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
+    """Every condition against the first; by held-out accuracy, if the runs are evaluated."""
+    metric = "pass@1" if plan.runs[0].config.evaluation.asked_for else "correct_rate"
+    baseline, *others = plan.conditions
+    return AnalysisPlan(baseline, tuple(others), metric, ALPHA, plan.settings.stop, plan.seeds, plan.max_steps)
 
 
 def stored_form(config: TrainConfig) -> dict[str, Any]:

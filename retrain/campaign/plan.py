@@ -71,14 +71,14 @@ def plan_campaign(config: TrainConfig, folder: Path) -> CampaignPlan:
     """Plan the runs of a campaign in `folder`. Raises ConfigurationError for a condition whose values are invalid together."""
     settings = settings_of(config)
     steps = max_steps(config)
-    views = arms(config)
+    views, seeds = arms(config), planned_seeds(settings)
     runs = [
         _run(view, label=condition.label, seed=seed, steps=steps, folder=folder, shared=_shared_evaluation(view, config))
-        for seed in settings.seeds
+        for seed in seeds
         for condition, view in zip(config.conditions, views, strict=True)
     ]
     labels = tuple(condition.label for condition in config.conditions)
-    return CampaignPlan(config, folder, labels, tuple(settings.seeds), steps, tuple(runs))
+    return CampaignPlan(config, folder, labels, seeds, steps, tuple(runs))
 
 
 def settings_of(config: TrainConfig) -> Campaign:
@@ -86,6 +86,12 @@ def settings_of(config: TrainConfig) -> Campaign:
     if config.campaign is None:
         raise ConfigurationError(f"{config.source_path or 'the configuration'} has no [campaign] section; add one.")
     return config.campaign
+
+
+def planned_seeds(settings: Campaign) -> tuple[int, ...]:
+    """The seeds of the file; with stop = "evidence" then those that count on from the largest, up to max_seeds."""
+    more = max(0, settings.max_seeds - len(settings.seeds)) if settings.stop == "evidence" else 0
+    return *settings.seeds, *range(max(settings.seeds) + 1, max(settings.seeds) + 1 + more)
 
 
 def max_steps(config: TrainConfig) -> int:
@@ -155,7 +161,7 @@ def _put(data: dict[str, Any], section: str, **values: Any) -> None:
 
 def _tracking(view: TrainConfig, label: str, name: str, seed: int) -> dict[str, str]:
     """Run name, group and tags for wandb and trackio. The user's group wins, and the user's tags come first."""
-    trackers = set(tracker_names(view))
+    trackers = set(tracker_names(view.logging))
     if not trackers & {"wandb", "trackio"}:
         return {}
     names = {"wandb_run_name": name, "wandb_group": view.logging.wandb_group or label}

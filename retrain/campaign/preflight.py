@@ -36,11 +36,12 @@ def _design(plan: CampaignPlan) -> list[str]:
     comparisons = len(plan.conditions) - 1
     if comparisons == 0:
         return []
-    from retrain.analysis.power import design_line
+    from retrain.analysis.power import Correction, design_line
 
     evaluation = plan.runs[0].config.evaluation
     problems = evaluation.max_examples if evaluation.asked_for else 0
-    return [design_line(len(plan.seeds), comparisons, problems, evaluation.samples)]
+    correction: Correction = "evidence" if plan.settings.stop == "evidence" else "maxt"
+    return [design_line(len(plan.seeds), comparisons, problems, evaluation.samples, correction=correction)]
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:

@@ -15,8 +15,9 @@ from signal import Signals
 from retrain.analysis.runs import StoredRun
 from retrain.campaign.board import Board
 from retrain.campaign.devices import share_devices
+from retrain.campaign.evidence import EvidenceRule
 from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, RunOutcome, unwritable
-from retrain.campaign.manifest import Manifest, Status, open_campaign
+from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_campaign
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
 from retrain.config import TrainConfig, replaced
@@ -47,6 +48,8 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         Interrupts() as interrupts,
     ):
         plan = evaluated_where_possible(planned, checked)
+        if not config.resume.from_:
+            manifest.plan = analysis_plan(plan).to_json()
         resume_hint = f"continue with --resume {plan.folder}"
         with writing_to(plan.folder, resume_hint), Board(plan, manifest, launcher.workers, quiet=quiet) as board:
             for line in (*checked.lines, _first_line(plan)):
@@ -58,7 +61,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
             board.say(line)
         with writing_to(plan.folder, resume_hint):
             manifest.write()
-    if undone := [entry for entry in manifest.runs if entry.status is not Status.DONE]:
+    if undone := [entry for entry in manifest.runs if entry.status not in (Status.DONE, Status.SKIPPED)]:
         first = undone[0]
         raise RunFailed(
             f"{len(undone)} of {len(manifest.runs)} runs did not finish; the first is {first.name} ({first.status}: "
@@ -124,6 +127,7 @@ class _Execution:
         """Running runs by slot."""
         self._retries: Counter[str] = Counter()
         self._stopping = False
+        self._rule: EvidenceRule | None = None
 
     def run(self) -> None:
         """Raises Interrupted after a signal."""
@@ -132,8 +136,9 @@ class _Execution:
         try:
             while self._waiting or self._jobs:
                 self._stop_if_asked()
-                if self._may_start(last_start):
-                    self._start(self._waiting.popleft())
+                if (run := self._next_to_start(last_start)) is not None:
+                    self._waiting.remove(run)
+                    self._start(run)
                     last_start = time.monotonic()
                 if not self._collect():
                     time.sleep(_POLL_S)
@@ -145,20 +150,39 @@ class _Execution:
 
     def _queue_unfinished(self) -> None:
         """Finished runs stay as they are; a run that failed or was interrupted in an earlier session is pending again."""
+        self._manifest.write()
+        if self._plan.settings.stop == "evidence" and len(self._plan.conditions) > 1:
+            self._rule = EvidenceRule(self._plan, self._manifest, self._launcher.workers, self._board.say)
         for run in self._plan.runs:
             entry = self._manifest[run.name]
+            if self._rule and not self._rule.needs(run) and entry.status in (Status.FAILED, Status.SKIPPED):
+                continue
             if not is_finished(run):
                 entry.status = Status.PENDING
                 self._waiting.append(run)
             elif entry.status is not Status.DONE:
                 self._manifest.ended(run.name, Status.DONE)
+        self._look()
         self._manifest.write()
 
-    def _may_start(self, last_start: float) -> bool:
-        free = len(self._jobs) < self._launcher.workers
+    def _look(self) -> None:
+        """Take the looks that are due, and drop the runs that they make needless."""
+        if self._rule is None:
+            return
+        self._rule.look()
+        needless = [run for run in self._waiting if not self._rule.needs(run)]
+        for run in needless:
+            self._waiting.remove(run)
+            self._manifest[run.name].status = Status.SKIPPED
+        if needless:
+            self._manifest.write_if_possible()
+
+    def _next_to_start(self, last_start: float) -> CampaignRun | None:
         settings = self._plan.settings
         stagger = settings.stagger_seconds if settings.parallel or settings.launcher == "ray" else 0.0
-        return bool(self._waiting) and free and time.monotonic() - last_start >= stagger
+        if len(self._jobs) >= self._launcher.workers or time.monotonic() - last_start < stagger:
+            return None
+        return next((run for run in self._waiting if self._rule is None or self._rule.may_start(run)), None)
 
     def _start(self, run: CampaignRun) -> None:
         slot = next(number for number in range(self._launcher.workers) if number not in self._jobs)
@@ -191,6 +215,8 @@ class _Execution:
             self._interrupts.adopt([outcome.stopped_by])
         if outcome.status is Status.DONE:
             self._on_done(run)
+        if not self._stopping:
+            self._look()
 
     def _stop_if_asked(self) -> None:
         if self._interrupts.stopped_by is None or self._stopping:

@@ -42,7 +42,7 @@ def _all(entries: "Sequence[Entry]") -> Iterator[str]:
 
 
 def _one(entry: "Entry") -> Iterator[str]:
-    """With its keys."""
+    """Print one engine or backend with what becomes of each key."""
     from retrain.config.names import bracketed
     from retrain.parsing import toml_value
     from retrain.records.printing import GAP, table_lines
@@ -71,7 +71,7 @@ def _lines(entry: "Entry") -> Iterator[str]:
 
 
 def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
-    """Two tables, as docs/engines.md has them: what each can do, and the keys that it does not simply use."""
+    """Print two tables for docs/engines.md: what each can do, and the keys that it does not simply use."""
     from retrain.records.printing import markdown_lines
 
     what = [(f"`{entry.name}`", entry.what, entry.words, entry.verified) for entry in entries]
@@ -82,7 +82,7 @@ def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
 
 
 def _not_used(entry: "Entry") -> Iterator[tuple[str, str, str]]:
-    """(keys, what becomes of them, why) for each reason, in the order of the schema."""
+    """Yield (keys, what becomes of them, why) for each reason, in the order of the schema."""
     from retrain.config.names import bracketed
     from retrain.parsing import toml_value
 

@@ -68,8 +68,9 @@ def command(
     power: Annotated[float, typer.Option(help="Power for the detectable difference and the seeds needed.")] = 0.8,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
     correction: Annotated[
-        Literal["maxt", "holm"], typer.Option(help="Adjust p by joint sign flips of whole seeds (maxt), or by Holm.")
-    ] = "maxt",
+        Literal["maxt", "holm"] | None,
+        typer.Option(help="Adjust p by joint sign flips of whole seeds (maxt), or by Holm; by default as the campaign planned, else maxt."),
+    ] = None,
     contrast: Annotated[
         list[str] | None, typer.Option(metavar="A:B", help="Compare condition A with condition B; repeat it for a family of pairs.")
     ] = None,

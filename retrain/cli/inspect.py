@@ -19,7 +19,7 @@ class Format(StrEnum):
 
 
 class By(StrEnum):
-    """Repeats retrain.inspect.shading.Quantity, whose module imports numpy."""
+    """What colours a token; it repeats retrain.inspect.shading.Quantity, whose module imports numpy."""
 
     ADVANTAGE = "advantage"
     SURPRISAL = "surprisal"
@@ -79,7 +79,7 @@ def _list(numbers: list[int]) -> str:
 
 
 def to_json(credit: "StepCredit", numbers: list[int]) -> dict[str, Any]:
-    """The completions `numbers`, each list with one entry per token; unknown values are null."""
+    """Return the completions `numbers` with one list entry per token; unknown values are null."""
     completions = []
     for number in numbers:
         completion = credit.completion(number)

@@ -1,4 +1,4 @@
-"""The command line: `retrain FILE` trains, `retrain COMMAND` does everything else.
+"""The command line: `retrain FILE` trains, and `retrain COMMAND` does everything else.
 
 Nothing heavy is imported here: a command's module is imported when the command is called.
 """
@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from retrain.cli.usage import COMMANDS, usage
+from retrain.cli.usage import COMMANDS, EXAMPLES, usage
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
 from retrain.processes import prepare_torch
 from retrain.records.disk import is_reader_gone, path_error
+
+if TYPE_CHECKING:
+    from typer.core import TyperCommand
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +66,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def is_path(argument: str) -> bool:
-    """A first argument that is no command is a file if it looks like one or is one."""
+    """Return True if a first argument that is no command looks like a file or is one."""
     if "/" in argument or os.sep in argument or argument.endswith(".toml"):
         return True
     try:
@@ -79,15 +83,21 @@ def _unknown(argument: str) -> str:
     return f"{shortened(argument)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
 
 
-def _run_command(name: str, arguments: list[str]) -> int:
+def command_named(name: str) -> "TyperCommand":
+    """Import the module of a command and return the command with its arguments and options."""
     import typer
 
     module = importlib.import_module(f"retrain.cli.{name.replace('-', '_')}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
+    app.command(name, epilog=f"Example: {EXAMPLES[name]}", **getattr(module, "SETTINGS", {}))(module.command)
+    command: TyperCommand = typer.main.get_command(app)  # type: ignore[assignment]
+    return command
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
     try:
-        # Not `app()`: that would put typer's own hook in place of the one that masks secrets.
-        code = typer.main.get_command(app).main(args=arguments, prog_name=f"retrain {name}")
+        # Not typer's `app()`: that would put typer's own hook in place of the one that masks secrets.
+        code = command_named(name).main(args=arguments, prog_name=f"retrain {name}")
     except SystemExit as stop:
         code = stop.code
     return code if isinstance(code, int) else 0
@@ -108,14 +118,14 @@ _LONGEST_SENTENCE = 1200
 
 
 def shortened(sentence: str) -> str:
-    """A sentence that quotes a value of any length, on a few lines: its beginning says what is wrong and its end what to do."""
+    """Shorten a sentence that quotes a long value. Its beginning says what is wrong and its end what to do, so both are kept."""
     if len(sentence) <= _LONGEST_SENTENCE:
         return sentence
     return f"{sentence[: _LONGEST_SENTENCE - 200]} ... {sentence[-195:]}"
 
 
 def _let_go_of_closed_streams() -> None:
-    """Discard what is left for a closed pipe or terminal, since Python's last attempt to write it would change the exit code."""
+    """Discard what is left for a closed pipe or terminal: Python's last attempt to write it would change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -134,7 +144,7 @@ def _masked_traceback(kind: type[BaseException], error: BaseException, trace: Tr
 
 
 def _tolerate_any_text() -> None:
-    """A stream whose encoding lacks a character shows its escape instead of ending the run."""
+    """Let the streams show the escape of a character that their encoding lacks, instead of ending the run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

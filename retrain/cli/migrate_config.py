@@ -23,7 +23,7 @@ LEGACY_PREFIX = "prime_rl_"
 
 
 def migrate_text(text: str, name: str = "the configuration") -> str:
-    """The text with legacy keys in their new place; the same text, byte for byte, when there are none.
+    """Move the legacy keys of a TOML text to their new place; without any, the text is returned byte for byte.
 
     Raises ConfigurationError for text that is not TOML, and for a key given in both places with different values.
     """
@@ -44,11 +44,12 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
         _move(backend, options, key, name)
     if adds_section and list(document)[-1] != BACKEND:
         options.add(tomlkit.nl())  # type: ignore[attr-defined]  # a blank line before the section that follows
-    return _with_line_ends_of(text, tomlkit.dumps(document))
+    migrated = tomlkit.dumps(document)  # tomlkit ends the lines that it adds with a bare newline, also in a CRLF file
+    return migrated.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in text else migrated
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
-    """The difference as `diff -u` shows it; empty when there is none."""
+    """Return the difference as `diff -u` shows it; empty if there is none."""
     lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), name, f"{name} (migrated)")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -72,23 +73,14 @@ def _move(backend: MutableMapping[str, Any], options: MutableMapping[str, Any], 
         )
     del backend[key]
     if isinstance(options, InlineTable) and value.trivia.comment:
-        _keep_comment(options, value.trivia.comment)
+        # An inline table has no room for comments inside, so the comment joins the one behind it.
+        options.comment(f"{options.trivia.comment}; {value.trivia.comment.lstrip('# ')}".removeprefix("; "))
     if new_key not in options:
         options[new_key] = value
 
 
-def _keep_comment(options: InlineTable, comment: str) -> None:
-    """An inline table has no room for comments inside, so the comment joins the one behind it."""
-    options.comment(f"{options.trivia.comment}; {comment.lstrip('# ')}".removeprefix("; "))
-
-
 def _shown(value: Any) -> str:
     return value.as_string() if isinstance(value, Item) else str(value)
-
-
-def _with_line_ends_of(old: str, new: str) -> str:
-    """tomlkit ends the lines that it adds with a bare newline; a file of CRLF lines stays one."""
-    return new.replace("\r\n", "\n").replace("\n", "\r\n") if "\r\n" in old else new
 
 
 def command(
@@ -158,7 +150,7 @@ def _preview(old: str, new: str, name: str) -> None:
 
 
 def _write_new(output: Path, text: str) -> None:
-    """Never over another file; the same command twice is safe because the same content is no change."""
+    """Write a new file, never over another one. The same command twice is safe, because the same content is no change."""
     try:
         with output.open("xb") as file:
             file.write(text.encode("utf-8"))
@@ -191,7 +183,7 @@ def _rewrite(path: Path, old: str, new: str, *, backup: bool) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    """FILE.bak, or FILE.bak2 and so on: an older backup is never lost."""
+    """Return FILE.bak, or FILE.bak2 and so on, so that an older backup is never lost."""
     candidate, number = path.with_name(f"{path.name}.bak"), 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}.bak{number}"), number + 1

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from retrain.squeeze.job import Squeezed
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--skip-parity": False}
-"""Our own flags beside those of the schema; none takes a value."""
+"""Flags besides those of the schema; none takes a value."""
 
 
 @dataclass(frozen=True)
 class RunArguments:
     path: Path | None
-    """None means ./retrain.toml."""
+    """The configuration file; None means ./retrain.toml."""
     overwrite: bool
     quiet: bool
     skip_parity: bool
@@ -58,7 +58,9 @@ def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
 
 
 def _squeeze_picture(config: "TrainConfig") -> Path:
-    """In the squeezed adapter's folder; an analysis alone has none, so it goes beside the runs, under the adapter's name."""
+    """Return the place of the picture: in the squeezed adapter's folder, or beside the runs, under the adapter's name, if it is only
+    analysed.
+    """
     from retrain.tracking.build import SQUEEZE_RUN
 
     if config.squeeze.output_path:
@@ -68,7 +70,7 @@ def _squeeze_picture(config: "TrainConfig") -> Path:
 
 
 def _draw_squeeze(squeezed: "Squeezed", picture: Path) -> str:
-    """The line that tells where the picture is, or why there is none."""
+    """Draw the picture, and return a line that tells where it is, or why there is none."""
     if importlib.util.find_spec("matplotlib") is None:
         return 'No picture of the variance curve: matplotlib is not installed; pip install "retrain[report]".'
     from retrain.report.data import SqueezeCurve
@@ -96,7 +98,7 @@ def _run_campaign(config: "TrainConfig", parsed: RunArguments) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> RunArguments:
-    """Raises ConfigurationError for unknown flags, all at once, and for a second file."""
+    """Split a command line into file, switches and flags. Raises ConfigurationError for a second file and for all unknown flags."""
     from retrain.config.overrides import parse_overrides
 
     overrides = parse_overrides(arguments, _SWITCHES)

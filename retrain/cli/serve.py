@@ -51,7 +51,7 @@ def command(
 
 
 def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
-    """What the model and the data say; with `prompt_tokens` the data is not read."""
+    """Return what the model and the data ask of a server; with `prompt_tokens` the data is not read."""
     from retrain.inference_engine.commands import ServerNeeds
     from retrain.model.budget import kv_bytes_per_token
     from retrain.model.devices import choose_device, choose_dtype
@@ -69,7 +69,7 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
 
 
 def _longest_prompt(config: "TrainConfig") -> int:
-    """Tokens, over the training prompts and the held-out ones."""
+    """Return the number of tokens of the longest prompt, over the training and the held-out prompts."""
     from retrain.run.parts import load_held_out, load_prompts, load_text
 
     if config.environment.provider:

@@ -1,4 +1,4 @@
-"""Shared by several commands: the .env file, and lines of progress on standard error."""
+"""Functions of several commands: the .env file, and lines of progress on standard error."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def load_dotenv() -> bool:
 
 
 def print_progress(line: str) -> None:
-    """On standard error, since standard output is for the result."""
+    """Print a line on standard error, since standard output is for the result."""
     from retrain.records.terminal import clean
 
     print(clean(line), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The text of `retrain --help`. Plain text and no imports, so that it answers at once."""
+"""The text of `retrain --help`, and an example of each command. Plain text and no imports, so that it answers at once."""
 
 COMMANDS = {
     "init": "write a configuration to start from",
@@ -17,6 +17,24 @@ COMMANDS = {
     "version": "print the version",
 }
 
+EXAMPLES = {
+    "init": "retrain init --template lab --output lab.toml",
+    "migrate-config": "retrain migrate-config old.toml --write --backup",
+    "explain": "retrain explain examples/lab.toml --probe --price-per-hour 2",
+    "status": "retrain status logs --watch",
+    "eval": "retrain eval logs/lab --checkpoint 25 --evaluation-samples 8 --evaluation-temperature 0.7",
+    "compare": "retrain compare logs/campaign_20261121_120000 --baseline maxrl+none",
+    "report": "retrain report logs/lab --serve",
+    "inspect": "retrain inspect logs/tokens --against gtpo_hicra",
+    "audit": "retrain audit retrain.toml --examples 50",
+    "power": "retrain power logs/campaign_20261121_120000 --effect 0.05",
+    "help": "retrain help config training",
+    "serve": "retrain serve vllm examples/lab.toml --run",
+    "backends": "retrain backends vllm",
+    "version": "retrain version",
+}
+"""One command line of each command, shown by its --help and in docs/commands.md."""
+
 FLAGS = {
     "--max-steps": "training steps",
     "--seed": "seed of everything random; -1 draws one and stores it",
@@ -32,7 +50,7 @@ FLAGS = {
 """The ten most used flags; `retrain help config` lists all."""
 
 
-_SWITCHES = {
+SWITCHES = {
     "--overwrite": "empty the run's folder first, if retrain made it",
     "--quiet": "print nothing on standard output",
     "--skip-parity": "do not check that the engine samples from the trained policy",
@@ -52,7 +70,7 @@ Commands:
 
 Flags (every key of the configuration has one):
 {_table(FLAGS)}
-{_table(_SWITCHES)}
+{_table(SWITCHES)}
 
 Exit codes: 0 done, 1 the run failed, 2 wrong usage or configuration, 3 the machine lacks something, 130 and 143 interrupted.
 """

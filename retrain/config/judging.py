@@ -1,4 +1,6 @@
-"""The rewards that judge answers, in training and held out, and words for them that are equal where the judges are equal.
+"""The rewards that judge answers in training and in held-out evaluation.
+
+Two accuracies are comparable only if the same reward decided in both what is right; `judge_words` is equal exactly if the judges are.
 
 Two accuracies compare only if one reward said what is right in both.
 """
@@ -48,7 +50,7 @@ def judging_note(judging: TrainConfig) -> str:
 
 
 def judge_words(judges: list[tuple[str, float]], reward: Reward) -> str:
-    """Judges with every parameter that decides what is right: match, custom (custom_module = "mine"), 0.9 math + 0.1 match."""
+    """Describe the judges with every parameter that decides what is right: match, custom (custom_module = "mine"), 0.9 math + 0.1 match."""
     named = " + ".join(kind if weight == 1 else f"{weight:g} {kind}" for kind, weight in sorted(judges))
     kinds = {kind if kind in builtin_names("reward") else "plugin" for kind, _ in judges}
     deciding = (key for key in all_keys() if not key.traits.may_change_at_resume)

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from retrain.config.names import ALIASES, builtin_names
-from retrain.config.schema import NO_TRAITS, Condition, Section, TrainConfig, Traits, traits_of
+from retrain.config.schema import Condition, TrainConfig
+from retrain.config.section import NO_TRAITS, Section, Traits, traits_of
 from retrain.config.suggestions import synonym
 from retrain.config.values import MAX_SEED, OpenName
 
@@ -38,7 +39,7 @@ class Key:
     field: FieldInfo
     default: Any
     traits: Traits = NO_TRAITS
-    """Its own and those of its section."""
+    """The key's own traits and those of its section."""
 
     @property
     def path(self) -> str:
@@ -65,7 +66,7 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names that it takes: of a closed set, or built in."""
+        """The names that the key takes: the members of a closed set, or the built-in names."""
         return choices_of(self.field)
 
     @property
@@ -92,7 +93,7 @@ class Key:
 
 
 def flag_of(section: str, name: str) -> str:
-    """The flag by the rule: the bare key for the everyday sections, else the section in front."""
+    """Name the flag of a key: the bare key in the everyday sections; in the others the section stands in front."""
     return "--" + (name if section in BARE_SECTIONS else f"{section}_{name}").replace("_", "-")
 
 
@@ -156,7 +157,7 @@ def key_meant(name: str) -> Key | None:
 
 @cache
 def flags() -> dict[str, str]:
-    """Every flag to its "section.key"; aliases of keys and second names of tables included, dotted forms left out."""
+    """Map every flag to its "section.key". Aliases and second names of tables are included, dotted forms are not."""
     table: dict[str, str] = {}
     for key in all_keys():
         _add(table, key.flag, key.path)
@@ -174,7 +175,7 @@ def _add(table: dict[str, str], flag: str, path: str) -> None:
 
 
 def choices_of(field: FieldInfo, names: Callable[[str], tuple[str, ...]] = builtin_names) -> tuple[str, ...]:
-    """The names that a field takes: of a closed set, or what `names` gives for its kind of plugin."""
+    """Return the names that a field takes: the members of a closed set, or what `names` gives for its kind of plugin."""
     return _choices(field.annotation, field.metadata, names)
 
 
@@ -275,7 +276,7 @@ def _describe_open(item: OpenName) -> str:
 
 
 def _constraints(metadata: list[Any]) -> list[Any]:
-    """pydantic keeps constraints plain on a field and inside a FieldInfo on an item of a list."""
+    """Return the constraints of a type. pydantic keeps them plain on a field, and inside a FieldInfo on an item of a list."""
     return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 

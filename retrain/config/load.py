@@ -1,4 +1,6 @@
-"""From a file, variables and flags to a TrainConfig, or to every problem at once.
+"""Loading: a file, environment variables and flags become a TrainConfig, or a list of all problems.
+
+Later sources win: defaults, file, RETRAIN_<SECTION>_<KEY>, flags. Nothing but the file is read, and no plugin is imported.
 
 Precedence: defaults < file < RETRAIN_<SECTION>_<KEY> < flags. No plugin is imported and nothing is looked at but the file.
 """
@@ -27,7 +29,7 @@ Sections = dict[str, Any]
 def load_config(
     path: str | Path | None = None, overrides: Overrides | Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> TrainConfig:
-    """The configuration of a file (./retrain.toml by default), with variables and flags on top.
+    """Load the configuration of a file (./retrain.toml by default), with variables and flags on top.
 
     `overrides` are parsed flags, or the flags themselves (["--lr", "1e-4"]); `environ` defaults to the process's.
     Raises ConfigurationError with one sentence for each problem of the file, the variables and the flags together.
@@ -42,7 +44,7 @@ def load_config(
 def config_from_mapping(
     data: Mapping[str, Any], overrides: Overrides | Sequence[str] = (), *, provenance: Provenance | None = None
 ) -> TrainConfig:
-    """The same for sections that are already in memory; no file and no variable is read.
+    """Build a configuration from sections that are already in memory; no file and no variable is read.
 
     `provenance` says where they came from, for errors and plugins.
     """
@@ -51,12 +53,14 @@ def config_from_mapping(
 
 
 def config_from_toml(text: str, path: Path | None = None) -> TrainConfig:
-    """The configuration that a TOML text describes; `path` is named in errors. No variable is read."""
+    """Build a configuration from a TOML text; `path` is named in errors. No variable is read."""
     return _build(_parse_toml(text, str(path or "the configuration")), [], path)
 
 
 def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
-    """The configuration that a run's folder holds, untouched by the variables of this process. No code that it names is run.
+    """Load the configuration stored in a run's folder; environment variables do not apply. No code that it names is run.
+
+    With `to_read`, a configuration that today's rules would refuse is loaded too, for runs made by an earlier version.
 
     `to_read`: what ran under the rules of an earlier version is read, though it could not be started or resumed any more.
     """
@@ -67,7 +71,7 @@ def load_stored(path: str | Path, *, to_read: bool = False) -> TrainConfig:
 
 
 def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set in Python") -> TrainConfig:
-    """A configuration with some "section.key" values changed, validated again; what was unset stays unset."""
+    """Return a configuration with some "section.key" values changed, validated again; keys that were unset stay unset."""
     data = given_values(config)
     given = [Override(path, value, origin) for path, value in values.items()]
     merged = _merge(data, given)
@@ -76,20 +80,20 @@ def replaced(config: TrainConfig, values: Mapping[str, Any], origin: str = "set 
 
 
 def with_drawn_seed(config: TrainConfig) -> TrainConfig:
-    """The same configuration; seed = -1 has become a seed that was drawn once and is ordinary from then on."""
+    """Return the configuration with a randomly drawn seed in place of seed = -1; any other seed stays."""
     if config.training.seed != -1:
         return config
     return replaced(config, {"training.seed": secrets.randbelow(2**32)}, origin="drawn")
 
 
 def given_values(config: TrainConfig) -> Sections:
-    """The given values, as TOML would hold them: defaults left out, `from` under its TOML name."""
+    """Return the given values as TOML would hold them: defaults are left out, and `from` has its TOML name."""
     values: Sections = config.model_dump(exclude_unset=True, by_alias=True)
     return {name: section for name, section in values.items() if section is not None}
 
 
 def read_toml(file: Path, named: bool = True) -> Sections:
-    """The sections of a file; every failure to read it is one sentence."""
+    """Read the sections of a file. Raises ConfigurationError with one sentence if it cannot be read."""
     if not file.exists():
         advice = "check the path" if named else "make one with `retrain init`, or name a file"
         raise ConfigurationError(f"{file} does not exist; {advice}.")
@@ -128,7 +132,7 @@ def _build(data: Sections, given: list[Override], file: Path | None, *, rules: b
 
 
 def _for_campaign(override: Override) -> Override:
-    """On a campaign's file, --max-steps and --seed mean the campaign's."""
+    """Redirect --max-steps and --seed to the campaign's keys, if the file describes a campaign."""
     if override.path == "training.max_steps":
         return replace(override, path="campaign.max_steps")
     if override.path == "training.seed":
@@ -137,7 +141,9 @@ def _for_campaign(override: Override) -> Override:
 
 
 def _without_campaign(given: list[Override]) -> list[Override]:
-    """A flag for [campaign] needs a file with one; a variable may be set for campaigns to come."""
+    """Drop variables for [campaign], which may be set for campaigns to come. Raises ConfigurationError for a flag, which needs a file with
+    [campaign].
+    """
     for override in given:
         if override.path.startswith("campaign.") and override.origin.startswith("flag "):
             raise ConfigurationError(
@@ -174,7 +180,7 @@ def _validate(data: Sections, provenance: Provenance, *, rules: bool = True) -> 
 
 
 def _all_problems(error: ValidationError, data: Sections, place: Place) -> tuple[list[str], int]:
-    """Sentences about wrong values, then, with those left out, about the rules between the other keys; and how many more there are."""
+    """Return sentences about wrong values and about broken rules between the remaining keys, and the number of problems left unsaid."""
     details = details_of(error)
     sentences, unsaid = field_sentences(details, data, place)
     violations = violations_of(details)
@@ -202,7 +208,8 @@ def _without(data: Sections, paths: set[str]) -> Sections:
 
 
 def arms(config: TrainConfig) -> tuple[TrainConfig, ...]:
-    """The campaign once for each condition: with it alone, and what it sets put over the base. A single run is its own only arm.
+    """Return one configuration per condition of a campaign: the base with the condition's keys on top, and that condition alone. A single
+    run is its own only arm.
 
     Raises ConfigurationError for values and combinations that a condition makes wrong.
     """
@@ -220,7 +227,9 @@ def _arm(config: TrainConfig, condition: Condition) -> TrainConfig:
 
 
 def _arm_problems(config: TrainConfig) -> list[str]:
-    """The sentences of every condition that sets something wrong, each with the condition's number; once where it is all of them."""
+    """Return the problems of every condition that sets something wrong, with the condition's number; a problem that all conditions share is
+    named once.
+    """
     if not any(condition.sets for condition in config.conditions):
         return []
     found: dict[str, list[int]] = {}
@@ -242,7 +251,7 @@ def _with_numbers(problem: str, numbers: list[int], conditions: int) -> str:
 
 
 def _gather_conditions(data: Sections) -> Sections:
-    """What each condition sets stands under its `sets`, by "section.key"; names that are no key of a run stay, to be refused."""
+    """Move what each condition sets under its `sets`, by "section.key". Names that are no key of a run stay in place, to be refused."""
     campaign = data.get("campaign")
     if not isinstance(campaign, dict) or not isinstance(campaign.get("conditions"), list):
         return data

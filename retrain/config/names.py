@@ -1,4 +1,4 @@
-"""Names: of everything that can be built in or a plugin, and of keys that have a second one.
+"""Names of everything that is built in or a plugin, and second names of keys.
 
 A value is accepted when it is built in, registered from Python, an installed entry point, or has the form of a dotted path. No plugin is
 imported here: a dotted path that leads nowhere is found when the run starts.
@@ -15,7 +15,7 @@ ALIASES: dict[str, str] = {
     "algorithm.entropy_mask_rho": "algorithm.surprisal_mask_rho",
     "logging.strategic_grams": "planning.strategic_grams",
 }
-"""Second names of keys -> the canonical ones; giving both is an error."""
+"""Second name of a key -> its canonical name; giving both is an error."""
 
 
 def moved_aliases(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -25,7 +25,7 @@ def moved_aliases(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _move(data: dict[str, Any], alias: str, canonical: str) -> bool:
-    """False when both are given."""
+    """Move one alias; returns False if the canonical key is given too."""
     section, _, name = alias.partition(".")
     if not isinstance(data.get(section), dict) or name not in data[section]:
         return True
@@ -137,6 +137,6 @@ def is_data_location(source: str) -> bool:
 
 
 def condition_label(advantage_mode: str, transform_mode: str, algorithm_mode: str = "") -> str:
-    """The name of a condition: the algorithm, or `{advantage}+{transform}`; of a dotted path, the last part."""
+    """Name a condition: `{advantage}+{transform}`, or the algorithm. Of a dotted path only the last part is used."""
     modes = [algorithm_mode] if algorithm_mode else [advantage_mode, transform_mode]
     return "+".join(mode.rpartition(".")[2] if is_dotted(mode) else mode for mode in modes)

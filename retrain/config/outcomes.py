@@ -1,4 +1,4 @@
-"""Keys that are allowed and still do nothing: they are unused in this run, or ask for something that its backend or engine cannot do.
+"""Keys that are allowed but have no effect: unused in this run, or not supported by its backend or engine.
 
 The unused ones are data: a row names its keys and says when it holds.
 """
@@ -53,28 +53,24 @@ def unused_keys(config: TrainConfig) -> list[str]:
 
 
 def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """The key and the sentence."""
+    """Yield the path of each unused key and a sentence about it."""
     for key in all_keys():
         value = config.value(key.path)
         if value is None or value == key.default or (key.section == "campaign" and config.campaign is None):
             continue
         if key.path == "model.base_url" and squeezes_remote_adapter(config):
             continue
-        reason = next((row.because for row in UNUSED if row.covers(key) and row.when(config)), None)
-        if reason := reason or _without_effect(config, key.path):
+        reasons = [row.because for row in UNUSED if row.covers(key) and row.when(config)]
+        support = [support_of(table, config, key.path) for _, table in tables_of(config)]
+        reasons += [row.because for row in support if row and row.use in ("serve", "unused")]
+        if reason := next(iter(reasons), ""):
             yield key.path, f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
     for sentence in _unused_options(config):
         yield "backend.options", sentence
 
 
-def _without_effect(config: TrainConfig, path: str) -> str:
-    """Why the backend or the engine does nothing with a key; "" where it does."""
-    rows = (support_of(table, config, path) for _, table in tables_of(config))
-    return next((row.because for row in rows if row and row.use in ("serve", "unused")), "")
-
-
 def squeezes_remote_adapter(config: TrainConfig) -> bool:
-    """A squeeze job whose adapter is with a Tinker service."""
+    """Return True for a squeeze job whose adapter is stored by a Tinker service."""
     return config.kind == "squeeze" and config.squeeze.adapter_path.startswith("tinker://")
 
 
@@ -95,7 +91,7 @@ def _unused_options(config: TrainConfig) -> Iterator[str]:
 
 
 def _no_transform_with(trait: str) -> Test:
-    """No condition has a transform with this trait; a plugin may use any key, so with one nothing is called unused."""
+    """Build a test that holds if no condition has a transform with this trait, nor a plugin, which may use any key."""
 
     def test(config: TrainConfig) -> bool:
         names = transforms_with(trait)
@@ -106,7 +102,7 @@ def _no_transform_with(trait: str) -> Test:
 
 
 def _rewards(config: TrainConfig) -> set[str]:
-    """The rewards in training, and those of held-out answers where there are any; "plugin" stands for each that is not built in."""
+    """Return the rewards of training and of held-out evaluation, if there is any; "plugin" stands for each that is not built in."""
     held_out = set() if _no_evaluation(config) else {kind for kind, _ in judging_rewards(config)}
     return {kind if kind in builtin_names("reward") else "plugin" for kind in {*config.reward.types, *held_out}}
 
@@ -244,6 +240,7 @@ UNUSED: tuple[Unused, ...] = (
         _campaign_where(lambda c: not c.parallel and c.launcher == "local"),
         "parallel is false",
     ),
+    Unused(("campaign.max_seeds",), _campaign_where(lambda c: c.stop == "seeds"), 'stop is "seeds"'),
     Unused(("campaign.parallel",), _campaign_where(lambda c: c.launcher == "ray"), "Ray runs as many as its devices hold"),
     Unused(("campaign.ray_address",), _campaign_where(lambda c: c.launcher != "ray"), 'launcher is not "ray"'),
 )

@@ -1,4 +1,5 @@
-"""Flags and variables that set keys, from the schema: `--lr 1e-4`, `--sepa-steps=10`, `--sepa.steps 10`, RETRAIN_TRAINING_LR.
+"""Flags and environment variables that set keys, made from the schema: `--lr 1e-4`, `--sepa-steps=10`, `--sepa.steps 10`,
+RETRAIN_TRAINING_LR.
 
 A text becomes a value by the type of its key. A text that does not fit the type is passed on unchanged, and the schema refuses it in
 the sentence that a file's value would get. The schema is imported inside the functions, so that `retrain --help` does not pay
@@ -46,7 +47,7 @@ class Override:
     origin: str
     """ "flag --lr" or "environment RETRAIN_TRAINING_LR"."""
     adds: bool = False
-    """A table that adds to what stands below it instead of replacing it."""
+    """The value is a table that is merged into the one below it instead of replacing it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def flag_table() -> tuple[FlagRow, ...]:
 
 
 def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = None) -> Overrides:
-    """Split arguments into values for keys and the rest.
+    """Split arguments into values for keys and the remaining arguments.
 
     `own_flags` are the caller's flags, which go to the rest: name to whether a value follows. An unknown flag is a
     ConfigurationError that names the nearest; all of them are told at once.
@@ -83,7 +84,7 @@ def parse_overrides(argv: Sequence[str], own_flags: Mapping[str, bool] | None = 
 
 
 def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
-    """The values of RETRAIN_<SECTION>_<KEY>; a variable that looks like one and is none is refused."""
+    """Return the values of the variables RETRAIN_<SECTION>_<KEY>. A variable of that form that names no key is refused."""
     from retrain.config.keys import all_keys
 
     variables = {key.variable: key for key in all_keys()}
@@ -100,7 +101,9 @@ def variable_overrides(environ: Mapping[str, str]) -> list[Override]:
 
 
 def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
-    """A sentence for a variable of one of our sections, or close to one of ours; empty for what other programs may use."""
+    """Return a sentence for a RETRAIN_ variable that names or nearly names one of our sections; "" for a variable that another program may
+    use.
+    """
     from retrain.config.keys import key_meant, section_models
 
     section, _, rest = name.removeprefix(VARIABLE_PREFIX).lower().partition("_")
@@ -113,7 +116,7 @@ def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
 
 
 def convert(key: "Key", text: str) -> Any:
-    """The value that `text` stands for, by the key's type; the text itself when it stands for none."""
+    """Convert a text to a value of the key's type; a text that does not fit the type is returned unchanged."""
     kinds = key.kinds
     if dict in kinds:  # a TOML inline table; a JSON object stays text, which environment.args reads by itself
         parsed = _toml(f"value = {text}")
@@ -273,7 +276,7 @@ class _Parser:
         return path, inside
 
     def _following(self, key: "Key", flag: str) -> str | None:
-        """The next argument as this flag's value. A switch needs none, and takes true, false or its own words only."""
+        """Return the next argument as this flag's value. A switch needs none, and takes only true, false or its own words."""
         following = self._argv[0] if self._argv else None
         if bool in key.kinds:
             if following in ("true", "false", *key.choices):

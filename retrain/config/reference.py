@@ -1,6 +1,6 @@
 """Documents made from the schema: the annotated retrain.toml, the reference's tables, `retrain help config`, the JSON Schema.
 
-`python -m retrain.config.reference` writes the files below into the repository; a test fails when one has drifted.
+`make docs` writes them into the repository, and `python -m retrain.config.reference` writes them alone; a test fails when one has drifted.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from retrain.config.keys import SHORT_TABLE_FLAGS, Key, all_keys, section_models
 from retrain.config.names import ALIASES, bracketed
-from retrain.config.schema import DEFAULT_CONDITIONS, PrimeRLOptions, TrainConfig
+from retrain.config.schema import BACKEND_OPTIONS, DEFAULT_CONDITIONS, TrainConfig
 from retrain.parsing import toml_value
 
 WIDTH = 110
@@ -63,19 +63,19 @@ def _doc_of_section(section: str) -> str:
 
 def _doc_with_choices(key: Key) -> str:
     """The documentation, with the names that the key takes where it does not say them already."""
-    silent = [choice for choice in key.choices if choice not in key.doc]
-    return f"{key.doc[:-1]}: {', '.join(key.choices)}." if silent and ":" not in key.doc else key.doc
+    unsaid = [choice for choice in key.choices if choice not in key.doc]
+    return f"{key.doc[:-1]}: {', '.join(key.choices)}." if unsaid and ":" not in key.doc else key.doc
 
 
 def markdown_tables() -> str:
     """One table a section, for the documentation."""
-    parts = ["# Configuration keys", "Made from the schema by `python -m retrain.config.reference`."]
+    parts = ["# Configuration keys", "Made from the schema by `make docs`."]
     for section in section_models():
         parts.append(f"## [{section}]\n\n{_doc_of_section(section)}")
         rows = [_row(key) for key in _keys_of(section)]
         parts.append("\n".join(["| key | type | default | flag | what it does | allowed |", "|---|---|---|---|---|---|", *rows]))
         if section == "backend":
-            parts.append(_options_table())
+            parts.extend(_options_table(backend) for backend in BACKEND_OPTIONS)
     parts.append("## Other names\n\n" + "\n".join(f"- `{bracketed(a)}` is another name of `{bracketed(c)}`." for a, c in ALIASES.items()))
     return "\n\n".join(parts) + "\n"
 
@@ -85,11 +85,12 @@ def _row(key: Key) -> str:
     return _cells(f"`{key.name}`", key.type_name, default, f"`{key.flag}`", key.doc, key.allowed)
 
 
-def _options_table() -> str:
-    options = [Key("backend.options", name, field, field.get_default()) for name, field in PrimeRLOptions.model_fields.items()]
+def _options_table(backend: str) -> str:
+    fields = BACKEND_OPTIONS[backend].model_fields.items()
+    options = [Key("backend.options", name, field, field.get_default()) for name, field in fields]
     rows = [_cells(f"`{key.name}`", key.type_name, f"`{toml_value(key.default)}`", key.doc, key.allowed) for key in options]
     return "\n".join(
-        ["### [backend.options] of prime_rl\n", "| key | type | default | what it does | allowed |", "|---|---|---|---|---|", *rows]
+        [f"### [backend.options] of {backend}\n", "| key | type | default | what it does | allowed |", "|---|---|---|---|---|", *rows]
     )
 
 
@@ -135,7 +136,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Without our own marks."""
+    """Return a JSON Schema without the marks that `key` adds to it."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items() if name != "traits"}
     return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Rules between keys: combinations that would change the meaning of a run, each refused in one sentence.
+"""Rules between keys: combinations that would change the meaning of a run are refused, each in one sentence.
 
 A rule reads a configuration whose values are all allowed one by one, and yields what is wrong. `load_config` applies all
 of them, so they need neither the model nor the machine; what needs those is refused by the part that knows.
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from retrain.config.names import builtin_names, canonical_uncertainty, fixed_aggregation, table, transforms_with
 from retrain.config.suggestions import nearest
-from retrain.config.values import MOST_COMPLETIONS
+from retrain.config.values import MAX_SEED, MOST_COMPLETIONS
 from retrain.errors import MOST_SENTENCES
 from retrain.parsing import toml_value
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken rule, as data until the loader knows which file it stands in."""
+    """A broken rule. The loader adds the file and makes a sentence of it."""
 
     keys: tuple[str, ...]
     """The keys that the rule reads, as "section.key"; the first is the one to mend."""
@@ -33,7 +33,7 @@ class Violation:
 
 
 class RuleViolations(ValueError):
-    """Rules that a configuration breaks although each value alone is allowed."""
+    """Raised for a configuration that breaks rules although each of its values is allowed."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
@@ -43,7 +43,7 @@ class RuleViolations(ValueError):
 Rule = Callable[["TrainConfig"], Iterator[Violation]]
 _RULES: list[Rule] = []
 _CAMPAIGN_RULES: list[Rule] = []
-"""About a campaign as a whole; the others are about its runs."""
+"""Rules about a campaign as a whole; all others are about its runs."""
 EVALUATION_SECTIONS = frozenset(
     {"squeeze", "model", "data", "environment", "reward", "evaluation", "training", "inference", "backend", "plugins"}
 )
@@ -69,7 +69,7 @@ def broken_rules(config: "TrainConfig") -> list[Violation]:
 
 
 def is_read(config: "TrainConfig", path: str) -> bool:
-    """True if the section of a key is read; a squeeze job does not train, and reads few sections without evaluate."""
+    """Return True if the section of a key is read. A squeeze job does not train, so it reads few sections unless it evaluates."""
     section = path.partition(".")[0]
     if config.kind != "squeeze":
         return True
@@ -128,7 +128,7 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
 
 
 def _has_entropies(engine: str) -> bool:
-    """Whether a built-in engine returns entropies; a plugin's declaration is read when the run starts."""
+    """Return False for a built-in engine without entropies; a plugin declares what it has only when the run starts."""
     if engine not in builtin_names("engine"):
         return True
     declared = table("engine")[engine]
@@ -137,7 +137,7 @@ def _has_entropies(engine: str) -> bool:
 
 @_rule
 def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
-    """The run itself checks at its start that torchrun started it."""
+    """Refuse what does not work with shard_base. That torchrun started the run is checked at its start."""
     if not config.backend.shard_base:
         return
     wanted = "[backend] shard_base = true"
@@ -451,6 +451,23 @@ def _seeds_are_unique(config: "TrainConfig") -> Iterator[Violation]:
         )
 
 
+@_campaign_rule
+def _evidence_may_take_every_seed(config: "TrainConfig") -> Iterator[Violation]:
+    campaign = config.campaign
+    if campaign is None or campaign.stop != "evidence":
+        return
+    if 0 < campaign.max_seeds < len(campaign.seeds):
+        yield Violation(
+            ("campaign.max_seeds", "campaign.seeds"),
+            f"[campaign] max_seeds = {campaign.max_seeds} is below the {len(campaign.seeds)} seeds that are named; raise it, or name fewer",
+        )
+    if max(campaign.seeds) + max(0, campaign.max_seeds - len(campaign.seeds)) > MAX_SEED:
+        yield Violation(
+            ("campaign.max_seeds", "campaign.seeds"),
+            f"[campaign] max_seeds = {campaign.max_seeds} goes from seed {max(campaign.seeds)} to above {MAX_SEED}; name smaller seeds",
+        )
+
+
 @_rule
 def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Violation]:
     for mode in dict.fromkeys(condition.algorithm_mode for condition in config.conditions):
@@ -489,11 +506,13 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
     from retrain.config.schema import BACKEND_OPTIONS
 
     known = {name: model for model in BACKEND_OPTIONS.values() for name in model.model_fields}
-    for name in config.backend.options:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
-            yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+    wrong = [name for name in config.backend.options if name not in known]
+    for name in wrong[: MOST_SENTENCES - 1]:
+        near = nearest(name, known)
+        hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
+        yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
+    if more := len(wrong[MOST_SENTENCES - 1 :]):
+        yield Violation(("backend.options",), f"[backend.options] {more:,} more of its names are no known options")
     for backend, model in BACKEND_OPTIONS.items():
         try:
             model.model_validate(config.backend.options_of(backend))

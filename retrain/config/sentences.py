@@ -1,4 +1,6 @@
-"""From pydantic's list of errors to one sentence each: place, section, key, value, what is allowed, the nearest name."""
+"""Sentences about wrong values: pydantic's errors become one sentence each, with place, section, key, value, what is allowed and the
+nearest name.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ class Place:
     provenance: Provenance
 
     def of(self, *paths: str) -> str:
-        """The place of the first key that a flag or a variable gave, else the file."""
+        """Return where a violation's keys were given: the first flag or variable among them, else the file."""
         above = [self.provenance.origins[path] for path in paths if self.provenance.origins.get(path, "file") != "file"]
         return above[0] if above else self.file
 
@@ -54,7 +56,7 @@ def _finish(text: str) -> str:
 
 
 def details_of(error: ValidationError) -> list[ErrorDetails]:
-    """pydantic's account of each problem, made once: there may be a hundred thousand."""
+    """Return pydantic's account of each problem. Ask once: there may be a hundred thousand."""
     return error.errors(include_url=False)
 
 
@@ -74,17 +76,14 @@ def wrong_paths(details: Iterable[ErrorDetails]) -> set[str]:
 
 
 def field_sentences(problems: Iterable[ErrorDetails], data: Mapping[str, Any], place: Place) -> tuple[list[str], int]:
-    """One sentence for each of the first wrong values, and how many more there are; the members of a union count as one."""
+    """Return one sentence for each of the first wrong values, and the number of the others. The members of a union count as one."""
     grouped: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in problems:
         if detail["loc"]:
-            grouped.setdefault(_group(detail["loc"]), []).append(detail)
+            in_condition = detail["loc"][:2] == ("campaign", "conditions")
+            grouped.setdefault(detail["loc"][: 4 if in_condition else 2], []).append(detail)
     first = islice(grouped.items(), MOST_SENTENCES)
     return [_sentence(loc, details, data, place) for loc, details in first], max(0, len(grouped) - MOST_SENTENCES)
-
-
-def _group(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    return loc[:4] if loc[:2] == ("campaign", "conditions") else loc[:2]
 
 
 def _sentence(loc: tuple[int | str, ...], details: list[ErrorDetails], data: Mapping[str, Any], place: Place) -> str:

@@ -11,7 +11,7 @@ from retrain.parsing import toml_value
 
 
 def dump_toml(config: TrainConfig) -> str:
-    """Every key with its value, under canonical names. Loading the text gives an equal configuration.
+    """Write every key with its value, under canonical names, as TOML. Loading the text gives an equal configuration.
 
     Keys whose being unset says something that no value can say are left out while they are unset, and so are the sections that act by
     being there.
@@ -34,7 +34,7 @@ def _section(config: TrainConfig, section: str) -> Iterator[str]:
 
 
 def _stored_value(path: str, value: Any) -> str:
-    """environment.args may hold null, for which TOML has no form, so it is stored as JSON then."""
+    """Write one value as TOML. environment.args may hold null, for which TOML has no form, so it is stored as JSON then."""
     as_json = path == "environment.args" and _holds_none(value)
     return toml_value(json.dumps(value, ensure_ascii=False) if as_json else value)
 

@@ -1,4 +1,4 @@
-"""Values with a grammar of their own: devices, strategic grams, names that a plugin may add to."""
+"""Types of values that a plain type does not describe: devices, paths, labels, tables, strategic grams, names that a plugin may add to."""
 
 import math
 import re
@@ -20,6 +20,7 @@ MOST_COMPLETIONS = 1_000_000
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
 
 
@@ -77,22 +78,28 @@ def check_devices(text: str) -> str:
 
 
 def check_path(text: str) -> str:
-    """Refuse what no file system holds, whatever the machine."""
+    """Refuse a path that no file system can hold."""
     if not is_path_text(text):
         raise refuse("is no path: it holds a NUL character or a name of more than 255 bytes")
     return text
 
 
 def check_server_url(text: str) -> str:
-    """An address over HTTP; empty for none."""
-    parts = urlsplit(text)
-    if text and not (parts.scheme in ("http", "https") and parts.hostname):
+    """Check the HTTP address of a server; empty means none."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        good = False
+    if text and not good:
         raise refuse("is no address of a server, such as http://127.0.0.1:8000")
+    if parts.query or parts.fragment:
+        raise refuse("has a query or a fragment, which requests would lose; end it before the ? or #")
     return text
 
 
 def check_label(text: str) -> str:
-    """A condition's name, which is part of folder names."""
+    """Check a condition's label, which becomes part of folder names."""
     if text and not _LABEL.fullmatch(text):
         raise refuse("cannot name a folder (letters, digits and ._+=-, at most 80 of them, a letter or digit first)")
     return text
@@ -105,7 +112,7 @@ def check_svd_device(text: str) -> str:
 
 
 def check_variable(name: str) -> str:
-    """The name of an environment variable; empty for none. A key in place of its name would be stored with the configuration."""
+    """Check the name of an environment variable; empty means none. An API key in its place would be stored with the configuration."""
     if name and not _VARIABLE.fullmatch(name):
         raise refuse("is no name of an environment variable; put the key itself into a variable, and name that one here")
     return name
@@ -118,7 +125,7 @@ def check_prices(prices: list[float]) -> list[float]:
 
 
 def parse_grams(value: str | list[str]) -> list[str]:
-    """Strategic grams from a JSON array, a comma-separated string or a list: stripped, without empty ones or repetitions.
+    """Parse strategic grams from a JSON array, a comma-separated string or a list, stripped and without empty ones or repetitions.
 
     An empty list means the default grams. A gram without a word character could never match and is refused.
     """
@@ -156,7 +163,7 @@ def check_table(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(table: dict[str, Any]) -> dict[str, Any]:
-    """The same for a table that may come as JSON, which has null."""
+    """Check a table as `check_table` does, but allow null, which JSON has."""
     _check_item(check_holdable(table), may_hold_null=True)
     return table
 
@@ -177,12 +184,12 @@ def _check_item(item: Any, may_hold_null: bool) -> None:
 
 
 def check_holdable(value: Any) -> Any:
-    """Refuse what no later step can hold: nesting without end, integers beyond 64 bits, and text with an unpaired surrogate,
-    as from an argument that is not UTF-8, which no file can hold.
+    """Refuse nesting deeper than later steps allow, integers beyond 64 bits, and text with an unpaired surrogate, which no UTF-8 file can
+    hold.
     """
     if problem := unholdable(value):
         raise refuse(problem)
-    if any(0xD800 <= ord(character) <= 0xDFFF for text in _texts(value) for character in text):
+    if any(_SURROGATE.search(text) for text in _texts(value)):
         raise refuse("contains an unpaired surrogate, which UTF-8 cannot encode")
     return value
 
@@ -200,7 +207,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def table_from_json(value: Any) -> Any:
-    """A table given as a JSON string, as a table; anything else goes through to the type check."""
+    """Parse a table that is given as a JSON string; any other value is returned unchanged for the type check."""
     if not isinstance(value, str):
         return value
     if not value.strip():

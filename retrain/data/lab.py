@@ -20,7 +20,7 @@ from retrain.types import Example
 Split = Literal["train", "heldout"]
 
 FAMILIES = ("sum3", "chain4", "product", "expression")
-"""In order of difficulty, from 1; the difficulty after the last family is all of them in equal parts."""
+"""The families of problems in order of difficulty, from 1; one difficulty more mixes all of them in equal parts."""
 MAX_DIFFICULTY = len(FAMILIES) + 1
 NUM_EXAMPLES: dict[Split, int] = {"train": 4096, "heldout": 512}
 
@@ -38,11 +38,11 @@ class Problem:
     family: str
     first: int
     steps: tuple[tuple[str, int], ...]
-    """Operation ("+", "-", "*") and right operand."""
+    """Operation ("+", "-" or "*") and right operand of each step."""
 
     @property
     def expression(self) -> str:
-        """Infix notation; the left operand of a product is in parentheses where precedence asks for them."""
+        """The problem in infix notation; the left operand of a product is in parentheses if precedence asks for them."""
         text, is_sum = str(self.first), False
         for operation, operand in self.steps:
             if operation == "*" and is_sum:
@@ -69,8 +69,8 @@ class Problem:
 
     @property
     def split(self) -> Split:
-        """A function of the problem itself, so no problem is on both sides. The order of a sum's terms does not matter: 61+58+35 and
-        35+61+58 are on the same side.
+        """The split that the problem belongs to, a function of the problem itself, so that no problem is in both. The order of a sum's
+        terms does not matter: 61+58+35 and 35+61+58 are in the same one.
         """
         digest = hashlib.sha256(self._canonical().encode()).digest()
         return "heldout" if digest[0] % _HELDOUT_SHARE == 0 else "train"
@@ -94,7 +94,7 @@ def apply(operation: str, left: int, right: int) -> int:
 
 
 def build_problem(family: str, draws: Sequence[float]) -> Problem:
-    """The problem that uniforms in (0, 1) determine; a family reads at most seven of them, from the left."""
+    """Build the problem that uniforms in (0, 1) determine; a family reads at most seven of them, from the left."""
     uniforms = iter(draws)
 
     def two_digits() -> int:
@@ -121,7 +121,7 @@ _PATTERNS = {"sum3": "++", "chain4": "±±±", "product": "*±", "expression": "
 
 
 def families(difficulty: int) -> tuple[str, ...]:
-    """The families of a difficulty. Raises ConfigurationError outside 1..MAX_DIFFICULTY."""
+    """Return the families of a difficulty. Raises ConfigurationError outside 1..MAX_DIFFICULTY."""
     if not 1 <= difficulty <= MAX_DIFFICULTY:
         raise ConfigurationError(
             f"[data] difficulty = {difficulty}: the lab has 1 to {MAX_DIFFICULTY}, which are "
@@ -131,7 +131,7 @@ def families(difficulty: int) -> tuple[str, ...]:
 
 
 def problems(split: Split, family: str) -> Iterator[Problem]:
-    """The family's problems of one split, each once, in a fixed order. The iterator never ends, so take far fewer than the family's
+    """Yield a family's problems of one split, each once, in a fixed order. The iterator never ends, so take far fewer than the family's
     100,000 problems.
     """
     seen: set[str] = set()
@@ -157,7 +157,7 @@ def _examples(split: Split, difficulty: int) -> tuple[Example, ...]:
 
 
 def examples(split: Split = "train", difficulty: int = 1) -> list[Example]:
-    """4,096 examples for training or 512 held out, the same in every process and for every seed.
+    """Return 4,096 examples for training or 512 held out, the same in every process and for every seed.
 
     Raises ConfigurationError for a difficulty outside 1..MAX_DIFFICULTY.
     """

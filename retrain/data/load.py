@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["NoHeldOutSplit", "contamination_note", "fingerprint", "load_examples"]
 
 _SUBSET_SEED = 0
-"""max_examples takes the same problems for every seed of a run, spread over the whole set, since sources are sorted by subject."""
+"""Seed of the subset that max_examples takes. It is the same for every run, and spread over the whole set, since sources are sorted by
+subject."""
 
 
 def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
-    """The training set of `[data]`, cut to `[training] max_examples`, or the whole held-out set that `[evaluation] source` names.
+    """Load the training set of `[data]`, cut to `[training] max_examples`, or the whole held-out set that `[evaluation] source` names.
 
     Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left or the source is not known,
     EnvironmentFailure if the hub is needed and cannot be reached.
@@ -54,7 +55,7 @@ def _query(config: "TrainConfig", split: Split) -> Query:
 
 
 def subset(examples: list[Example], limit: int) -> list[Example]:
-    """At most `limit` examples (0: all) in their order; the subset of a smaller limit is part of a larger limit's."""
+    """Take at most `limit` examples (0: all) in their order; the subset of a smaller limit is part of a larger limit's."""
     if not 0 < limit < len(examples):
         return examples
     draws = noise.uniform(_SUBSET_SEED, noise.Stream.DATA_ORDER, 0, 0, 0, np.arange(len(examples)))
@@ -62,7 +63,7 @@ def subset(examples: list[Example], limit: int) -> list[Example]:
 
 
 def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> str | None:
-    """One sentence if a held-out problem is also a training problem, word for word."""
+    """Return one sentence if a held-out problem is also a training problem, word for word."""
     seen = {_prompt_key(example) for example in train}
     shared = [example.example_id for example in heldout if _prompt_key(example) in seen]
     if not shared:
@@ -77,7 +78,7 @@ def _prompt_key(example: Example) -> str:
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """sha256 over ids, prompts and references, in order: two runs with the same fingerprint saw the same data."""
+    """Hash ids, prompts and references in order with sha256: two runs with the same fingerprint saw the same data."""
     digest = hashlib.sha256()
     for example in examples:
         line = json.dumps([example.example_id, example.prompt, example.reference])

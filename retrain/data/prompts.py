@@ -30,7 +30,7 @@ class PromptSet:
 
     prompts: tuple[Prompt, ...]
     notes: tuple[str, ...] = ()
-    """Sentences for the run's log."""
+    """Sentences for the start of the run."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -48,7 +48,7 @@ class PromptSet:
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, size: int) -> npt.NDArray[np.intp]:
-    """[size] the permutation of one epoch: the ranks of counter-based uniforms."""
+    """Return the permutation of one epoch, [size], from the ranks of counter-based uniforms."""
     draws = noise.uniform(seed, noise.Stream.DATA_ORDER, epoch, 0, 0, np.arange(size))
     order = np.argsort(draws, kind="stable")
     order.flags.writeable = False  # it is cached

@@ -14,7 +14,7 @@ from retrain.parsing import parse_json
 Split = Literal["train", "heldout"]
 
 HELDOUT_WORDS = (("test",), ("heldout", "held"), ("validation", "valid", "val", "dev", "eval"))
-"""Words in a file's name that mark held-out data. If a folder has several kinds, the first kind is used."""
+"""Words in a file's name that mark held-out data. If a folder has several kinds, the first one in this order is used."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class RawRow:
     """One row of a data set, not yet an example."""
 
     where: str
-    """For messages: "train.jsonl line 17"."""
+    """The row's place as messages name it: "train.jsonl line 17"."""
     example_id: str
-    """The id of an example made from it: "train-16"."""
+    """The id of the example made from the row: "train-16"."""
     columns: dict[str, Any] | None
-    """None for a line that is not a JSON object."""
+    """The row's values by column; None for a line that is not a JSON object."""
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ Files = tuple[Path, ...]
 
 
 def find_files(path: Path, key: str, suffixes: Sequence[str] = DATA_FILE_SUFFIXES, prefer: str = "") -> tuple[Files, Files]:
-    """The training files and the held-out files at `path`, a file or a folder (searched recursively).
+    """Find the training files and the held-out files at `path`, a file or a folder (searched recursively).
 
     The split is part of a file's name (train*.jsonl; test*, heldout*, validation*) or of its folder's. Where no file is held out, all
     files are one split: they are returned first, and the second tuple is empty. If the names of some files contain `prefer`, the others
@@ -70,7 +70,7 @@ def _by_split(folder: Path, files: list[Path]) -> tuple[Files, Files]:
 
 
 def _split_word(relative: Path) -> str:
-    """The word that names a file's split, in its own name or else in the nearest folder's; "" if there is none."""
+    """Return the word that names a file's split, in its own name or in the nearest folder's; "" if there is none."""
     known = {"train", *(word for kind in HELDOUT_WORDS for word in kind)}
     for part in (relative.stem, *reversed(relative.parent.parts)):
         found = [word for word in re.split(r"[^a-z]+", part.lower()) if word in known]
@@ -118,7 +118,7 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
 
 
 class NoSplit(ConfigurationError):
-    """The data set lacks the split that was asked for."""
+    """The data set lacks the requested split."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ class HubData:
 
     @classmethod
     def parse(cls, source: str) -> "HubData":
-        """One part after the name is a split if it is named like one, else a configuration; hub:NAME::SPLIT is always a split."""
+        """Parse hub:NAME[:config][:split]. A single part after the name is a split if it is named like one, or else a configuration;
+        hub:NAME::SPLIT is always a split.
+        """
         parts = source.removeprefix("hub:").split(":")
         if not parts[0] or len(parts) > 3:
             raise ConfigurationError(
@@ -164,7 +166,7 @@ def read_hub(data: HubData, splits: Iterable[str]) -> Iterator[RawRow]:
 
 
 def _load_split(data: HubData, split: str) -> Any:
-    """The rows, or None if the data set has no such split."""
+    """Load the rows of a split; None if the data set has no such split."""
     online = hub.reachable()
     try:
         import datasets

@@ -34,17 +34,17 @@ def counted(count: int, reason: str, first: str) -> str:
 
 @dataclass
 class ReadResult:
-    """The examples of one split, and what was said about them."""
+    """The examples of one split, and remarks about how they were read."""
 
     data: "Data"
-    """[data] as it applies here: [evaluation] source may have replaced the source."""
+    """[data] as it applies here, where [evaluation] source may have replaced the source."""
     examples: list[Example] = field(default_factory=list)
     dropped: dict[Reason, int] = field(default_factory=dict)
     """Number of rows that became no example, by reason."""
     first: dict[Reason, str] = field(default_factory=dict)
-    """The first row of each reason: a line of a file or an example's id."""
+    """The first row of each reason, as a line of a file or an example's id."""
     notes: list[str] = field(default_factory=list)
-    """Sentences for the run's log."""
+    """Sentences for the start of the run."""
 
     def drop(self, reason: Reason, where: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -59,19 +59,19 @@ class ReadResult:
 
 
 class NoHeldOutSplit(ConfigurationError):
-    """An evaluation was asked for, and the data source has no held-out examples."""
+    """The data source has no held-out examples for an evaluation."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which examples a source is asked for."""
+    """A request to a source for the examples of one split."""
 
     config: "TrainConfig"
     data: "Data"
     """[data], or what [evaluation] source makes of it."""
     split: Split
     named_for_evaluation: bool
-    """[evaluation] source names the source, so all of it may be used if it has no splits."""
+    """[evaluation] source names the source, so all of its examples may be used if it has no splits."""
 
     @property
     def key(self) -> str:
@@ -128,7 +128,7 @@ GSM8K = HubData("openai/gsm8k", "main")
 
 
 def _math(query: Query) -> ReadResult:
-    """MATH (Hendrycks et al. 2021, arXiv 2103.03874), five subjects: 4,551 problems to train on."""
+    """Read MATH (Hendrycks et al. 2021, arXiv 2103.03874), five subjects: 4,551 training problems."""
     if query.data.path:
         result, total = _benchmark_copy(query, _math_row)
         result.notes.insert(0, f"math: {len(result.examples):,} of the copy's {total:,} problems are in the five subjects and this split")
@@ -152,7 +152,7 @@ def _math_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
 
 
 def _gsm8k(query: Query) -> ReadResult:
-    """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 7,473 problems to train on, 1,319 held out."""
+    """Read GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 7,473 training problems and 1,319 held-out ones."""
     if query.data.path:
         return _benchmark_copy(query, _gsm8k_row)[0]
     return _read(query, read_hub(GSM8K, ["train" if query.split == "train" else "test"]), _gsm8k_row)
@@ -168,7 +168,7 @@ def _gsm8k_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
 
 
 HELDOUT_SHARE = 10
-"""One problem in so many is held out of a local copy that has one split only."""
+"""One of this many problems is held out of a local copy that has only one split."""
 
 
 def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]:
@@ -227,7 +227,7 @@ def _column_reader(data: "Data") -> RowReader:
 
 
 def _prompt(value: object) -> str | list[ChatMessage] | None:
-    """A text or a conversation; None for anything else and for an empty one."""
+    """Read a text or a conversation; None for anything else and for an empty one."""
     match value:
         case str():
             return value if value.strip() else None

@@ -94,15 +94,26 @@ class RunningEpisode:
         """Ask for the verdict without a further reply, for which there is no room."""
         self._job = self._host.submit(self._conclude)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `answer` would return at once."""
+        return self._job.future.done() or self._is_late
+
+    @property
+    def _is_late(self) -> bool:
+        """The environment has taken more time for this episode than it may."""
+        before = self._live.seconds if self._live else 0.0
+        return self._job.started is not None and monotonic() - self._job.started > self._host.timeout_s - before
+
     def answer(self, check: Callable[[], None]) -> Answer:
         """Wait for what came of the newest call. A hang or an exception is a verdict: could not judge. `check` raises to stop the run."""
-        job, left = self._job, self._host.timeout_s - (self._live.seconds if self._live else 0.0)
+        job = self._job
         while True:
             check()
             try:
                 failure = job.future.exception(_POLL)
             except TimeoutError:  # of this wait: what the environment raised, SystemExit included, is returned
-                if job.started is None or monotonic() - job.started <= left:
+                if not self._is_late:
                     continue
                 self._host.abandon(job)
                 return self._failed(f"the environment took longer than [environment] timeout_s = {self._host.timeout_s:g}")

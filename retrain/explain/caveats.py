@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.analysis.power import design_line, minimal_detectable_effect, seeds_to_conclude
+from retrain.analysis.power import Correction, design_line, minimal_detectable_effect, seeds_to_conclude
+from retrain.campaign.plan import planned_seeds
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -29,24 +30,25 @@ class Power:
     """The smallest mean difference found with a probability of POWER, in the pilot's metric, or without a pilot in standard deviations
     of the paired differences. None if nothing can be significant."""
     metric: str | None
-    """The pilot's; None without a pilot that shows the spread."""
+    """The metric of the pilot; None without a pilot that shows the spread."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
 
 
 def power_of(config: "TrainConfig", pilot: Path | None) -> Power | None:
-    """None unless the configuration is a campaign of two conditions or more."""
+    """Compute what a campaign can detect; None unless it has two conditions or more."""
     if config.campaign is None or len(config.conditions) < 2:
         return None
-    seeds, comparisons = len(config.campaign.seeds), len(config.conditions) - 1
+    seeds, comparisons = len(planned_seeds(config.campaign)), len(config.conditions) - 1
+    correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
     sd, metric = _pilot_sd(pilot)
-    detectable = minimal_detectable_effect(seeds, sd, ALPHA, POWER, comparisons)
-    return Power(seeds, comparisons, max(2, seeds_to_conclude(ALPHA, comparisons)), detectable, metric)
+    detectable = minimal_detectable_effect(seeds, sd, ALPHA, POWER, comparisons, correction)
+    return Power(seeds, comparisons, max(2, seeds_to_conclude(ALPHA, comparisons, correction)), detectable, metric)
 
 
 def _pilot_sd(pilot: Path | None) -> tuple[float, str | None]:
-    """The sd of the pilot's differences and its metric; (1.0, None) without a pilot or with too few runs in it."""
+    """Return the standard deviation of the pilot's differences and its metric; (1.0, None) without a pilot or with too few runs in it."""
     if pilot is None:
         return 1.0, None
     from retrain.analysis.pilot import read_pilot
@@ -62,7 +64,8 @@ def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory:
     if config.campaign is None:
         return
     if power and power.detectable is None:
-        yield design_line(power.seeds, power.comparisons, 0, 1, ALPHA, POWER)
+        correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
+        yield design_line(power.seeds, power.comparisons, 0, 1, ALPHA, POWER, correction)
     if config.is_set("evaluation.at_end") and not config.evaluation.asked_for:
         yield "No held-out evaluation ([evaluation] at_end = false), so conditions are compared by their training correct rate."
     if schedule is None:
@@ -74,7 +77,7 @@ def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory:
 
 
 def _shared_memory(config: "TrainConfig", schedule: "Schedule", memory: "Memory | None") -> Iterator[str]:
-    """Every run sizes its budgets for a whole device."""
+    """Warn about workers that share a device, since every run sizes its budgets for a whole device."""
     campaign = config.campaign
     if memory is None or campaign is None or memory.machine.device_type != "cuda" or schedule.effective_parallelism < 2:
         return

@@ -35,7 +35,7 @@ class Setting:
     """A value that differs from its default."""
 
     key: str
-    """As "section.key"."""
+    """The key, as "section.key"."""
     value: Any
     origin: str
     """"file", "environment NAME" or "flag --name"."""
@@ -60,20 +60,20 @@ class Explanation:
     unused: tuple[str, ...]
     """One sentence per key that was set but has no effect."""
     refused: tuple[str, ...]
-    """One sentence per reason why it would not start."""
+    """One sentence per reason why the configuration would not start."""
     conditions: tuple[ExplainedCondition, ...] = ()
     runs: tuple[CampaignRun, ...] = ()
-    """In starting order."""
+    """The runs in the order in which they start."""
     schedule: Schedule | None = None
     memory: "Memory | None" = None
     memory_unknown: str = ""
-    """A sentence that says why there is no prediction."""
+    """Why there is no prediction of the memory; empty if there is one."""
     power: Power | None = None
     adapter: "LoraAdapter | None" = None
     """The adapter of a squeeze job."""
     warnings: tuple[str, ...] = field(default=())
     engine: EngineCapabilities | None = None
-    """As declared; None if the backend samples by itself or the declaration cannot be read."""
+    """The declared capabilities of the engine; None if the backend samples by itself or the declaration cannot be read."""
     backend: BackendCapabilities | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def explain(
 
 
 def _capabilities(configs: Sequence[TrainConfig]) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str]]:
-    """The declarations of engine and backend, and one sentence for everything that the runs need beyond them."""
+    """Return the declarations of engine and backend, and one sentence for everything that the runs need beyond them."""
     try:
         problems = [problem for config in configs for problem in incapable(config)]
         return declared_engine(configs[0]), declared_backend(configs[0]), problems
@@ -165,7 +165,7 @@ def _settings(config: TrainConfig) -> list[Setting]:
 
 
 def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | None]:
-    """The runs, and a campaign's plan."""
+    """Return the runs, and the plan if it is a campaign."""
     if config.kind == "campaign":
         new = Path(config.logging.log_dir) if config.is_set("logging.log_dir") else CAMPAIGN_FOLDER
         plan = plan_campaign(config, Path(config.resume.from_) if config.resume.from_ else new)
@@ -177,7 +177,7 @@ def _runs(config: TrainConfig) -> tuple[tuple[CampaignRun, ...], CampaignPlan | 
 def _schedule(
     config: TrainConfig, plan: CampaignPlan | None, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
 ) -> tuple[Schedule | None, list[str]]:
-    """None and the reasons if a campaign has more workers than its devices have room for."""
+    """Return the schedule, or None and the reasons if a campaign has more workers than its devices have room for."""
     if plan is None:
         return schedule_run(config, _steps_done(config, None), step_time, price_per_hour), []
     try:
@@ -187,7 +187,7 @@ def _schedule(
 
 
 def _steps_done(config: TrainConfig, plan: CampaignPlan | None) -> int:
-    """Steps already done in the runs that `[resume] from` continues."""
+    """Count the steps already done in the runs that `[resume] from` continues."""
     if not config.resume.from_:
         return 0
     folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
@@ -196,16 +196,16 @@ def _steps_done(config: TrainConfig, plan: CampaignPlan | None) -> int:
 
 def _conditions(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
     sets = {condition.label: condition.sets for condition in config.conditions}
-    return [
-        ExplainedCondition(
-            run.condition, sets.get(run.condition, {}), maximal_lambda(run.config) if follows_schedule(run.config.algorithm) else None
-        )
-        for run in runs
-    ]
+    conditions = []
+    for run in runs:
+        largest = maximal_lambda(run.config.sepa, run.config.training.max_steps)
+        follows = follows_schedule(run.config.algorithm)
+        conditions.append(ExplainedCondition(run.condition, sets.get(run.condition, {}), largest if follows else None))
+    return conditions
 
 
 def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[Memory | None, str]":
-    """The memory of the largest run, or a sentence that says why it is not known."""
+    """Predict the memory of the largest run, or return a sentence that says why it is not known."""
     backend = configs[0].backend.backend
     if backend != "local":
         return None, f'The "{backend}" backend does not hold the model on this machine.'
@@ -218,22 +218,16 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
             choose_device(configs[0])
         except EnvironmentFailure as error:
             return None, f"{error} Or predict for a device elsewhere by its memory: --memory-gib 24."
-    distinct = {  # runs of equal memory only once
-        _sizing(config): config for config in configs
-    }
+    sizing = [key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"]
+    distinct = {str([config.value(path) for path in sizing]): config for config in configs}  # runs of equal memory only once
     try:
         return max((predict_memory(config, memory_gib=memory_gib) for config in distinct.values()), key=lambda memory: memory.peak), ""
     except (EnvironmentFailure, ConfigurationError) as error:
         return None, str(error)
 
 
-def _sizing(config: TrainConfig) -> str:
-    """Equal for runs of equal memory."""
-    return str([config.value(key.path) for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"])
-
-
 def _adapter_of(config: TrainConfig) -> "tuple[LoraAdapter | None, list[str]]":
-    """The adapter of a squeeze job, or why the job would be refused."""
+    """Read the adapter of a squeeze job, or return why the job would be refused."""
     from retrain.squeeze.adapter import read_adapter
     from retrain.squeeze.analysis import checked_ranks, svd_device
     from retrain.squeeze.job import check_settings

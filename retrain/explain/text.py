@@ -108,7 +108,7 @@ def _ranks(seen: "Explanation") -> Sequence[int]:
 
 
 def _conditions(seen: "Explanation") -> Iterator[str]:
-    """A campaign's; the headline names the condition of a single run."""
+    """Lines for the conditions of a campaign; the headline names the condition of a single run."""
     if seen.kind != "campaign":
         return
     rows = []

@@ -27,7 +27,7 @@ _NO_TRACE: dict[str, object] = {
     "backend.adapter_path": "",
     "resume.from": "",
 }
-"""A measured step evaluates nothing and writes only into its own folder."""
+"""Settings with which a measured step evaluates nothing and writes only into its own folder."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepTime:
 
 
 def from_pilot(folder: Path) -> StepTime:
-    """The median over all steps of all runs in or below `folder`. Raises ConfigurationError without a run or a step."""
+    """Take the median step time over all runs in or below `folder`. Raises ConfigurationError without a run or a step."""
     from retrain.analysis.runs import find_runs, read_metrics
 
     runs = find_runs(folder)
@@ -102,16 +102,16 @@ class Schedule:
     total_runs: int
     steps_per_run: int
     steps_done: int
-    """Over all runs, when a run or campaign is resumed."""
+    """Steps already done, over all runs, when a run or campaign is resumed."""
     effective_parallelism: int
     recommended: Workers | None
-    """None for a single run."""
+    """The number of workers that the machine suggests; None for a single run."""
     devices: int
-    """In use at the same time."""
+    """Devices in use at the same time."""
     step_time: StepTime | None
     """Seconds for one step of one run; None if nothing was measured."""
     price_per_hour: float
-    """Per device; 0 if not known."""
+    """Price of one device hour; 0 if it is not known."""
 
     @property
     def total_campaign_steps(self) -> int:
@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def estimated_wall_time_s(self) -> float | None:
-        """For the steps left, without evaluations, loading and waiting."""
+        """Seconds for the remaining steps, without evaluations, loading and waiting."""
         return None if self.step_time is None else self.steps_left * self.step_time.seconds / self.effective_parallelism
 
     @property
@@ -133,7 +133,7 @@ class Schedule:
 
     @property
     def cost(self) -> float | None:
-        """In the currency of the price; None without a price or a step time."""
+        """Cost of the remaining steps in the currency of the price; None without a price or a step time."""
         return self.device_hours * self.price_per_hour if self.device_hours is not None and self.price_per_hour else None
 
     def to_json(self) -> dict[str, Any]:
@@ -161,7 +161,9 @@ def schedule_run(config: "TrainConfig", steps_done: int, step_time: StepTime | N
 def schedule_campaign(
     plan: "CampaignPlan", steps_done: int, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
 ) -> Schedule:
-    """`price_per_hour` wins over `[campaign] price_per_hour`. Raises ConfigurationError for more workers than the GPUs have room for."""
+    """Predict the time and cost of a campaign; `price_per_hour` overrides `[campaign] price_per_hour`. Raises ConfigurationError for more
+    workers than the GPUs have room for.
+    """
     settings = plan.settings
     parallelism = min(_workers(plan), len(plan.runs))
     processor = memory is not None and memory.machine.device_type == "cpu"
@@ -185,14 +187,14 @@ def _workers(plan: "CampaignPlan") -> int:
 
 
 def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Workers:
-    """As many runs at once as each have a device, a core or a call of their own, and enough memory."""
+    """Count the runs that can each have a device, a core or a concurrent call of their own, and enough memory."""
     bounds = [Workers(len(plan.runs), "all runs at once"), *_bounds(plan, memory)]
     tightest = min(bounds, key=lambda bound: bound.count)
     return Workers(max(1, tightest.count), tightest.because)
 
 
 def _bounds(plan: "CampaignPlan", memory: "Memory | None") -> Iterator[Workers]:
-    """No bounds for a Ray cluster elsewhere, which starts as many runs as it has room for."""
+    """Yield the bounds on the number of runs at once; none for a Ray cluster elsewhere, which starts as many as it has room for."""
     settings, backend = plan.settings, plan.config.backend
     if settings.ray_address:
         return

@@ -6,9 +6,9 @@ change them, and an adapter slot, so that several adapters can share one batch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from retrain.types import Completion, Int32Array
 
@@ -62,6 +62,31 @@ class SampleRequest:
     """Without effect on a greedy request."""
     first_position: int = 0
     """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled in the turns before."""
+    extends: int = 0
+    """Tokens at the beginning of the prompt that are an earlier request's prompt and completion, so that an engine may hold their keys and
+    values still; 0 where nothing is known of them."""
+    may_go_on: bool = False
+    """A later request may extend this one."""
+
+
+class RequestFeed(Protocol):
+    """Requests that come up while others decode: in dialogues, the next reply after what the environment said to the one before."""
+
+    def more(self, idle: bool) -> Sequence[SampleRequest]:
+        """Requests that can be sampled now. `idle`: none is under way, so it waits for some; none then means that all is done."""
+        ...
+
+
+class Once:
+    """The feed of requests that are all known."""
+
+    def __init__(self, requests: Sequence[SampleRequest]) -> None:
+        self._requests = requests
+
+    def more(self, idle: bool) -> Sequence[SampleRequest]:
+        """All of them, the first time."""
+        requests, self._requests = self._requests, ()
+        return requests
 
 
 @dataclass(frozen=True)
@@ -144,7 +169,7 @@ class InferenceEngine(ABC):
     replicas = 1
     """Servers that share the requests. The parity gate asks each of them."""
     unchecked = False
-    """A server woke up or came back since the parity gate last looked; the run checks it after the next `sync`, and clears this."""
+    """A server woke up or came back since the parity gate last looked; the run checks it before it learns, and clears this."""
 
     @classmethod  # noqa: B027 - an engine in this process needs nothing
     def preflight(cls, config: Any) -> None:
@@ -153,6 +178,17 @@ class InferenceEngine(ABC):
     @abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Yield every completion of every request once, each as soon as it is finished, in any order."""
+
+    def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
+        """Like `sample`, for the requests of a feed; `Completion.request` counts them in the order in which the feed gave them.
+
+        An engine whose requests can join those under way overrides this. Otherwise they wait for the end of the round.
+        """
+        given = 0
+        while requests := feed.more(idle=True):
+            for completion in self.sample(requests):
+                yield replace(completion, request=given + completion.request)
+            given += len(requests)
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:  # noqa: B027 - shared weights need nothing
         """Sample from the learner's adapter of this moment from now on.

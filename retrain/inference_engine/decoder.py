@@ -49,7 +49,7 @@ class Decoder:
         self._text_config: Any = self._base.config.get_text_config()
         self.kernel: attention.Kernel = attention.VarlenAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
-        self._shards = shards
+        self.shards = shards
         self.fused = fused or FusedDecoder.of(self._base, merge=merge)
         self.slots = {0, BASE_MODEL}
         """Adapters that a request may name."""
@@ -130,26 +130,29 @@ class Decoder:
         return batch.states(prompts, self.run_prompts(prompts, batch, slots))
 
     def run_prompts(self, prompts: Sequence[Int32Array], batch: PromptPass, slots: Slots | None) -> Tensor:
-        """Logits [prompts, V] of what follows each; their keys and values go where `batch` puts them."""
-        self._shards.any_rank(True)
+        """Logits [prompts, V] of what follows each; their keys and values go where `batch` puts them.
+
+        Of a sequence of which `batch` holds the first tokens, `prompts` has the others.
+        """
+        self.shards.any_rank(True)
         lengths = [len(prompt) for prompt in prompts]
-        positions = np.concatenate([np.arange(length) for length in lengths])
+        positions = np.concatenate([held + np.arange(length) for held, length in zip(batch.held, lengths, strict=True)])
         last = torch.tensor([stop - 1 for _, stop in batch.segments], device=self.device)
         token_slots = None if slots is None else np.repeat(slots, lengths)
         return self._forward(np.concatenate(prompts)[None], torch.from_numpy(positions[None]), batch, last, token_slots)[0]
 
     def decode(self, arena: KVArena, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], slots: Slots | None = None) -> Tensor:
         """Feed `tokens` [R] to rows with `lengths` [R] cached tokens; logits [R, V] of the next ones. `slots` [R] of a mixed batch."""
-        self._shards.any_rank(True)
+        self.shards.any_rank(True)
         batch = DecodePass(arena, lengths, self.kernel)
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
 
     def run_dummy_passes(self) -> None:
         """Dummy forwards until every rank is done, since FSDP gathers are collective. Ends what `prefill` and `decode` begin."""
-        if self._shards.size == 1:
+        if self.shards.size == 1:
             return
         with self.sampling({0}):
-            while self._shards.any_rank(False):
+            while self.shards.any_rank(False):
                 token = PromptPass([1], self.kernel)
                 self._forward(np.zeros((1, 1)), torch.zeros(1, 1, dtype=torch.int64), token, 1, None)
 

@@ -5,30 +5,30 @@ A server that does not answer is left out, its requests go to the others, and it
 """
 
 import asyncio
-import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
 import stamina
 
 from retrain.errors import ConfigurationError, RetrainError, ServerFailure
+from retrain.web import Answer, TooLong, exchange, masked
 
 T = TypeVar("T")
 Json = dict[str, Any]
 
-logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; a failure says how many there were
-
 _BUSY = frozenset({429, 502, 503, 504})
 """The server or a proxy before it asks for patience. Every other status from 400 on is an answer."""
 _CONNECT_S = 10.0
+_MOST_BYTES = 1 << 30
+"""Of an answer: some hundred bytes for each token of the completions of a prompt."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -56,7 +56,7 @@ class Unavailable(Exception):
 
 
 class Refused(Exception):
-    """An answer from 400 on that a repetition would not change."""
+    """An answer without what was asked for, which a repetition would not change; `status` is as sent, or as an error in its body says."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -76,6 +76,10 @@ class Server:
     client: httpx.AsyncClient
     lost: Callable[[int, str], str] | None
     """(status, text) of an answer to why the server must be prepared again before it can serve; "" if it need not."""
+    timeout_s: float
+    """From the first byte of a request to the last one of its answer."""
+    secrets: tuple[str, ...] = ()
+    """What no sentence may repeat, should the server say it."""
     alive: bool = True
     in_flight: int = 0
     turn: int = 0
@@ -96,23 +100,28 @@ class Server:
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
         self.in_flight += 1
-        limit = {} if timeout is None else {"timeout": timeout}
         try:
-            response = await self.client.request(method, path, json=body, **limit)  # type: ignore[arg-type]
-        except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            seconds = self.timeout_s if timeout is None else timeout
+            answer = await exchange(self.client, method, path, body, seconds=seconds, most_bytes=_MOST_BYTES)
+        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise TooSlow(f"{self.url} gave no answer in time") from error
+        except TooLong as error:
+            raise Refused(200, f"an answer of more than {_MOST_BYTES >> 20} MiB, which was not read to its end") from error
         except httpx.RequestError as error:
-            raise Unavailable(f"{self.url}: {_reason(error)}", gone=True) from error
+            raise Unavailable(f"{self.url}: {masked(_reason(error), *self.secrets)}", gone=True) from error
         finally:
             self.in_flight -= 1
-        if response.status_code < 400:
-            return _content(response)
-        said = _said(response)
-        if self.lost and (reason := self.lost(response.status_code, said)):
-            raise Unavailable(f"{self.url}: {reason} ({response.status_code}: {said})", gone=True)
-        if response.status_code in _BUSY:
-            raise Unavailable(f"{self.url}: {response.status_code} {said}", gone=False)
-        raise Refused(response.status_code, said)
+        status = _status(answer)
+        if status < 300:
+            return answer.content
+        if status < 400:
+            raise Refused(status, f"it redirects to {answer.leads_to}; name the address that answers itself")
+        said = masked(answer.said or answer.reason, *self.secrets)
+        if self.lost and (reason := self.lost(status, said)):
+            raise Unavailable(f"{self.url}: {reason} ({status}: {said})", gone=True)
+        if status in _BUSY:
+            raise Unavailable(f"{self.url}: {status} {said}", gone=False)
+        raise Refused(status, said)
 
 
 class ServerPool:
@@ -194,7 +203,8 @@ class ServerPool:
                     tries += 1
                     server = await self._choose()
                     try:
-                        return await request(server)
+                        with self._understood(server):
+                            return await request(server)
                     except TooSlow as error:
                         await self._look_after_silence(server, error)
                     except Unavailable as error:
@@ -214,7 +224,7 @@ class ServerPool:
         async def one(server: Server) -> None:
             try:
                 async for attempt in self._attempts():
-                    with attempt:
+                    with attempt, self._understood(server):
                         results[server.url] = await request(server)
             except (Unavailable, TooSlow) as error:
                 self._leave_out(server, str(error))
@@ -234,7 +244,8 @@ class ServerPool:
         async def one(server: Server) -> None:
             try:
                 await self._check_health(server)
-                await look(server)
+                with self._understood(server):
+                    await look(server)
             except (Unavailable, TooSlow) as error:
                 server.alive, server.problem = False, str(error)
             except Refused as error:
@@ -282,7 +293,8 @@ class ServerPool:
             try:
                 await self._check_health(server)
                 if self._prepare is not None:
-                    await self._prepare(server)
+                    with self._understood(server):
+                        await self._prepare(server)
             except (Unavailable, TooSlow, Refused, RetrainError) as error:
                 server.problem = str(error)
                 return
@@ -295,13 +307,14 @@ class ServerPool:
         except TooSlow as error:
             raise Unavailable(f"{server.url}: no answer from {self._health} within {self._patience.health_s:g} s", gone=True) from error
         except Refused as error:
-            if error.status in (401, 403):
+            if error.status in (401, 403) or error.status < 400:
                 raise
             if error.status >= 500:
                 raise Unavailable(f"{server.url}: {self._health} answers {error.status}", gone=True) from error
 
     def _leave_out(self, server: Server, problem: str) -> None:
         server.problem, server.looked_at = problem, time.monotonic()
+        server.facts.pop("looked", None)  # it may come back as another
         if server.alive:
             server.alive = False
             left = f"{len(self.alive)} of {len(self.servers)} servers left" if len(self.servers) > 1 else "it is tried again"
@@ -318,6 +331,18 @@ class ServerPool:
             f"{self._what} {server.url} is healthy and did not answer a request within [inference] timeout_s = {self._timeout_s:g}: "
             "raise timeout_s, or lower [training] max_tokens, batch_size or group_size."
         ) from error
+
+    @contextmanager
+    def _understood(self, server: Server) -> Iterator[None]:
+        """A dialect reads answers inside; where it cannot, the server has not said what its kind says: ServerFailure."""
+        try:
+            yield
+        except RetrainError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerFailure(
+                f"{self._what} {server.url} answered in a form that retrain does not know ({type(error).__name__}: {error})."
+            ) from error
 
     def _gave_up(self, tried: str = "", error: Unavailable | None = None) -> ServerFailure:
         found = "; ".join(dict.fromkeys(server.problem for server in self.servers if not server.alive)) or str(error)
@@ -346,15 +371,19 @@ def _server(
     transport: httpx.AsyncBaseTransport | None,
 ) -> Server:
     shown, full = addresses(url)
+    parts = urlsplit(full)
+    if parts.username is not None and headers:
+        raise ConfigurationError(f"[inference] url {shown} holds a user, and api_key_env a key, and a request takes one; leave one out.")
     client = httpx.AsyncClient(
         base_url=full,
         headers=headers,
         timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=urlsplit(full).hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
+        trust_env=parts.hostname not in LOOPBACK,  # a proxy cannot reach this machine's own servers
         transport=transport,
     )
-    return Server(shown, client, lost)
+    secrets = (headers.get("Authorization", "").removeprefix("Bearer "), parts.password or "", unquote(parts.password or ""))
+    return Server(shown, client, lost, timeout_s, secrets)
 
 
 def addresses(url: str) -> tuple[str, str]:
@@ -380,18 +409,10 @@ def _reason(error: httpx.RequestError) -> str:
     return f"{words} ({str(error).strip() or type(error).__name__})"
 
 
-def _content(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        return response.text
-
-
-def _said(response: httpx.Response) -> str:
-    """The server's own words, of the few forms that servers have for them."""
-    content: Any = _content(response)
-    for name in ("error", "message", "detail"):
-        while isinstance(content, dict) and name in content:
-            content = content[name]
-    text = " ".join(str(content).split()) or response.reason_phrase
-    return text[:300].rstrip(".")
+def _status(answer: Answer) -> int:
+    """As sent; of a 200 whose body is an error, as some proxies send it, that of the error if it has one, else 400."""
+    content = answer.content
+    if answer.status != 200 or not isinstance(content, dict) or not content.get("error") or "choices" in content:
+        return answer.status
+    code = content["error"].get("code") if isinstance(content["error"], dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 400

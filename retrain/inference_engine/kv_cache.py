@@ -144,9 +144,11 @@ class KVArena:
 class PromptPass(Cache):  # type: ignore[misc]
     """Several prompts packed into one row [1, sum P]: each attends to itself only, and leaves its keys and values here."""
 
-    def __init__(self, lengths: Sequence[int], kernel: Kernel) -> None:
+    def __init__(self, lengths: Sequence[int], kernel: Kernel, held: Sequence[int] = ()) -> None:
+        """`lengths` of the prompts; `held`: tokens that come before each, whose keys and values `update` puts before the new ones."""
         super().__init__(layers=[])
         self._kernel = kernel
+        self.held = list(held) or [0] * len(lengths)
         stops = np.cumsum(lengths)
         self.segments = [(int(stop) - length, int(stop)) for stop, length in zip(stops, lengths, strict=True)]
         self.keys: dict[int, list[Tensor]] = {}
@@ -165,13 +167,14 @@ class PromptPass(Cache):  # type: ignore[misc]
         return 0
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        lengths = [stop - start for start, stop in self.segments]
+        seen = [held + length for held, length in zip(self.held, lengths, strict=True)]
         if kernel := self._kernel.packed_kernel(query, softcap):
-            lengths = [stop - start for start, stop in self.segments]
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            return kernel(q, k, v, Spans.of(lengths, lengths, query.device), scaling, window).transpose(0, 1).unsqueeze(0)
+            return kernel(q, k, v, Spans.of(lengths, seen, query.device), scaling, window).transpose(0, 1).unsqueeze(0)
         parts = [
-            self._kernel.causal(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], scaling, window, softcap)
-            for start, stop in self.segments
+            self._kernel.causal(*part, scaling, window, softcap)
+            for part in zip(torch.split(query, lengths, 2), torch.split(key, seen, 2), torch.split(value, seen, 2), strict=True)
         ]
         return torch.cat(parts, dim=2)
 

@@ -8,6 +8,7 @@ again in one pass. A step is launched before the draws of the one before it are 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from retrain.inference_engine.base import NoiseKey
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import BUCKETS, NOISE_BLOCK, Drawn, FixedStep, StepBuffers, Variant, bucket_of
 from retrain.inference_engine.kv_cache import PromptKey, PromptPass, prompt_key
@@ -31,25 +33,38 @@ _RESERVE = 4
 
 
 class PagedPromptPass(PromptPass):
-    """A packed pass over sequences whose keys and values go straight to their pages."""
+    """A packed pass over sequences whose keys and values go straight to their pages, where those of their first tokens may lie already."""
 
-    def __init__(self, lengths: Sequence[int], kernel: Kernel, pool: PagePool, places: Tensor) -> None:
-        """`places` [sum of lengths] of the tokens in the pool."""
-        super().__init__(lengths, kernel)
-        self._pool, self._places = pool, places
+    def __init__(self, sequences: Sequence["_Sequence"], kernel: Kernel, pool: PagePool) -> None:
+        super().__init__([len(sequence.new) for sequence in sequences], kernel, [sequence.held for sequence in sequences])
+        whole = [pool.places(sequence.pages, len(sequence.ids)) for sequence in sequences]
+        new = [places[sequence.held :] for places, sequence in zip(whole, sequences, strict=True)]
+        self._pool = pool
+        self._new = upload(np.concatenate(new), pool.device)
+        self._whole = upload(np.concatenate(whole), pool.device) if any(self.held) else None
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self._pool.write(layer_idx, self._places, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
-        return key_states, value_states
+        self._pool.write(layer_idx, self._new, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        if self._whole is None:
+            return key_states, value_states
+        keys, values = self._pool.read(layer_idx, self._whole)
+        return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
 
 
 @dataclass
-class _Prompt:
-    """A prompt that is computed: one holder of its pages, and the logits [V] of its first answer token."""
+class _Kept:
+    """Tokens that are computed: one holder of their pages, and for a prompt the logits [V] of its first answer token.
+
+    Prompts are kept for the other completions of their group and for redraws, ended rows for a request that extends them.
+    """
 
     pages: list[int]
     tokens: int
     logits: Tensor | None = None
+
+
+_RowKey = tuple[NoiseKey, int, bytes, int]
+"""Of an ended row: a `PromptKey` of all tokens that were fed, and the sample."""
 
 
 class _Sequence(NamedTuple):
@@ -58,7 +73,13 @@ class _Sequence(NamedTuple):
     ids: npt.NDArray[np.int32]
     job: Job
     pages: list[int]
-    owner: "_Prompt | _Row"
+    owner: "_Kept | _Row"
+    held: int = 0
+    """Tokens at its beginning whose keys and values its pages have."""
+
+    @property
+    def new(self) -> npt.NDArray[np.int32]:
+        return self.ids[self.held :]
 
 
 @dataclass
@@ -73,6 +94,8 @@ class _Row:
     launched: int = 0
     """Draws under way included."""
     pages: list[int] = field(default_factory=list)
+    held: int = 0
+    """Tokens at its beginning that its pages have when it enters."""
     slot: int = -1
     """Its place in the buffers; -1 while it waits."""
     logits: Tensor | None = None
@@ -110,7 +133,7 @@ class PagedEngine:
         self.rows = min(limits.rows, BUCKETS[-1])
         self.buffers = StepBuffers(bucket_of(self.rows), self.pool.needed(context), decoder.device)
         self.step = FixedStep(decoder.fused, self.pool, self.buffers, decoder.kernel, eos_ids, context)
-        self.prompts: OrderedDict[PromptKey, _Prompt] = OrderedDict()
+        self.kept: OrderedDict[PromptKey | _RowKey, _Kept] = OrderedDict()
         self.busy = False
         """A run has its rows in the buffers."""
 
@@ -120,16 +143,17 @@ class PagedEngine:
             self.rows >= min(limits.rows, BUCKETS[-1]) and self.pool.pages * self.pool.tokens >= limits.tokens and self.context >= context
         )
 
-    def evict_prompt(self) -> bool:
-        """Forget the oldest prompt. False: there was none."""
-        if not self.prompts:
+    def evict(self) -> bool:
+        """Forget what was kept first. False: there was nothing."""
+        if not self.kept:
             return False
-        _, oldest = self.prompts.popitem(last=False)
+        _, oldest = self.kept.popitem(last=False)
         self.pool.give_back(oldest.pages)
         return True
 
-    def forget_prompts(self) -> None:
-        while self.evict_prompt():
+    def forget(self) -> None:
+        """Everything that is kept."""
+        while self.evict():
             pass
 
 
@@ -146,6 +170,7 @@ class PagedRun:
         self._decoder, self._engine = decoder, engine
         self._pool, self._buffers = engine.pool, engine.buffers
         self._queue = deque(_Row(number, job) for number, job in enumerate(jobs))
+        self._numbers = count(len(jobs))
         self._slots: list[_Row | None] = [None] * min(engine.rows, len(jobs))
         self._unread: deque[tuple[Drawn, list[_Row | None]]] = deque()
         engine.busy = True
@@ -158,6 +183,16 @@ class PagedRun:
             truncated=any(job.truncation.active for job in jobs),
             adapters=decoder.adapters_of(self.slots),
         )
+
+    def join(self, job: Job) -> bool:
+        """Take one more completion into the batch. False if its row would be too long, or needs what this batch was not begun with."""
+        request, page = job.request, self._pool.tokens
+        fits = self._engine.serves(DecodeLimits(1, job.tokens + 2 * page), job.tokens + 1)
+        known = request.adapter_slot in self.slots and (request.temperature > 0 or self._variant.greedy)
+        if not (fits and known and (self._variant.truncated or not job.truncation.active)):
+            return False
+        self._queue.append(_Row(next(self._numbers), job))
+        return True
 
     @property
     def unfinished(self) -> bool:
@@ -199,12 +234,21 @@ class PagedRun:
             row.draws.append(draws)
             if int(draws[0]) in self._ends or len(row.draws) == row.job.limit:
                 self._finished.append(row.completion(self._ends))
+                self._keep(row)
                 self._leave(row)
+
+    def _keep(self, row: _Row) -> None:
+        """Hold the pages of an ended row that another request may extend. Its last token was never fed."""
+        if row.job.request.may_go_on and self._engine.keeps_prompts:
+            fed = row.ids[:-1]
+            pages = row.pages[: self._pool.needed(len(fed))]
+            self._pool.share(pages)
+            self._engine.kept[_row_key(row.job, fed)] = _Kept(pages, len(fed))
 
     def _leave(self, row: _Row) -> None:
         self._slots[row.slot] = None
         self._pool.give_back(row.pages)
-        row.slot, row.pages = -1, []
+        row.slot, row.pages, row.held = -1, [], 0
 
     def _stop(self, rows: Sequence[_Row]) -> None:
         """Rows that are not finished leave; the device is told."""
@@ -237,7 +281,7 @@ class PagedRun:
     def _find_pages(self) -> None:
         """Give every row the page that its next token needs; where there are too few, the youngest rows go back."""
         while len(lacking := [row for row in self._active if self._lacks_page(row)]) > self._pool.free:
-            if self._engine.evict_prompt():
+            if self._engine.evict():
                 continue
             if self._unread:
                 self._read()
@@ -273,7 +317,7 @@ class PagedRun:
     def _admit(self) -> None:
         """Give free slots to waiting completions while there is memory, and draw the first token of each."""
         free = [slot for slot, row in enumerate(self._slots) if row is None]
-        using: dict[PromptKey, _Prompt] = {}
+        using: dict[PromptKey, _Kept] = {}
         entering: list[_Row] = []
         sequences: list[_Sequence] = []
         while free and self._queue and self._has_room(self._queue[0], using):
@@ -285,36 +329,46 @@ class PagedRun:
         if entering:
             self._compute(sequences)
             self._start(entering, using)
-        self._engine.prompts.update(using)
+        for key, prompt in using.items():
+            self._engine.kept[key] = prompt
 
     def _shares(self, row: _Row) -> bool:
-        return self._engine.keeps_prompts and not row.draws
+        return self._engine.keeps_prompts and not row.draws and not row.job.request.extends
 
-    def _has_room(self, row: _Row, using: dict[PromptKey, _Prompt]) -> bool:
-        """Whether its pages are free beside a reserve; prompts kept for redraws give way."""
-        key = prompt_key(row.job.request)
-        if self._shares(row) and key in self._engine.prompts:
-            using[key] = self._engine.prompts.pop(key)  # so that it does not give way to itself
+    def _has_room(self, row: _Row, using: dict[PromptKey, _Kept]) -> bool:
+        """Whether its pages are free beside a reserve; what is kept gives way, but not what the row itself needs."""
+        key, engine = prompt_key(row.job.request), self._engine
+        if self._shares(row) and key in engine.kept:
+            using[key] = engine.kept.pop(key)
+        extended = _row_key(row.job, row.job.request.prompt_ids[: max(0, row.job.request.extends - 1)])
+        begun = engine.kept.pop(extended, None)
         tokens = len(row.ids)
         wanted = self._pool.needed(tokens)
-        if self._shares(row):
+        if begun:
+            wanted -= len(begun.pages)
+        elif self._shares(row):
             wanted = (0 if key in using else wanted) + wanted - tokens // self._pool.tokens
         wanted += -(-len(self._active) // _RESERVE)
-        while self._pool.free < wanted and self._engine.evict_prompt():
+        while self._pool.free < wanted and engine.evict():
             pass
-        return self._pool.free >= wanted
+        has_room = self._pool.free >= wanted
+        if begun and has_room:
+            row.pages, row.held = begun.pages, begun.tokens
+        elif begun:
+            engine.kept[extended] = begun
+        return has_room
 
-    def _place(self, row: _Row, using: dict[PromptKey, _Prompt]) -> list["_Sequence"]:
+    def _place(self, row: _Row, using: dict[PromptKey, _Kept]) -> list["_Sequence"]:
         """Give a row its pages; returns what has to be computed for it."""
         ids = row.ids
         pages = self._pool.needed(len(ids))
         if not self._shares(row):
-            row.pages = self._pool.take(pages)
-            return [_Sequence(ids, row.job, row.pages, row)]
+            row.pages = row.pages + self._pool.take(pages - len(row.pages))
+            return [_Sequence(ids, row.job, row.pages, row, row.held)]
         key = prompt_key(row.job.request)
         computed: list[_Sequence] = []
         if key not in using:
-            using[key] = _Prompt(self._pool.take(pages), len(ids))
+            using[key] = _Kept(self._pool.take(pages), len(ids))
             computed = [_Sequence(ids, row.job, using[key].pages, using[key])]
         whole = using[key].pages[: len(ids) // self._pool.tokens]
         self._pool.share(whole)
@@ -323,16 +377,15 @@ class PagedRun:
 
     def _compute(self, sequences: Sequence[_Sequence]) -> None:
         """The logits of what follows each sequence; its keys and values go to its pages."""
-        for batch in prefill_batches(sequences, [len(sequence.ids) for sequence in sequences]):
-            places = np.concatenate([self._pool.places(sequence.pages, len(sequence.ids)) for sequence in batch])
-            tokens = [sequence.ids for sequence in batch]
-            prompts = PagedPromptPass([len(ids) for ids in tokens], self._decoder.kernel, self._pool, upload(places, self._pool.device))
+        for batch in prefill_batches(sequences, [len(sequence.new) for sequence in sequences]):
+            tokens = [sequence.new for sequence in batch]
+            prompts = PagedPromptPass(batch, self._decoder.kernel, self._pool)
             slots = np.array([sequence.job.request.adapter_slot for sequence in batch])
             logits = self._decoder.run_prompts(tokens, prompts, slots if self._variant.adapters == "mixed" else None)
             for sequence, last in zip(batch, logits, strict=True):
                 sequence.owner.logits = last
 
-    def _start(self, rows: Sequence[_Row], using: dict[PromptKey, _Prompt]) -> None:
+    def _start(self, rows: Sequence[_Row], using: dict[PromptKey, _Kept]) -> None:
         """Put the rows into the buffers, and draw the first token of each."""
         sharing = [(row, using[prompt_key(row.job.request)]) for row in rows if self._shares(row)]
         begun = [(prompt.pages[-1], row.pages[-1]) for row, prompt in sharing if prompt.tokens % self._pool.tokens]
@@ -348,6 +401,10 @@ class PagedRun:
         for row in rows:
             row.launched, row.logits = len(row.draws) + 1, None
         self._unread.append((Drawn(drawn), list(rows)))
+
+
+def _row_key(job: Job, fed: npt.NDArray[np.int32]) -> _RowKey:
+    return job.request.noise, job.request.adapter_slot, fed.astype(np.int32).tobytes(), job.sample
 
 
 def _state(rows: Sequence[_Row], pages: int) -> dict[str, npt.NDArray[np.generic]]:

@@ -67,6 +67,11 @@ class PagePool:
         for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, places, new)
 
+    def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, H, D] at `places` [N]."""
+        keys, values = (stored.view(-1, *stored.shape[2:]).index_select(0, places) for stored in (self.keys[layer], self.values[layer]))
+        return keys, values
+
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Whole pages, in every layer."""
         source, target = (upload(np.array(pages, np.int64), self.device) for pages in (sources, targets))

@@ -12,10 +12,12 @@ import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from secrets import token_hex
 from tempfile import gettempdir, mkdtemp
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +26,7 @@ import numpy as np
 import psutil
 
 from retrain.errors import ConfigurationError, ServerFailure
-from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, Once, RequestFeed, SampleRequest
 from retrain.inference_engine.http import Json, Patience, Refused, Server, ServerPool, Unavailable
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 _FOLDER = ".served-"
+_LOOK_S = 0.05
+"""Seconds between two looks, while servers are at work, at whether an environment has answered or a signal asked the run to stop."""
+_ROUNDING = 1e-3
+"""Nats by which a log-prob may lie above 0: the server's own rounding."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,9 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
-        """The completions of an answer, in any order. A KeyError, TypeError or ValueError means that it has another form."""
+        """The completions of an answer, in any order. A LookupError, TypeError, ValueError or AttributeError means that it has another
+        form; so it does in `look` and `load`.
+        """
 
     @abstractmethod
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
@@ -157,15 +165,34 @@ class ServedEngine(InferenceEngine):
     # -- sampling ------------------------------------------------------------------------------------------------------
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
-        calls = [(index, part) for index, request in enumerate(requests) for part in self._parts(request)]
-        futures = [self._pool.start(self._complete(index, request)) for index, request in calls]
+        return self.sample_feed(Once(requests))
+
+    def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
+        """Every request goes to a server as soon as there is one: the servers batch those that they have."""
+        given = 0
+        under_way: set[Future[list[Completion]]] = set()
+        done: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
         try:
-            for future in as_completed(futures):
+            while True:
+                for request in feed.more(idle=not under_way):
+                    for part in self._parts(request):
+                        future = self._pool.start(self._complete(given, part))
+                        under_way.add(future)
+                        future.add_done_callback(done.put)
+                    given += 1
+                if not under_way:
+                    return
                 self._speak()
-                yield from future.result()
+                self.check()
+                with suppress(Empty):
+                    future = done.get(timeout=_LOOK_S)
+                    under_way.remove(future)
+                    yield from future.result()
         finally:
             self._speak()
-            for future in futures:
+            self.unchecked |= self._pool.came_back
+            self._pool.came_back = False
+            for future in under_way:
                 future.cancel()  # the connection closes, and the server aborts
 
     def _parts(self, request: SampleRequest) -> list[SampleRequest]:
@@ -203,10 +230,7 @@ class ServedEngine(InferenceEngine):
 
     def _completions(self, index: int, request: SampleRequest, server: Server, answer: Any) -> list[Completion]:
         where = f"{self._dialect.title} {server.url}"
-        try:
-            sampled = self._dialect.read(answer, request)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerFailure(f"{where} answered in a form that retrain does not know ({type(error).__name__}: {error}).") from error
+        sampled = self._dialect.read(answer, request)
         if len(sampled) != request.count:
             raise ServerFailure(f"{where} returned {len(sampled)} completions and was asked for {request.count}.")
         for one in sampled:
@@ -231,8 +255,12 @@ class ServedEngine(InferenceEngine):
         truncated = request.truncation.active and request.temperature > 0
         if not len(ids) == len(one.logprobs) > 0:
             return f"returned {len(ids)} tokens with {len(one.logprobs)} log-probs."
-        if not all(0 <= token < self._vocabulary for token in ids):
-            return f"sampled token {max(ids)}, and the model has {self._vocabulary} tokens: it serves another model."
+        if others := [token for token in ids if type(token) is not int]:
+            return f"returned {others[0]!r} as the id of a token, which is no whole number."
+        if (outside := next((token for token in ids if not 0 <= token < self._vocabulary), None)) is not None:
+            return f"sampled token {outside}, and the model has {self._vocabulary} tokens: it serves another model."
+        if (no_logprob := next((value for value in one.logprobs if not _is_logprob(value)), 0.0)) != 0.0:
+            return f"returned a log-prob of {no_logprob!r}, which no sampled token has: its weights or its settings are broken."
         if eos.intersection(ids[:-1]) or (ids[-1] in eos) is not one.stopped:
             return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer."
         if not one.stopped and len(ids) != request.max_tokens:
@@ -317,6 +345,10 @@ class ServedEngine(InferenceEngine):
 
         if adapter is not None and self._pool.alive:
             self._pool.run(self._pool.on_each(one))
+
+
+def _is_logprob(value: Any) -> bool:
+    return type(value) in (float, int) and -inf < value <= _ROUNDING
 
 
 def sampling_seed(request: SampleRequest, sample: int) -> int:

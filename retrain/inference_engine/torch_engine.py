@@ -7,6 +7,7 @@ KV tokens.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import PYTORCH, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import PYTORCH, InferenceEngine, RequestFeed, SampleRequest
 from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.kv_cache import PrefixStore
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun, wanted_tokens
@@ -87,11 +88,41 @@ class TorchEngine(InferenceEngine):
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         """Completions under different adapters share the batch if the model's family supports it; else one slot follows the other."""
-        jobs = [job for index, request in enumerate(requests) for job in self._jobs(index, request)]
+        jobs = self._jobs(requests)
         most = 1 if self._is_paged else _MOST_PIECES.get(self._decoder.device.type, 1)
         for _, completion in self._decode(pieces(jobs, self._limits.rows, most)):
             yield completion
         self._decoder.run_dummy_passes()
+
+    def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
+        """Over pages requests join the running batch; else there are rounds, since a row's bits would depend on when another joins."""
+        if self._is_paged and self._pool.workers == self._decoder.shards.size == 1:
+            yield from self._join_in(feed)
+            return
+        given = 0
+        while self._decoder.shards.any_rank(bool(requests := feed.more(idle=True))):
+            for completion in self.sample(requests):
+                yield replace(completion, request=given + completion.request)
+            given += len(requests)
+
+    def _join_in(self, feed: RequestFeed) -> Iterator[Completion]:
+        """A run goes on while it can take what is asked; what needs longer rows, or another adapter, begins the next run."""
+        given, left = 0, list[Job]()
+        while left or (requests := feed.more(idle=True)):
+            if not left:
+                left, given = self._jobs(requests, given), given + len(requests)
+            self._follow_weights()
+            with closing(self._paged_run(left)) as run:
+                left = []
+                while run.unfinished:
+                    with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
+                        finished = run.advance()
+                    yield from finished
+                    requests = feed.more(idle=not run.unfinished and not left)
+                    for job in self._jobs(requests, given):
+                        if not run.join(job):
+                            left.append(job)
+                    given += len(requests)
 
     def _decode_piece(self, jobs: Sequence[Job]) -> Iterator[Completion]:
         if self._forgets_prompts:
@@ -102,7 +133,7 @@ class TorchEngine(InferenceEngine):
             batch = [job for job in jobs if job.request.adapter_slot in together]
             with closing(self._run(batch)) as run:
                 while run.unfinished:
-                    with self._decoder.sampling(run.slots):  # not held over a yield: the consumer may train or score meanwhile
+                    with self._decoder.sampling(run.slots):
                         finished = run.advance()
                     yield from finished
 
@@ -112,12 +143,17 @@ class TorchEngine(InferenceEngine):
         return self._options.paged and self._kv_storage is None and fused is not None and all(fits_head(size) for _, size in fused.kv_heads)
 
     def _run(self, jobs: Sequence[Job]) -> "DecodeRun | PagedRun":
+        if self._is_paged:
+            return self._paged_run(jobs)
+        return DecodeRun(self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
+
+    def _paged_run(self, jobs: Sequence[Job]) -> PagedRun:
         """Pages and captured steps are held from one call to the next, as long as rows fit their tables. A call that begins before another
         has ended has its own.
         """
-        if not self._is_paged:
-            return DecodeRun(self._decoder, jobs, self._limits, self._eos_ids, self._prefixes, self._kv_storage)
         longest, page, keeps = max(job.tokens for job in jobs) + 1, self._options.page_tokens, self._options.prefix_caching
+        if any(job.request.may_go_on for job in jobs):  # room for later turns, or else each would begin a batch
+            longest = min(2 * longest, self._decoder.context)
         wanted = DecodeLimits(min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page)))
         if self._paged is None or self._paged.busy or not self._paged.serves(wanted, longest):
             self._paged = None  # first, so that both are never held
@@ -146,7 +182,7 @@ class TorchEngine(InferenceEngine):
         if self._prefixes is not None:
             self._prefixes.clear()
         if self._paged is not None:
-            self._paged.forget_prompts()
+            self._paged.forget()
 
     @property
     def held_bytes(self) -> int:
@@ -161,7 +197,11 @@ class TorchEngine(InferenceEngine):
         self.release()
         self.free_pages()
 
-    def _jobs(self, index: int, request: SampleRequest) -> list[Job]:
+    def _jobs(self, requests: Sequence[SampleRequest], first: int = 0) -> list[Job]:
+        """Of all completions; `first` is the number of the first request."""
+        return [job for index, request in enumerate(requests, start=first) for job in self._jobs_of(index, request)]
+
+    def _jobs_of(self, index: int, request: SampleRequest) -> list[Job]:
         prompt_tokens = len(request.prompt_ids)
         limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
         if request.adapter_slot not in self._decoder.slots:

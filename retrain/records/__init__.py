@@ -1,4 +1,4 @@
-"""Everything that a run leaves on disk, and its formats. Who reads a run reads it by these modules, and nothing here imports a trainer.
+"""Everything that a run leaves on disk, and its formats. All readers of runs use these modules, and nothing here imports a trainer.
 
 - `run_folder`: the places of a run's files, and the marker without which nothing is deleted
 - `entries`, `evaluation`: the lines of metrics.jsonl, evaluation.jsonl and generations.jsonl, and what is computed from them

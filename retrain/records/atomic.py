@@ -12,19 +12,19 @@ from pathlib import Path
 from retrain.records.disk import delete, safetensors_io
 
 TEMPORARY = ".tmp-"
-"""Begins the name of what is not in its place yet."""
+"""Prefix of the name of a file or folder that is not in its place yet."""
 _REPLACED = f"{TEMPORARY}replaced-"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file; text is written as UTF-8."""
+    """Replace a file by `content`; text is written as UTF-8."""
     with replacing_file(path) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Gives the path to write to; what was written there takes the place of `path` at the end of the block."""
+    """Yield a path to write to; the file written there replaces `path` at the end of the block."""
     aside = path.with_name(f"{TEMPORARY}{path.name}")
     yield aside
     with aside.open("rb") as file:
@@ -35,7 +35,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(target: Path) -> Iterator[Path]:
-    """Gives an empty folder to fill, whose files the caller syncs; it takes the place of `target` at the end of the block.
+    """Yield an empty folder to fill, whose files the caller syncs; it replaces `target` at the end of the block.
 
     After an OSError, also one that safetensors wrapped, the old `target` is there unchanged and nothing else is left.
     """
@@ -68,7 +68,7 @@ def put_back(folder: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file whose bytes are on the disk when this returns."""
+    """Write a file whose bytes are on the disk when the function returns."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -76,7 +76,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in `folder` on the disk: without it, a crash may forget a rename."""
+    """Write the names in `folder` to the disk; without this, a crash may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,7 +30,7 @@ _DAMAGED = "damaged-"
 
 @dataclass
 class TrainerState:
-    """The state of a run between two steps, besides the backend's own. Everything else is a function of it and the configuration."""
+    """The state of a run between two steps, apart from the backend's own. All else follows from it and the configuration."""
 
     seed: int
     config_hash: str
@@ -43,7 +43,7 @@ class TrainerState:
     batch_size: int = 0
     correct: int = 0
     judged: int = 0
-    """Right and judged completions so far: the running correct rate."""
+    """Judged completions so far; with `correct` they give the running correct rate."""
     tokens: int = 0
     seconds: float = 0.0
     last_evaluation: int = -1
@@ -52,11 +52,12 @@ class TrainerState:
     mismatch_streak: int = 0
     """Steps in a row whose mean |log-ratio| was above the limit."""
     gate_mismatch: float | None = None
-    """Mean |engine - learner| of the parity gate at the run's first start, from which that limit follows."""
+    """Mean |engine - learner| log-prob, in nats, of the parity gate at the run's first start; the default mismatch_limit follows from it.
+    """
     sepa: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
     backpressure: dict[str, Any] = field(default_factory=dict)
-    """Empty where `[backpressure] enabled` is false."""
+    """The controller's state; empty unless `[backpressure] enabled` is true."""
     tracking: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Path in the run folder -> size and sha256, for each JSON lines file of the run; empty in checkpoints of 0.1.0."""
@@ -149,9 +150,10 @@ class CheckpointStore:
         return None
 
     def make_room_after(self, step: int, say: Callable[[str], None]) -> None:
-        """Clear the places of the checkpoints after `step`, and delete what a killed save left.
+        """Set the checkpoints after `step` aside, and delete what a killed save left.
 
-        A checkpoint that was not usable is renamed instead of deleted: a person may still recover something from it.
+        A checkpoint after the one that is resumed was not usable. It is renamed instead of deleted, since a person may still recover
+        something from it.
         """
         for folder in [self.folder / f"step_{later:06d}" for later in self.steps() if later > step]:
             names = (f"{_DAMAGED}{folder.name}-{number}" if number > 1 else f"{_DAMAGED}{folder.name}" for number in count(1))
@@ -168,7 +170,7 @@ class CheckpointStore:
                 delete(path)
 
     def rehearse(self, num_bytes: int) -> None:
-        """Write and delete a file of a checkpoint's size, so that a full disk is noticed before step 1 and not after step 20."""
+        """Write and delete a file of a checkpoint's size, so that a full disk is noticed before step 1 instead of after step 20."""
         path = self.folder / f"{TEMPORARY}rehearsal"
         block = bytes(1 << 20)
         try:
@@ -205,7 +207,7 @@ def _seal(path: Path, root: Path) -> dict[str, str | int]:
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """sha256 of a manifest's content, so that damage to the manifest itself is noticed too."""
+    """Hash a manifest's content with sha256, so that damage to the manifest itself is noticed too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

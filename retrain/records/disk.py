@@ -1,4 +1,4 @@
-"""Errors of disks and paths, turned into those that the rest of the code expects."""
+"""Errors of disks and paths, turned into retrain's own."""
 
 import errno
 import os
@@ -31,12 +31,12 @@ def path_error(error: OSError) -> RetrainError | None:
 
 
 def is_disk(error: OSError) -> bool:
-    """True for the error of a full or broken disk."""
+    """Return True for the error of a full or broken disk."""
     return error.errno in _FAILURES
 
 
 def expanded(path: str, key: str) -> Path:
-    """The path given by `key`, with ~ and ~user expanded. Raises ConfigurationError for a user that this machine does not have."""
+    """Expand ~ and ~user in the path given by `key`. Raises ConfigurationError for a user that this machine does not have."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -45,7 +45,7 @@ def expanded(path: str, key: str) -> Path:
 
 
 def is_reader_gone(error: OSError) -> bool:
-    """True for a write to a pipe whose reader went away, or to a terminal that was closed."""
+    """Return True for a write to a pipe whose reader went away, or to a terminal that was closed."""
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
 

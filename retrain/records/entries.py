@@ -64,155 +64,198 @@ def better(direction: Direction) -> Any:
 
 @dataclass(frozen=True)
 class StepRecord(_Record):
-    """One training step, one line of metrics.jsonl. Entropies and surprisals in nats, times in seconds."""
+    """One training step. Entropies and surprisals are in nats, times in seconds."""
 
     step: int
-    """Counts from 0."""
+    """The step's number, counted from 0."""
     condition: str
-    """`{advantage}+{transform}`, or the algorithm mode."""
+    """The name of the algorithm: `{advantage}+{transform}`, or the algorithm mode."""
     loss: float | None = better(None)
-    """Mean over the step's updates of the loss at the sampled policy; None when no row was trained."""
+    """Mean over the step's updates of the loss at the sampled policy; null when no row was trained."""
     reported_loss: float | None = better(None)
-    """The backend's number where it is not the loss of this step."""
+    """The loss that the backend reported, which an asynchronous backend has not computed from this step's rows."""
     loss_is_placeholder: bool = False
-    """True where `reported_loss` is not this step's loss."""
+    """True where `reported_loss` is not this step's loss; `loss` is null then."""
 
     mean_reward: float | None = better("higher")
-    """Over the judged completions of the first draw of every prompt, skipped groups included: what a redraw gives is selected by its
-    rewards. `correct_rate`, `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over the same completions."""
+    """Mean reward of the judged completions of the first draw of every prompt, skipped groups included; later draws are left out, since
+    they are selected by their rewards. `correct_rate`, `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over
+    the same completions."""
     correct_rate: float | None = better("higher")
-    """Fraction of the judged completions above the reward's correct threshold; also what opens SEPA's gate."""
+    """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; SEPA's gate opens by it."""
     running_correct_rate: float | None = better("higher")
-    """The same over all steps so far; it lags and is no primary metric."""
+    """The same over all steps so far, so it lags behind the policy."""
     sepa_lambda: float | None = better(None)
+    """How strongly SEPA pooled the uncertainty of execution tokens in this step, from 0 to 1."""
     sepa_gate_open: bool | None = None
+    """Whether SEPA's gate, `[sepa] correct_rate_gate`, had been opened by the end of the step."""
     sepa_gate_step: int | None = better(None)
     """The step whose correct rate opened the gate."""
 
     num_datums: int | None = better(None)
-    """Completions that were trained on: with an advantage in their group, or any with a KL or entropy term."""
+    """Completions that were trained on: those of groups with an advantage, or all judged ones with a KL or entropy term."""
     informative_fraction: float | None = better(None)
-    """Groups in which some token has an advantage, over all groups of the step; the others are counted by groups_skipped_*."""
+    """Fraction of the step's groups in which some token has an advantage; groups_skipped_* count the others by reason."""
     max_token_hit_rate: float | None = better("lower")
-    """Fraction of the completions that ended by length."""
+    """Fraction of the completions that reached `[training] max_tokens` without an EOS."""
     truncated_reward_mean: float | None = better("higher")
-    """Mean reward of those completions."""
+    """Mean reward of the completions that reached `[training] max_tokens`."""
     batch_size: int | None = better(None)
     """Prompts used in this step."""
     next_batch_size: int | None = better(None)
+    """Prompts of the next step; another number only while back pressure changes it."""
     group_size: int | None = better(None)
+    """Completions sampled per prompt."""
     groups_redrawn: int | None = better("lower")
-    """Draws beyond the first of a prompt (dynamic_sampling)."""
+    """Groups that `[training] dynamic_sampling` drew again, each redraw counted."""
     completion_tokens_mean: float | None = better(None)
+    """Mean number of sampled tokens per completion."""
 
     ratio_mean: float | None = better(None)
-    """exp(learner - sampler log-prob), each token once: before the first optimizer step where old log-probs are recomputed, else in the
-    first pass, where from its second minibatch on the updates before are in it. The learner drops out as in training."""
+    """Mean over the tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on policy. It is taken before the first optimizer step
+    if old log-probs are recomputed, and otherwise during the first pass, where each minibatch after the first sees the updates before it.
+    The learner's dropout is on."""
     ratio_max: float | None = better(None)
+    """Largest ratio of a token."""
     ratio_min: float | None = better(None)
+    """Smallest ratio of a token."""
     mismatch_k1: float | None = better("lower")
+    """Estimate of KL(sampler || learner) in nats: mean of (sampler - learner log-prob). Unbiased, and may be negative."""
     mismatch_k3: float | None = better("lower")
+    """Estimate of the same divergence: mean of (ratio - 1 - log ratio), which is never negative and varies less."""
     ess: float | None = better("higher")
     """Effective sample size of the ratios as a fraction of the tokens."""
     clip_fraction: float | None = better(None)
-    """Tokens (gspo: sequences) whose policy gradient the clip took away, or whose weight it bounded (cispo), as a fraction of those with
-    an advantage, over all updates of the step."""
+    """Fraction of the tokens with an advantage (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded
+    (cispo), over all updates of the step."""
     log_ratio_mean: float | None = better("lower")
-    """Mean of |learner - sampler log-prob| over action tokens before the first optimizer step; its quantiles follow."""
+    """Mean of |learner log-prob - sampler log-prob| over the action tokens before the first optimizer step; its quantiles follow."""
     log_ratio_p50: float | None = better("lower")
+    """Median of the same."""
     log_ratio_p90: float | None = better("lower")
+    """90th percentile of the same."""
     log_ratio_p99: float | None = better("lower")
+    """99th percentile of the same."""
     grad_norm: float | None = better(None)
+    """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")
-    """Updates that were skipped because something was not finite."""
+    """Optimizer updates that were skipped because a loss or a gradient was not finite."""
     max_abs_advantage: float | None = better(None)
+    """Largest absolute advantage of a token."""
 
     exec_entropy_mean: float | None = better(None)
-    """Shannon entropy of the tokens outside planning phrases; null where the engine has none."""
+    """Mean Shannon entropy of the policy at the tokens outside planning phrases; null where the engine records none."""
     exec_entropy_var: float | None = better(None)
+    """Variance of the same."""
     plan_entropy_mean: float | None = better(None)
-    """Shannon entropy of the tokens inside planning phrases."""
+    """Mean Shannon entropy of the policy at the tokens inside planning phrases."""
     plan_entropy_var: float | None = better(None)
+    """Variance of the same."""
     exec_surprisal_mean: float | None = better(None)
-    """Minus the log-prob of the sampled token."""
+    """Mean surprisal, minus the log-prob of the sampled token, of the tokens outside planning phrases."""
     exec_surprisal_var: float | None = better(None)
+    """Variance of the same."""
     plan_surprisal_mean: float | None = better(None)
+    """Mean surprisal of the tokens inside planning phrases."""
     plan_surprisal_var: float | None = better(None)
+    """Variance of the same."""
     plan_token_fraction: float | None = better(None)
-    """Planning tokens over action tokens; null where the condition does not look for them."""
+    """Fraction of the action tokens inside planning phrases; null where the condition does not look for them."""
     uncertainty_kind: str | None = None
+    """The uncertainty that weights tokens, `[algorithm] uncertainty_kind`."""
     surprisal_kept_fraction: float | None = better(None)
-    """Fraction of the tokens that the top-rho mask kept."""
+    """Fraction of the tokens that the mask of `[algorithm] surprisal_mask_rho` kept."""
     surprisal_tau: float | None = better(None)
-    """The mask's threshold."""
+    """Threshold of that mask: tokens of at least this uncertainty are kept."""
 
     reward_could_not_judge: int | None = better("lower")
-    """Completions left out because their reward could not be judged."""
+    """Completions of the step, every draw included, that were left out because their reward could not be judged."""
     judge_requests: int | None = better(None)
     """Requests to the judge, retries included, for every draw of the step; null, like the rest of judge_*, where no judge is used."""
     judge_cached: int | None = better(None)
-    """Verdicts that came from the cache or from an identical completion: after a resume, those of the steps that are repeated."""
+    """Verdicts taken from the cache, as for steps that a resume repeats, or from an identical completion."""
     judge_prompt_tokens: int | None = better(None)
+    """Tokens that the judge read."""
     judge_completion_tokens: int | None = better(None)
+    """Tokens that the judge wrote."""
     judge_cost: float | None = better("lower")
-    """By [reward] judge_prices, else as the server reports it; null where neither says."""
+    """Price of the step's requests by [reward] judge_prices, else as the server reports it; null where neither says."""
     groups_skipped_all_correct: int | None = better(None)
+    """Groups without an advantage because every completion is right."""
     groups_skipped_all_wrong: int | None = better(None)
+    """Groups without an advantage because every completion is wrong."""
     groups_skipped_other: int | None = better(None)
-    """Groups whose equal rewards are neither all right nor all wrong, or with fewer than two judged completions."""
+    """Groups without an advantage for another reason, such as fewer than two judged completions."""
 
     turns_mean: float | None = better(None)
-    """Replies per trajectory; with the next two fields null without an environment."""
+    """Mean number of replies per trajectory; null, like the next two fields, without an environment."""
     trajectories_rewritten: int | None = better(None)
-    """Trajectories of more than one row, since the chat template or the environment rewrote their history."""
+    """Trajectories that were trained as several rows, because the chat template or the environment rewrote their history."""
     environment_metrics: dict[str, float] | None = None
-    """Means of what the environment measured over the judged trajectories that have it; turn_reward_N is that of reply N."""
+    """Mean of each quantity that the environment reports, over the trajectories that have it; turn_reward_N is the reward of reply N."""
 
     bp_action: str | None = None
     """The action of back pressure: sweep (while it warms up), hold, increase or throttle."""
     bp_regime: str | None = None
+    """Where the batch size stands beside p*, which is the reason of the action; while the batch may grow, what bounds the step by the
+    roofline, if its two keys are set."""
     bp_optimal_concurrency: float | None = better(None)
-    """p* of the fitted scaling law, in completions."""
+    """Concurrency of the highest throughput by the fitted scaling law (p*), in completions."""
     bp_sigma: float | None = better(None)
-    """Contention."""
+    """Contention: the share of the work that does not run in parallel, in the fitted scaling law."""
     bp_kappa: float | None = better(None)
-    """Coherency."""
+    """Coherency: the cost of coordination, which grows with the square of the concurrency."""
     bp_r2: float | None = better(None)
+    """Fraction of the throughput's variance that the fitted law explains."""
     bp_utilization: float | None = better(None)
-    """Smoothed throughput over the best that the law predicts."""
+    """Smoothed throughput as a fraction of the best that the fitted law predicts."""
     bp_step_time_s: float | None = better(None)
-    """The step time that the decision is based on: this step's, or the one that it took before the run was resumed."""
+    """The step time that the decision is based on. For a step that a resume repeats it is the time that it took first."""
 
     time_sample_s: float | None = better("lower")
+    """Time of sampling, during which rewards are computed too."""
     time_reward_s: float | None = better("lower")
-    """Waiting for scores after the last completion."""
+    """Time of waiting for rewards after the last completion."""
     time_credit_s: float | None = better("lower")
+    """Time of credit assignment, from rewards to token advantages."""
     time_learn_s: float | None = better("lower")
+    """Time of the learner: forward and backward passes, and the optimizer."""
     step_time_s: float | None = better("lower")
+    """Time of the whole step, without evaluations and checkpoints."""
     tokens_per_s: float | None = better("higher")
-    """Prompt and completion tokens of everything sampled, over the step's time."""
+    """Prompt and completion tokens of everything sampled, per second of the step."""
     peak_memory_gib: float | None = better("lower")
+    """Peak memory since the start: of the CUDA device, elsewhere of this process without its workers."""
 
 
 @dataclass(frozen=True)
 class EvaluationRecord(_Record):
-    """One held-out problem of one evaluation, one line of evaluation.jsonl."""
+    """One held-out problem of one evaluation."""
 
     step: int
-    """Steps completed when it was made."""
+    """Steps completed when the evaluation was made."""
     example_id: str
+    """Name of the problem, the same in every run on the data."""
     task: str
+    """Name of the task, by which `retrain compare` and the report group problems."""
     samples: int
-    """Judged samples."""
+    """Judged answers."""
     correct: int
+    """Judged answers whose reward exceeds `[reward] correct_threshold`."""
     could_not_judge: int
+    """Answers whose reward could not be judged; they are in no rate."""
     reward_mean: float | None
+    """Mean reward of the judged answers; null when there are none."""
     judge_requests: int | None = None
-    """Requests to the judge for this problem's answers; null, like the rest of judge_*, where no judge is used."""
+    """Requests to the judge for this problem's answers, retries included; null, like the rest of judge_*, where no judge is used."""
     judge_cached: int | None = None
+    """Verdicts taken from the cache."""
     judge_prompt_tokens: int | None = None
+    """Tokens that the judge read."""
     judge_completion_tokens: int | None = None
+    """Tokens that the judge wrote."""
     judge_cost: float | None = None
+    """By `[reward] judge_prices`, else as the server reports it; null where neither says."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.correct <= self.samples:
@@ -221,46 +264,62 @@ class EvaluationRecord(_Record):
 
 @dataclass(frozen=True)
 class SampleRecord(_Record):
-    """One answer to a held-out problem, one line of samples.jsonl in an evaluation's folder."""
+    """One answer to a held-out problem, in the folder that `retrain eval` writes."""
 
     example_id: str
+    """Name of the problem."""
     task: str
+    """Name of its task."""
     sample: int
+    """Number of the answer among those to the problem, from 0."""
     prompt: str
+    """The prompt as text, chat template included."""
     completion: str
+    """The answer as text."""
     reference: str
+    """The reference that the reward compares with."""
     reward: float | None
-    """None when it could not be judged."""
+    """The answer's reward; null when it could not be judged."""
     outcome: str
-    """right, wrong, could_not_judge."""
+    """right, wrong or could_not_judge."""
     reason: str
-    """Why it could not be judged; else empty."""
+    """The reason why it could not be judged; empty otherwise."""
     finish_reason: str
+    """How it ended: by a stop token or by length."""
     num_tokens: int
+    """Sampled tokens."""
 
 
 @dataclass(frozen=True)
 class GenerationRecord(_Record):
-    """One trajectory as text, one line of emergence/generations.jsonl."""
+    """One completion, or one dialogue with an environment, as text. `[logging] generations_every` and `generations_per_step` bound them."""
 
     step: int
+    """The training step, from 0."""
     prompt_id: str
+    """Name of the problem."""
     sample: int
+    """Number of the completion in its group, from 0."""
     prompt: str
+    """The prompt as text, chat template included."""
     completion: str
+    """The completion as text."""
     reward: float | None
-    """None when it could not be judged."""
+    """The completion's reward; null when it could not be judged."""
     outcome: str
-    """right, wrong, could_not_judge."""
+    """right, wrong or could_not_judge."""
     advantage: float | None
-    """The advantage of the whole completion, before any token transform; None if it was not trained on."""
+    """The advantage of the whole completion, before any token transform; null if it was not trained on."""
     finish_reason: str
+    """How it ended: by a stop token or by length."""
     num_tokens: int
     """Sampled tokens."""
     turns: int | None = None
-    """Replies; with the next two fields null without an environment."""
+    """Replies of the model; null, like the next two fields, without an environment."""
     turn_rewards: list[float] | None = None
+    """Reward of each reply, where the environment gives one."""
     metrics: dict[str, float] | None = None
+    """The quantities that the environment reports for this trajectory."""
 
 
 EMERGENCE_FIELDS = (

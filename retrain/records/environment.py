@@ -33,7 +33,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Installed versions of the declared requirements, extras included; if retrain itself is not installed, of the main ones."""
+    """Return the installed versions of the declared requirements, extras included; of the main ones if retrain itself is not installed."""
     requirements = next(filter(None, map(_requirements, ("retrain", "retrain-core"))), ["torch", "transformers", "peft"])
     versions = {}
     for requirement in requirements:
@@ -47,7 +47,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _requirements(distribution: str) -> list[str]:
-    """Empty where it is not installed."""
+    """Return the declared requirements of a distribution; none if it is not installed."""
     try:
         return metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
@@ -79,7 +79,7 @@ def _cpu_name() -> str:
 
 
 def _threads() -> int | None:
-    """Threads of one operation, on whose number the rounding of sums depends; None without torch."""
+    """Return the threads of one operation, whose number decides how sums are rounded; None without torch."""
     torch = sys.modules.get("torch")
     return int(torch.get_num_threads()) if torch is not None else None
 
@@ -91,7 +91,7 @@ def _memory_gib() -> float | None:
 
 
 def _device_name(device: str) -> str | None:
-    """The accelerator's name; asked of torch only if the run uses torch."""
+    """Return the accelerator's name, if the run uses torch."""
     torch = sys.modules.get("torch")
     if torch is None or not device.startswith("cuda"):
         return None

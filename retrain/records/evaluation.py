@@ -53,10 +53,10 @@ def wilson_interval(p: float, size: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation; everything that is reported is a function of its problems, so evaluation.jsonl holds it whole."""
+    """One evaluation. Everything that is reported is computed from its problems, so evaluation.jsonl holds all of it."""
 
     step: int
-    """Steps completed when it was made."""
+    """Steps completed when the evaluation was made."""
     problems: Sequence[EvaluationRecord]
     ks: Sequence[int] = (1,)
     seconds: float = 0.0
@@ -78,7 +78,7 @@ class Evaluation:
         return self.interval_at(1)
 
     def interval_at(self, k: int) -> tuple[float, float]:
-        """95% interval of pass@k. k answers are one draw of k, so `samples` answers hold samples // k of them."""
+        """Return the 95% interval of pass@k, for which `samples` answers count as samples // k draws of k."""
         enough = [item for item in self._judged if item.samples >= k]
         return clustered_interval([pass_at_k(item.samples, item.correct, k) for item in enough], sum(item.samples // k for item in enough))
 
@@ -106,12 +106,12 @@ class Evaluation:
         return float(d.mean()), (float(d.mean()) - half, float(d.mean()) + half)
 
     def _scores(self) -> dict[str, Any]:
-        """pass@k and their intervals; a task without a judged problem has none."""
+        """Return pass@k and the intervals for summary.json; a task without a judged problem has none."""
         rates = {f"pass@{k}": rate for k, rate in sorted(self.pass_at.items())}
         return rates | {f"{name}_interval": list(self.interval_at(int(name.removeprefix("pass@")))) for name in rates}
 
     def summary(self) -> dict[str, Any]:
-        """The form that summary.json and `retrain eval --json` hold."""
+        """Return the form that summary.json and `retrain eval --json` hold."""
         values: dict[str, Any] = {f"pass@{k}": value for k, value in sorted(self.pass_at.items())}
         values |= {f"pass@{k}_interval": list(self.interval_at(k)) for k in sorted(self.pass_at) if k != 1}
         tasks = self.by_task

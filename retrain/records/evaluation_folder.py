@@ -1,4 +1,4 @@
-"""The folder that `retrain eval` leaves: every answer, the counts per problem, the configuration, and a log for Inspect's viewer.
+"""The folder that `retrain eval` writes: every answer, counts per problem, the configuration, and a log for Inspect's viewer.
 
 Two such folders are compared in pairs of problems by `retrain compare ONE --baseline OTHER`.
 """
@@ -22,7 +22,7 @@ from retrain.records.run_folder import kind_of, mark
 from retrain.types import Group
 
 KIND = "evaluation"
-"""In the folder's marker."""
+"""The kind of folder that the marker names."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class EvaluationFolder:
 
     @classmethod
     def new(cls, output: Path | None, target: Path) -> Self:
-        """An unused folder: `output`, or evaluations/<number> in the run's folder `target`, or logs/evaluations/<name>-<number>.
+        """Choose an unused folder: `output`, or evaluations/<number> in the run's folder `target`, or logs/evaluations/<name>-<number>.
 
         Raises ConfigurationError for an `output` that holds something.
         """
@@ -70,7 +70,7 @@ class EvaluationFolder:
         return cls(above / f"{name}{number}")
 
     def write(self, config: TrainConfig, evaluation: Evaluation, groups: Sequence[Group]) -> None:
-        """Raises EnvironmentFailure where the folder cannot be written."""
+        """Write the answers and everything beside them. Raises EnvironmentFailure if the folder cannot be written."""
         records = list(sample_records(groups))
         redactor = Redactor()
         shown = redactor.config(config)

@@ -14,11 +14,11 @@ from retrain.records.evaluation import Evaluation
 
 _SCORER = "reward"
 _VALUES = {"right": "C", "wrong": "I", "could_not_judge": "N"}
-"""Inspect's letters: correct, incorrect, no answer."""
+"""Inspect's letters for correct, incorrect, and no answer."""
 
 
 def inspect_log(records: Sequence[SampleRecord], evaluation: Evaluation, *, model: str, samples: int, task: str) -> dict[str, Any]:
-    """`samples` per problem are Inspect's epochs."""
+    """Convert an evaluation to Inspect's form; the `samples` of a problem become Inspect's epochs."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     ids = list(dict.fromkeys(record.example_id for record in records))
     return {

@@ -27,14 +27,14 @@ _BLOCK = 1 << 16
 
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
-    """One line, newline included."""
+    """Encode one record as a line, newline included."""
     text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
     # backslashreplace writes a lone surrogate as \udxxx, which is JSON's own escape of it.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def finite(record: Mapping[str, Any]) -> Json:
-    """The record with plain JSON numbers; numbers that are not finite become null and are listed in `nonfinite`."""
+    """Return the record with plain JSON numbers; numbers that are not finite become null and are listed in `nonfinite`."""
     nonfinite: list[str] = []
     clean = {key: _finite(value, key, nonfinite) for key, value in record.items()}
     return clean | {"nonfinite": nonfinite} if nonfinite else clean
@@ -60,10 +60,10 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class Extent:
-    """A file as it was at some moment. If it is only appended to, later versions begin with these bytes."""
+    """The size and hash of a file at some moment. If the file is only appended to, its later versions begin with these bytes."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
 
     def problem(self, path: Path) -> str:
@@ -134,7 +134,7 @@ class JsonlWriter:
 
 
 def _digest(file: BinaryIO, size: int) -> "hashlib._Hash":
-    """sha256 of the first `size` bytes."""
+    """Hash the first `size` bytes of a file with sha256."""
     digest = hashlib.sha256()
     while size > 0 and (block := file.read(min(_BLOCK, size))):
         digest.update(block)

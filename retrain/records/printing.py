@@ -6,12 +6,12 @@ GAP = "  "
 
 
 def counted(count: int, noun: str) -> str:
-    """1 run, 2,400 runs."""
+    """Write a count with its noun: 1 run, 2,400 runs."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """2 h 05 min, 3 min 20 s, 12 s."""
+    """Write seconds in words: 2 h 05 min, 3 min 20 s, 12 s."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     if hours:
@@ -20,7 +20,9 @@ def duration(seconds: float) -> str:
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "") -> Iterator[str]:
-    """Lines for a terminal: columns as wide as their widest cell, aligned left except those in `right`; empty columns are left out."""
+    """Yield the lines of a table for a terminal: columns as wide as their widest cell, aligned left except those in `right`, empty ones
+    left out.
+    """
     from rich.cells import cell_len  # a CJK character takes two places
 
     columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows)] if rows else []

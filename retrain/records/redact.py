@@ -1,4 +1,4 @@
-"""Secrets never leave the process: everything that is printed, written or sent passes through here.
+"""Masking of secrets: everything that is printed, written or sent passes through here.
 
 Values of environment variables and of table keys that are named like a secret are masked, and so are tokens of known shapes and
 credentials in URLs. A configuration is masked value by value, before it is written as text, and stays one that loads.
@@ -24,7 +24,7 @@ _HARMLESS_NAME = re.compile(
     r"|KEYWORD|KEYBOARD|KEYMAP|MONKEY|PASSAGE|COMPASS|BYPASS|PASS@|AUTHOR(?!I)|.*_(?:PATH|FILE|DIR|SOCK|ENV|COLUMN)$",
     re.IGNORECASE,
 )
-"""Parts of names that only look like a secret's: max_tokens, and judge_api_key_env, which names a variable."""
+"""Parts of names that only look like a secret's: max_tokens, or judge_api_key_env, which names a variable."""
 _MIN_LENGTH = 6
 """A shorter value occurs in ordinary text by chance: masking "1" would destroy every number."""
 
@@ -83,7 +83,7 @@ class Redactor:
         return text
 
     def json(self, value: Any, name: str = "") -> Any:
-        """The same value with every string in it masked, keys included; a string whose `name` is a secret's is masked as a whole."""
+        """Return the value with every string in it masked, keys included; a string whose `name` is a secret's is masked as a whole."""
         match value:
             case str():
                 return MASK if value and is_secret_name(name) else self.text(value)
@@ -94,7 +94,7 @@ class Redactor:
         return value
 
     def arguments(self, arguments: Sequence[str]) -> list[str]:
-        """A command line, in which a secret may follow its key: `--reward-params api_key=...`."""
+        """Mask a command line, in which a secret may follow its key: `--reward-params api_key=...`."""
         masked = []
         for argument in arguments:
             name, sign, value = argument.rpartition("=")
@@ -102,7 +102,7 @@ class Redactor:
         return masked
 
     def config(self, config: "TrainConfig") -> "TrainConfig":
-        """The configuration in a form that may be stored.
+        """Return the configuration with secrets masked, in a form that may be stored.
 
         A value whose masked form the schema refuses, such as one of a fixed set of words, is no secret and stays.
         """

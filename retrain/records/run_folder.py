@@ -15,7 +15,7 @@ from retrain.records.disk import delete
 from retrain.records.jsonl import Extent, read_jsonl, truncate_to_step
 
 MARKER = ".retrain.json"
-"""Says that retrain made a folder. Its content names the kind of folder and the format."""
+"""Name of the file that says that retrain made a folder; it holds the kind of folder and the format."""
 _FORMAT = 1
 
 
@@ -33,7 +33,7 @@ class RunFolder:
 
     @property
     def lock_owner(self) -> Path:
-        """Names the process that holds the lock; a file of its own, since taking a lock empties the lock's file."""
+        """The file that names the process holding the lock. It is separate since taking a lock empties the lock's file."""
         return self.path / ".lock.owner"
 
     @property
@@ -77,22 +77,22 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints go unless `[backend] adapter_path` says otherwise."""
+        """The folder of checkpoints unless `[backend] adapter_path` names another."""
         return self.path / "checkpoints"
 
     @property
     def checkpoint_pointer(self) -> Path:
-        """Names the folder of the checkpoints where `[backend] adapter_path` put them elsewhere."""
+        """The file that names the folder of the checkpoints if `[backend] adapter_path` put them elsewhere."""
         return self.path / "checkpoints.json"
 
     @property
     def verdicts(self) -> Path:
-        """What the judge said about each completion, by content."""
+        """The judge's verdict on each completion, by content."""
         return self.path / "verdicts.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """What `retrain eval` left, a folder each."""
+        """The folders that `retrain eval` wrote."""
         return self.path / "evaluations"
 
     @property
@@ -105,7 +105,7 @@ class RunFolder:
 
     @property
     def curve(self) -> Path:
-        """The learning curve, a picture."""
+        """The picture of the learning curve."""
         return self.path / "curve.svg"
 
     @property
@@ -124,20 +124,20 @@ class RunFolder:
         return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
 
     def remains(self) -> list[Path]:
-        """The files that a run left here, except the pointer to its checkpoints, which is written before the run begins."""
+        """Return the files that a run left here, except the pointer to its checkpoints, which is written before the run begins."""
         return [path for path in self.written() if path != self.checkpoint_pointer and os.path.lexists(path)]
 
     def holds_run(self) -> bool:
-        """True for our marker with any of a run's files; no single file is required, since a damaged run may have lost it."""
+        """Return True if our marker and any of a run's files are there. No single file is required: a damaged run may lack it."""
         return kind_of(self.path) == "run" and bool(self.remains())
 
     def links(self) -> list[Path]:
-        """Symbolic links in place of files that a resume cuts, deletes or continues."""
+        """Return symbolic links in place of files that a resume cuts, deletes or continues."""
         places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines(), self.verdicts)
         return [path for path in places if path.is_symlink()]
 
     def create(self) -> None:
-        """Make the folder ours. Raises ConfigurationError where a file stands in the way, EnvironmentFailure where it cannot be made."""
+        """Make the folder and mark it. Raises ConfigurationError if a file is in the way, EnvironmentFailure if it cannot be made."""
         mark(self.path, "run")
 
     def empty(self) -> None:
@@ -148,7 +148,7 @@ class RunFolder:
     # -- beside a checkpoint ---------------------------------------------------------------------------------------------
 
     def missing_rows(self, state: TrainerState) -> str:
-        """The steps and evaluations before `state` that are missing, in words; "" if none are."""
+        """Name the steps and evaluations before `state` that are missing; "" if none are."""
         if state.files:
             problems = (self._extent(path, state).problem(path) for path in (self.metrics, self.evaluation))
             return next((problem for problem in problems if problem), "")
@@ -191,7 +191,7 @@ class RunFolder:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """The content of our marker; empty where there is none. Raises RunFailed for a marker that is no JSON object."""
+    """Read the content of our marker; empty if there is none. Raises RunFailed for a marker that is no JSON object."""
     marker = folder / MARKER
     return read_object(marker) if marker.is_file() else {}
 

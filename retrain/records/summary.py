@@ -13,7 +13,7 @@ class RunSummary:
     """The result of a finished or interrupted run: summary.json and the last lines on the screen."""
 
     status: str
-    """done, interrupted, failed."""
+    """done, interrupted or failed."""
     condition: str
     seed: int
     steps: int
@@ -25,9 +25,9 @@ class RunSummary:
     after: Evaluation | None
     last: StepRecord | None
     adapter: str
-    """The last adapter's folder, relative to the run's folder where it lies inside; of a run that is done."""
+    """The folder of the last adapter, relative to the run's folder if it lies inside; empty unless the run is done."""
     reason: str = ""
-    """The reason why it is not done."""
+    """The reason why the run is not done."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -56,14 +56,14 @@ class TableRow:
     min: float
     max: float
     energy: float
-    """V of all layers as one update: each is weighted by the squared norm of its s B A."""
+    """V of all layers taken as one update, in which each layer is weighted by the squared norm of its s B A."""
     error: float
     """Relative Frobenius error of the whole update, sqrt(1 - energy)."""
 
 
 @dataclass(frozen=True)
 class SqueezeSummary:
-    """The recommended rank of an adapter, and what it rests on."""
+    """The recommended rank of an adapter, and the analysis behind it."""
 
     source_rank: int
     """The largest rank of a layer."""

@@ -25,7 +25,7 @@ _VISIBLE = (
 
 
 def clean(text: str) -> str:
-    """A sentence or a table that is safe to print or store, whoever wrote the names and messages in it.
+    """Make a sentence or a table safe to print or store, whoever wrote the names and messages in it.
 
     Escape sequences and controls are dropped, direction marks shown as <U+202E>; line breaks and tabs stay.
     """
@@ -33,20 +33,22 @@ def clean(text: str) -> str:
 
 
 def one_line(text: str, limit: int = 120) -> str:
-    r"""`text` on one line of at most `limit` characters: escape sequences dropped, line breaks as \n, direction marks as <U+202E>."""
+    r"""Put `text` on one line of at most `limit` characters, without escape sequences; line breaks become \n, and direction marks
+    <U+202E>.
+    """
     text = clean(text[: 4 * limit]).replace("\n", "\\n").replace("\t", " ")
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def without_escapes(pieces: Sequence[str]) -> list[str]:
-    """The pieces of one text without its escape sequences, each of which may run over several pieces."""
+    """Remove the escape sequences of one text that is given in pieces; a sequence may run over several of them."""
     text = _ESCAPE_SEQUENCES.sub(lambda sequence: "\0" * len(sequence.group()), "".join(pieces))
     ends = accumulate(map(len, pieces))
     return [text[end - len(piece) : end].replace("\0", "") for piece, end in zip(pieces, ends, strict=True)]
 
 
 def visible(text: str) -> str:
-    """`text` with its invisible characters written out: controls as their pictures, direction marks and unpaired surrogates as <U+202E>.
+    """Write out the invisible characters of `text`: controls as their pictures, direction marks and unpaired surrogates as <U+202E>.
 
     Line breaks and tabs stay. For a page, where an escape sequence is harmless and its text is shown.
     """
@@ -54,5 +56,5 @@ def visible(text: str) -> str:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """`text` with every character that the encoding lacks, unpaired surrogates included, written as an escape."""
+    """Write every character that the encoding lacks, unpaired surrogates included, as an escape."""
     return text.encode(encoding, "backslashreplace").decode(encoding)

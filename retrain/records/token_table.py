@@ -20,7 +20,7 @@ _TURNS = "turns."
 
 @dataclass(frozen=True)
 class TurnTable:
-    """The m turns of the step's N trajectories, in their order, with the environment's tokens."""
+    """The m turns of the step's N trajectories, with the environment's tokens."""
 
     offsets: npt.NDArray[np.int64]
     """[N + 1] trajectory i owns the turns offsets[i] .. offsets[i + 1]."""
@@ -42,25 +42,25 @@ class TokenTable:
     slot: npt.NDArray[np.int32]
     """[N] the prompt's place in the step."""
     sample: npt.NDArray[np.int32]
-    """[N]"""
+    """[N] sample index within the group."""
     token_ids: npt.NDArray[np.int32]
-    """[n]"""
+    """[n] sampled tokens."""
     logprobs: npt.NDArray[np.float32]
-    """[n]"""
+    """[n] log-probs as sampled, in nats."""
     entropies: npt.NDArray[np.float32] | None
     """[n] Shannon entropy in nats; None where the engine has none."""
     mask: npt.NDArray[np.uint8] | None
     """[n] 1 inside a planning phrase; None where the condition does not look for them."""
     advantages: Mapping[str, npt.NDArray[np.float32]]
-    """Stage -> [n], in the order in which the stages were applied."""
+    """Stage -> [n] token advantages after it, in the order in which the stages were applied."""
     rewards: npt.NDArray[np.float64] | None = None
-    """[N]; with the rest of what follows None in files of versions that did not store it."""
+    """[N] None, like all fields below, in files of versions that did not store it."""
     truncated: npt.NDArray[np.uint8] | None = None
     """[N] 1 where a completion ended by length."""
     log_ratios: npt.NDArray[np.float32] | None = None
     """[n] learner - sampler log-prob before the step; NaN where the token was not trained on."""
     prompt_offsets: npt.NDArray[np.int64] | None = None
-    """[P + 1] of the prompts in the order in which their slots come."""
+    """[P + 1] offsets of the prompts, ordered by slot."""
     prompt_token_ids: npt.NDArray[np.int32] | None = None
     """[p] the prompts' tokens, each prompt once."""
     kept: npt.NDArray[np.int32] | None = None

@@ -1,4 +1,4 @@
-"""The process that is writing a run: the one that the run's lock names, looked up on this machine."""
+"""The process that is writing a run: the one that the run's lock names, if it runs on this machine."""
 
 import os
 import re
@@ -13,14 +13,14 @@ from retrain.records.run_folder import RunFolder
 
 _OWNER = re.compile(r"pid (\d{1,10}) on (.+)")
 _CLOCK_SLACK_S = 5.0
-"""Between the clock of the file system and the kernel's ticks."""
+"""Seconds by which the file system's clock and the kernel's may differ."""
 
 
 class Liveness(Enum):
     ALIVE = "alive"
     GONE = "gone"
     ELSEWHERE = "elsewhere"
-    """On another machine, which cannot be asked from here."""
+    """It runs on another machine, which cannot be asked from here."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Writer:
     pid: int
     host: str
     since: float
-    """When it took the lock, seconds since 1970."""
+    """Time when it took the lock, in seconds since 1970."""
 
     @classmethod
     def of(cls, folder: RunFolder) -> Self | None:
-        """None if no process has the folder: a run removes its name when it ends, also by an error or a signal."""
+        """Return the process that holds a run's folder; None if there is none, since a run removes its name when it ends by itself."""
         try:
             text = folder.lock_owner.read_text(encoding="utf-8")
             since = folder.lock_owner.stat().st_mtime
@@ -53,7 +53,7 @@ class Writer:
 
 
 def _runs(pid: int, since: float) -> bool:
-    """True if `pid` is a process that already ran at `since`; a later one only reuses the number."""
+    """Return True if `pid` is a process that already ran at `since`; a younger process only reuses the number."""
     if not Path("/proc/self/stat").exists():
         return _answers(pid)
     try:

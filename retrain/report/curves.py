@@ -1,4 +1,4 @@
-"""The numbers behind the curves: every run's metrics by step, and their mean and standard deviation over the runs of a condition."""
+"""The numbers behind the curves: the metrics of every run by step, and their mean and standard deviation within a condition."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Curves:
     steps: Floats
     """[S] counted from 0, increasing."""
     values: Mapping[str, Floats]
-    """Field -> [S]"""
+    """Field -> [S] values."""
 
     @classmethod
     def of(cls, run: StoredRun) -> "Curves":
@@ -38,7 +38,7 @@ class Curves:
         return cls(table["step"].to_numpy(), {name: table[name].to_numpy() for name in FIELDS})
 
     def last(self, name: str, window: int) -> float | None:
-        """Mean of the last `window` known values; None without any."""
+        """Return the mean of the last `window` known values; None if there are none."""
         known = self.values[name][~np.isnan(self.values[name])][-window:]
         return float(known.mean()) if len(known) else None
 
@@ -50,11 +50,11 @@ class Curves:
 @dataclass(frozen=True)
 class HeldOutPoint:
     step: int
-    """Steps completed."""
+    """Steps completed when the evaluation was made."""
     accuracy: float
     """pass@1"""
     interval: tuple[float, float]
-    """95%, over the problems."""
+    """95% interval over the problems."""
 
 
 def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
@@ -75,7 +75,7 @@ class Band:
     mean: Floats
     """[S]"""
     sd: Floats | None
-    """[S] between runs, ddof = 1; None for a single run."""
+    """[S] standard deviation between runs with ddof = 1; None for a single run."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class ConditionCurves:
     runs: Sequence[StoredRun]
     curves: Sequence[Curves]
     held_out: Sequence[Sequence[HeldOutPoint]]
-    """[runs]"""
+    """[runs] evaluations of each run."""
 
     def has(self, name: str) -> bool:
         return any(not np.isnan(curves.values[name]).all() for curves in self.curves)
 
     def band(self, name: str, window: int = 1) -> Band | None:
-        """A field over the steps, each run smoothed over `window` steps first; None if no run has it.
+        """Average a field over the runs at each step, each run smoothed over `window` steps first; None if no run has it.
 
         Steps at which fewer than half of the started runs have a value are left out, so that the curve of an unfinished campaign does
         not end in the noise of its fastest run.
@@ -101,7 +101,7 @@ class ConditionCurves:
         return _band([(curves.steps, smoothed(curves.values[name], window)) for curves in begun])
 
     def held_out_band(self) -> Band | None:
-        """pass@1 at each evaluation; None without any."""
+        """Average pass@1 over the runs at each evaluation; None if there are none."""
         evaluated = [points for points in self.held_out if points]
         return _band([(np.array([p.step for p in points], float), np.array([p.accuracy for p in points])) for points in evaluated])
 
@@ -111,7 +111,7 @@ class ConditionCurves:
 
 
 def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
-    """The curves of the runs, (steps [S_i], values [S_i]) each, aligned by step number."""
+    """Average curves (steps [S_i], values [S_i]) that are aligned by step number."""
     if not curves:
         return None
     steps = np.unique(np.concatenate([own for own, _ in curves]))
@@ -132,12 +132,12 @@ def _band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
 
 
 def window_for(steps: int) -> int:
-    """Steps of the running mean: the rate of a single step, over about a hundred completions, jumps by several points."""
+    """Return the steps of the running mean, since the rate of a single step, over about a hundred completions, jumps by several points."""
     return max(1, min(_LONGEST_WINDOW, steps // _SMOOTHED_PART))
 
 
 def smoothed(values: Floats, window: int) -> Floats:
-    """[S] -> [S] mean over the known values among the last `window`; NaN stays NaN."""
+    """Average the known values among the last `window`, [S] -> [S]; NaN stays NaN."""
     known = ~np.isnan(values)
     if window == 1 or not known.any():
         return values

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.analysis.compare import Comparison, check_sizes, compare_runs
+from retrain.analysis.compare import Comparison, check_sizes, compare_campaign, compare_runs
 from retrain.analysis.likeness import differing_keys
 from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
@@ -27,11 +27,11 @@ class ReportRequest:
 
     folder: Path
     baseline: str | None = None
-    """The condition that the others are compared with; by default the first."""
+    """The condition that the others are compared with; the first one if it is None."""
     metric: str | None = None
     test: TestSettings = field(default_factory=TestSettings)
     against: Sequence[str] = ()
-    """More transforms for the token viewer."""
+    """Transforms shown in the token viewer beside the run's own."""
     sampled_steps: int = 4
     """Number of steps per run that show their completions."""
 
@@ -51,7 +51,7 @@ class SqueezeCurve:
 
     @classmethod
     def from_json(cls, adapter: str, squeeze: Mapping[str, Any]) -> "SqueezeCurve":
-        """`squeeze` is what Analysis.to_json gives and a campaign's manifest stores."""
+        """Read the curve from what Analysis.to_json gives and a campaign's manifest stores."""
         table = squeeze["table"]
         return cls(
             adapter=adapter,
@@ -87,7 +87,7 @@ class ReportData:
     samples: Sequence[SampledRun]
     tokens: Sequence[InspectedRun]
     config: str
-    """config.toml of a single run, else ""."""
+    """config.toml of a single run; "" otherwise."""
     notes: Sequence[str]
     """One sentence for each thing that could not be shown."""
 
@@ -122,7 +122,7 @@ def read_report_data(request: ReportRequest) -> ReportData:
 
 
 def _labels(runs: Sequence[StoredRun]) -> list[str]:
-    """The condition of each run, prefixed with its campaign if there are several."""
+    """Name the condition of each run, prefixed with its campaign if there are several."""
     campaigns = [run.path.parent.parent.name if run.planned else "" for run in runs]
     several = len(set(campaigns)) > 1
     return [
@@ -142,7 +142,7 @@ def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
 
 
 def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], request: ReportRequest, notes: list[str]) -> Comparison | None:
-    """None, with a note, if nothing can be compared; a wrong --baseline or --metric is an error instead."""
+    """Compare the conditions; None, with a note, if nothing can be compared. A wrong --baseline or --metric is an error."""
     conditions = list(dict.fromkeys(run.condition for run in runs))
     if request.baseline is not None and request.baseline not in conditions:
         raise ConfigurationError(f"--baseline {request.baseline} is no condition of {request.folder}; they are {', '.join(conditions)}.")
@@ -155,6 +155,8 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], requ
     baseline = request.baseline or conditions[0]
     base = [run for run in runs if run.condition == baseline]
     try:
+        if is_campaign(request.folder):
+            return compare_campaign(request.folder, request.test, request.baseline, request.metric)
         return compare_runs([run for run in runs if run.condition != baseline], base, request.test, request.metric)
     except ConfigurationError as error:
         if request.metric is not None or request.baseline is not None:
@@ -167,7 +169,7 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], requ
 
 
 def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> SqueezeCurve | None:
-    """From the campaign's manifest, which describes its first run, else from the first final adapter of a run."""
+    """Return the squeeze curve of a campaign's manifest, which describes its first run, or of the first final adapter of a run."""
     if is_campaign(folder):
         squeeze = read_object(folder / MANIFEST).get("squeeze")
         if isinstance(squeeze, dict) and squeeze.get("table"):
@@ -192,7 +194,7 @@ def _analysed(run: StoredRun, adapter: Path, notes: list[str]) -> SqueezeCurve |
 
 
 def _tokens(arms: Sequence[ConditionCurves], against: Sequence[str], notes: list[str]) -> list[InspectedRun]:
-    """The last stored step of the first run of each condition that stored tokens."""
+    """Return the last stored step of the first run of each condition that stored tokens."""
     found: list[InspectedRun] = []
     for arm in arms:
         run = next((run for run in arm.runs if stored_steps(run.folder)), None)

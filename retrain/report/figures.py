@@ -91,7 +91,7 @@ def _held_out(data: ReportData) -> Drawn | None:
 
 
 def _held_out_once(data: ReportData, step: int) -> Drawn:
-    """With one evaluation per run there is no curve, but a row per condition."""
+    """Draw one row per condition, since with one evaluation per run there is no curve."""
     arms = [(index, arm) for index, arm in enumerate(data.arms) if any(arm.held_out)]
     figure, axes = empty_figure(height=0.9 + ROW_HEIGHT * len(arms))
     for row, (index, arm) in enumerate(arms):
@@ -139,7 +139,7 @@ def _differences(data: ReportData) -> Drawn | None:
 
 
 def _entropy(data: ReportData) -> Drawn | None:
-    """Entropy if the engine recorded it, else surprisal, which is never called entropy."""
+    """Draw the entropy if the engine recorded it, or else the surprisal under its own name."""
     if any(arm.has("exec_entropy_mean") for arm in data.arms):
         kind, title = "entropy", "Entropy of the policy"
     else:
@@ -176,14 +176,14 @@ def _phases(data: ReportData) -> Drawn | None:
 
 
 def _median(arm: ConditionCurves, field: str) -> float:
-    """Over all steps of all runs; 0 if no run has the field."""
+    """Return the median over all steps of all runs; 0 if no run has the field."""
     values = np.concatenate([curves.values[field] for curves in arm.curves])
     known = values[~np.isnan(values)]
     return float(np.median(known)) if len(known) else 0.0
 
 
 def squeeze_figure(curve: SqueezeCurve) -> Drawn:
-    """The variance kept by rank, with the threshold and the recommended rank."""
+    """Draw the variance kept by rank, with the threshold and the recommended rank."""
     figure, axes = empty_figure()
     ranks = np.array(curve.ranks, float)
     axes.fill_between(
@@ -204,7 +204,7 @@ def squeeze_figure(curve: SqueezeCurve) -> Drawn:
 
 
 def write_squeeze_picture(curve: SqueezeCurve, path: Path) -> None:
-    """A PNG. Raises OSError."""
+    """Write the squeeze figure as a PNG. Raises OSError."""
     with drawing(_SQUEEZE):
         drawn = squeeze_figure(curve)
         add_legend(drawn.figure, 1)

@@ -35,7 +35,7 @@ _TEMPLATES = "templates"
 _RECENT = 10
 """Steps at the end of training over which the table of conditions averages."""
 _FEW_RUNS = 12
-"""Up to this many runs their table is open at first."""
+"""Up to this number of runs their table is open at first."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def asset(name: str) -> str:
 
 
 def environment() -> Environment:
-    """Templates in which every expression is text, harmless and without secrets."""
+    """Load the templates so that every expression in them becomes text that is harmless and without secrets."""
     assert __package__
     made = Environment(
         loader=PackageLoader(__package__, _TEMPLATES),
@@ -133,7 +133,7 @@ def environment() -> Environment:
 
 
 def _harmless(redactor: Redactor) -> Callable[[Any], Any]:
-    """A filter for every expression of the template: all but our own markup is text, with secrets masked and invisible characters shown."""
+    """Filter every expression of the template: all but our own markup becomes text, with secrets masked and invisible characters shown."""
 
     def finalize(value: Any) -> Any:
         return value if isinstance(value, Markup) else redactor.text(visible(str(value)))
@@ -149,7 +149,7 @@ def _number(value: float | None, form: str = ".3g") -> str:
 
 
 def _run_tiles(data: ReportData) -> list[tuple[str, str]]:
-    """(name, value) of what a reader wants to know first."""
+    """Return the (name, value) pairs that a reader wants to know first."""
     (status,), (arm,) = data.statuses, data.arms
     tiles = [("state", str(status.state)), ("steps", f"{status.steps} of {status.max_steps}")]
     points = arm.held_out[0]
@@ -199,7 +199,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _run_row(status: RunStatus) -> tuple[str, ...]:
-    """name, state, steps, correct, reward, held-out, tokens/s, s/step, note."""
+    """Return the cells name, state, steps, correct, reward, held-out, tokens/s, s/step and note."""
     return (
         status.name,
         str(status.state),
@@ -220,7 +220,7 @@ class Written:
 
 
 def build_page(request: ReportRequest, live: LiveReload | None = None) -> str:
-    """Read, draw and render."""
+    """Read a folder, draw its figures and render the page."""
     data = read_report_data(request)
     return render(data, draw_figures(data), datetime.now().astimezone(), live)
 

@@ -18,7 +18,7 @@ _WIDTH = 5.1
 _HEIGHT = 3.1
 _LEGEND_ROW = 0.23
 ROW_HEIGHT = 0.56
-"""Inches. At this width a figure is enlarged in a column of a desktop page and hardly shrunk on a phone."""
+"""Height of a row in inches. At this width a figure is enlarged in a column of a desktop page and hardly shrunk on a phone."""
 _EDGE = 0.02
 """Margin of a rate's axis beyond 0 and 1, so that a line there is visible."""
 
@@ -104,20 +104,20 @@ def empty_figure(height: float = _HEIGHT) -> tuple[Figure, Axes]:
 
 
 def without_scale(axes: Axes) -> None:
-    """For a figure of rows: no numbers on its left side."""
+    """Remove the numbers on the left side of a figure of rows."""
     axes.tick_params(left=False, labelleft=False)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="y", visible=False)
 
 
 def row_label(axes: Axes, height: float, words: str, weight: str = "normal") -> None:
-    """A label above its row, from the left edge, that covers lines behind it."""
+    """Write a label above its row, from the left edge, so that it covers lines behind it."""
     behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
     axes.annotate(words, (0, height), xycoords=("axes fraction", "data"), va="bottom", fontsize=11, weight=weight, bbox=behind)
 
 
 def draw_row(axes: Axes, place: float, values: Floats, mean: float, bounds: Floats | None, colour: str) -> None:
-    """[n] values as dots; above them, so as not to hide them, their mean and a line between two bounds."""
+    """Draw [n] values as dots, and above them their mean with a line between two bounds."""
     axes.plot(values, np.full(len(values), place - 0.18), "o", color=colour, alpha=0.6, markersize=5, markeredgewidth=0)
     if bounds is not None:
         axes.plot(bounds, [place, place], color=colour, linewidth=2.4)
@@ -133,7 +133,7 @@ def as_percentages(axes: Axes) -> None:
 
 
 def add_legend(figure: Figure, least: int) -> None:
-    """A legend above the axes, where it covers no line; the figure grows by its rows. Without `least` labels there is none."""
+    """Add a legend above the axes, where it covers no line; the figure grows by its rows. With fewer than `least` labels there is none."""
     (axes,) = figure.axes
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < least:

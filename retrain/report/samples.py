@@ -11,7 +11,7 @@ from retrain.records.jsonl import read_jsonl
 from retrain.report.curves import ConditionCurves
 
 _LONGEST = 4000
-"""Characters shown of a text."""
+"""Characters of a text that are shown."""
 _MOST_RUNS = 6
 
 
@@ -61,7 +61,7 @@ def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[Sa
 
 
 def sampled_steps(run: StoredRun, count: int) -> list[SampledStep]:
-    """`count` steps, evenly spaced between the first and the last step with completions."""
+    """Choose `count` steps, evenly spaced between the first and the last step with completions."""
     steps = sorted({line["step"] for line in read_jsonl(run.folder.generations)})
     wanted = {steps[index] for index in np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)}
     by_step: dict[int, list[Sample]] = {step: [] for step in sorted(wanted)}

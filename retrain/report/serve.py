@@ -1,4 +1,4 @@
-"""The report over HTTP, for this machine only, rendered again whenever a file of a run has changed."""
+"""The report over HTTP, for this machine only; it is rendered again whenever a file of a run has changed."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ _READ = frozenset({".jsonl", ".json", ".toml", ".safetensors", RunFolder(Path())
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Port 0 takes a free port. Raises EnvironmentFailure if the port is in use or not allowed."""
+    """Serves a report at 127.0.0.1; port 0 takes a free port. Raises EnvironmentFailure if the port is in use or not allowed."""
 
     daemon_threads = True
     rest = 9.0
@@ -73,7 +73,7 @@ class ReportServer(ThreadingHTTPServer):
 
 
 def version_of(folder: Path) -> str:
-    """A digest that changes whenever a file that the report reads does."""
+    """Return a digest that changes whenever a file that the report reads does."""
     digest = hashlib.sha256()
     for path in _files(folder):
         try:
@@ -127,4 +127,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not logged: a live page sends one every few seconds."""
+        """Log nothing: a live page sends a request every few seconds."""

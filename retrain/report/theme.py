@@ -17,7 +17,8 @@ MUTED = "#5d6877"
 GRID = "#dfe3e9"
 PAPER = "#ffffff"
 SERIES = ("#0069a8", "#cc4e00", "#007a57", "#a63d84", "#8a6500", "#3b3fb6", "#5f6670", "#b3261e")
-"""After Okabe and Ito, but darker: nearly everyone can tell them apart, and their contrast with white is at least 4.5:1."""
+"""Colours of the series, after Okabe and Ito, but darker: nearly everyone can tell them apart, and their contrast with white is at least
+4.5:1."""
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"} | {
     colour: f"--series-{index}" for index, colour in enumerate(SERIES)
@@ -58,14 +59,14 @@ def series(index: int) -> str:
 
 @contextmanager
 def drawing(name: str) -> Iterator[None]:
-    """Draw figures in this style; the same `name` and data give the same bytes."""
+    """Draw figures in the report's style; the same `name` and data give the same bytes."""
     settings: Any = {**_STYLE, "svg.hashsalt": name}
     with mpl.rc_context(settings):
         yield
 
 
 def to_svg(figure: Figure, name: str, description: str) -> str:
-    """An <svg> element for a page that defines the CSS variables. `name` makes its ids unique in the page."""
+    """Return an <svg> element for a page that defines the CSS variables. `name` makes its ids unique in the page."""
     out = StringIO()
     with drawing(name):
         figure.savefig(out, format="svg", metadata=_NO_METADATA)

@@ -26,7 +26,7 @@ class TokenSpan:
 class CompletionView:
     heading: str
     columns: Sequence[tuple[str, Sequence[TokenSpan]]]
-    """(condition, tokens)"""
+    """(condition, tokens) for each transform shown."""
     left_out: int
     """Number of tokens not shown."""
 
@@ -38,12 +38,12 @@ class TokenView:
     prompt: str
     completions: Sequence[CompletionView]
     scales: Sequence[tuple[str, str, str]]
-    """(letter, quantity, size that gets the strongest shade)"""
+    """(letter, quantity, size that gets the strongest shade)."""
     notes: Sequence[str]
 
 
 def token_view(run: InspectedRun) -> TokenView:
-    """The completions of the prompt with the largest advantages."""
+    """Build the view of the prompt's completions with the largest advantages."""
     credit = run.credit
     slot = credit.liveliest_slot()
     unknown = {Quantity.ENTROPY: credit.table.entropies is None, Quantity.LOG_RATIO: credit.table.log_ratios is None}

@@ -15,14 +15,14 @@ _MARKER = re.compile(
 )
 _BARE = re.compile(r"[^$\n]*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or an escape, which is none: an escaped brace, a line break, the first letter of a command."""
+"""A brace, or an escape, which is skipped: an escaped brace, a line break, the first letter of a command."""
 LONGEST_ANSWER = 1 << 16
-"""Characters of a box; a longer one counts as broken and is not read to its end."""
+"""Most characters of a box; a longer one counts as broken and is not read to its end."""
 _END_OF_THOUGHT = "</think>"
 
 
 def extract_boxed(text: str, after_think: bool = True) -> str | None:
-    r"""The stripped content of the last box, "" for an empty box, None without a box or with unbalanced braces.
+    r"""Return the stripped content of the last box: "" for an empty box, None without a box or with unbalanced braces.
 
     `\{` and `\}` are characters, not braces. With `after_think` only what follows the last `</think>` counts, if there is one.
     """
@@ -41,12 +41,12 @@ def extract_boxed(text: str, after_think: bool = True) -> str | None:
 
 
 def after_thought(text: str) -> str:
-    """What follows the last `</think>`; the whole text where there is none."""
+    """Return the text after the last `</think>`, or the whole text if there is none."""
     return text.rpartition(_END_OF_THOUGHT)[2]
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the group whose content starts at `start`; None if the text ends first."""
+    """Return the index of the brace that closes the group whose content starts at `start`; None if the text ends first."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)

@@ -1,4 +1,4 @@
-"""Whole messages over a connected socket: between the trainer's process and a reward worker."""
+"""Messages over a connected socket between the trainer's process and a reward worker."""
 
 import json
 import socket
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 Message = dict[str, Any]
-"""One JSON object. NaN and infinities travel as Python's json writes them, lone surrogates escaped."""
+"""One JSON object. NaN and infinities are written as Python's json writes them, unpaired surrogates as escapes."""
 
 _HEADER = struct.Struct("<I")
 """The length of the JSON text that follows, in bytes."""
 
 
 class ChannelClosed(EOFError):
-    """The other side is gone."""
+    """The other side closed the connection or ended."""
 
 
 class BadMessage(ValueError):
@@ -25,7 +25,7 @@ class BadMessage(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    """The message as bytes, header included. numpy values become plain ones; TypeError names any other type that JSON lacks."""
+    """Encode a message as bytes, header included. numpy values become plain ones; TypeError names any other type that JSON lacks."""
     body = json.dumps(message, default=_plain).encode()
     return _HEADER.pack(len(body)) + body
 
@@ -56,7 +56,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout: float | None, longest: int = 1 << 32) -> Message:
-        """The next message, of at most `longest` bytes. Raises BadMessage for anything else.
+        """Return the next message, of at most `longest` bytes. Raises BadMessage for anything else.
 
         Raises TimeoutError if the message is incomplete after `timeout` seconds; the next call continues with what has arrived.
         """
@@ -78,7 +78,7 @@ class Channel:
         return message
 
     def _take(self, longest: int) -> Message | None:
-        """Remove the first message from what has arrived; None if it is incomplete."""
+        """Remove the first message from the bytes that have arrived; None if it is incomplete."""
         if len(self._received) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._received)

@@ -5,8 +5,6 @@ will not, such as a wrong key. When the server says Retry-After, all requests wa
 """
 
 import asyncio
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +13,7 @@ import httpx
 import stamina
 
 from retrain.types import JudgeUsage
+from retrain.web import Answer, TooLong, exchange, masked
 
 MOST_ATTEMPTS = 5
 LONGEST_REPLY = 1 << 20
@@ -23,10 +22,6 @@ REPLY_TOKENS = 1024
 """Leaves room for a judge that thinks before its verdict."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 _TRANSIENT = frozenset({408, 409, 425, 429})
-_SHOWN = 160
-"""Characters of the server's own message in a sentence."""
-
-logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; JudgeUsage.requests counts them
 
 
 class ChatFailed(Exception):
@@ -86,7 +81,7 @@ class ChatClient:
                         usage += JudgeUsage(requests=1)
                         reply = await self._attempt(message)
             except (_Transient, ChatFailed) as error:
-                raise ChatFailed(self._masked(str(error)), usage) from None
+                raise ChatFailed(masked(str(error), self._key), usage) from None
         return replace(reply, usage=usage + reply.usage)
 
     async def close(self) -> None:
@@ -95,36 +90,28 @@ class ChatClient:
     async def _attempt(self, message: str) -> Reply:
         while (wait := self._resting_until - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(wait)
+        content = self._options | {"messages": [{"role": "user", "content": message}]}
         try:
-            async with asyncio.timeout(self._timeout_s):
-                response, body = await self._exchange(message)
+            answer = await exchange(self._http, "POST", self._url, content, seconds=self._timeout_s, most_bytes=LONGEST_REPLY)
         except (TimeoutError, httpx.TimeoutException):
             raise _Transient(f"{self.host} did not answer within {self._timeout_s:g} s") from None
+        except TooLong:
+            raise _Transient(f"{self.host} answered with more than {LONGEST_REPLY >> 20} MiB") from None
         except httpx.HTTPError as error:
             raise _Transient(f"{self.host} could not be asked ({type(error).__name__}: {error or 'no more is known'})") from None
-        if response.status_code != 200:
-            raise self._failure(response, body)
-        return _reply(body, self.host)
+        if answer.status != 200:
+            raise self._failure(answer)
+        return _reply(answer, self.host)
 
-    async def _exchange(self, message: str) -> tuple[httpx.Response, bytes]:
-        content = self._options | {"messages": [{"role": "user", "content": message}]}
-        body = bytearray()
-        async with self._http.stream("POST", self._url, json=content) as response:
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > LONGEST_REPLY:
-                    raise _Transient(f"{self.host} answered with more than {LONGEST_REPLY >> 20} MiB")
-        return response, bytes(body)
-
-    def _failure(self, response: httpx.Response, body: bytes) -> Exception:
+    def _failure(self, answer: Answer) -> Exception:
         """What a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
-        said, parameter = _error_message(body)
-        sentence = f"{self.host} answered {response.status_code} {response.reason_phrase}".rstrip() + (f": {said}" if said else "")
-        if response.status_code == 400 and self._without(parameter):
+        said = f"it redirects to {answer.leads_to}" if 300 <= answer.status < 400 else answer.said
+        sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip() + (f": {said}" if said else "")
+        if answer.status == 400 and self._without(_blamed(answer.content)):
             return _Transient(sentence, 0.0)
-        if response.status_code not in _TRANSIENT and response.status_code < 500:
+        if answer.status not in _TRANSIENT and answer.status < 500:
             return ChatFailed(sentence)
-        wait_s = _retry_after(response.headers)
+        wait_s = _retry_after(answer.headers)
         if wait_s is not None:
             wait_s = min(wait_s, self._timeout_s)
             self._resting_until = max(self._resting_until, asyncio.get_running_loop().time() + wait_s)
@@ -136,9 +123,6 @@ class ChatClient:
         if parameter == "max_tokens" and value is not None:
             self._options["max_completion_tokens"] = value
         return value is not None
-
-    def _masked(self, sentence: str) -> str:
-        return sentence.replace(self._key, "***") if self._key else sentence
 
 
 def _wait_after(error: Exception) -> bool | float:
@@ -155,14 +139,14 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
         return None
 
 
-def _reply(body: bytes, host: str) -> Reply:
+def _reply(response: Answer, host: str) -> Reply:
     """The text of a chat completion. Raises _Transient for anything else."""
     try:
-        answer = json.loads(body)
+        answer = response.content
         choice = answer["choices"][0]
         text = choice["message"].get("content")
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        raise _Transient(f"{host} answered with something that is no chat completion: {_shown(body.decode(errors='replace'))!r}") from None
+    except (LookupError, TypeError, AttributeError):
+        raise _Transient(f"{host} answered with something that is no chat completion: {response.said!r}") from None
     used = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
     cost = used.get("cost")
     usage = JudgeUsage(
@@ -177,15 +161,7 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _error_message(body: bytes) -> tuple[str, str]:
-    """What a server says about an error, and the parameter that it blames; "" for what it does not say."""
-    try:
-        error = json.loads(body)["error"]
-        return _shown(str(error["message"])), str(error.get("param") or "")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return _shown(body.decode(errors="replace")), ""
-
-
-def _shown(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..."
+def _blamed(content: Any) -> str:
+    """The parameter that an error names; "" for none."""
+    error = content.get("error") if isinstance(content, dict) else None
+    return str(error.get("param") or "") if isinstance(error, dict) else ""

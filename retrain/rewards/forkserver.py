@@ -22,12 +22,12 @@ from retrain.processes import die_with_parent
 from retrain.rewards.channel import Channel
 
 STARTUP_LIMIT_S = 120.0
-"""A server that has not imported its libraries by then is given up."""
+"""Seconds that a server may take to import its libraries."""
 
 _REQUEST = struct.Struct("<ci")
-"""Operation and process id."""
+"""A request: operation and process id."""
 _REPLY = struct.Struct("<i")
-"""The process id of a new worker, or the exit code of one that was ended."""
+"""A reply: the process id of a new worker, or the exit code of one that was ended."""
 _SPAWN, _END = b"s", b"e"
 _PARENT_POLL_S = 1.0
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.forkserver import main; main(sys.argv[2:])"
@@ -41,17 +41,17 @@ class ForkServerLost(RuntimeError):
 
 
 class ForkServer:
-    """The trainer's side. Any thread may call it."""
+    """The trainer's side of the server. Any thread may call it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        """`preload` names the modules that all workers share. Returns at once; the server imports them in the meantime."""
+        """Start the server and return at once; it imports the modules in `preload`, which all workers share, in the meantime."""
         self._preload = tuple(preload)
         self._lock = threading.Lock()
         self._closed = False
         self._start()
 
     def spawn(self) -> tuple[int, Channel]:
-        """Fork a worker: its process id and the channel to it. A lost server is restarted once; then ForkServerLost is raised."""
+        """Fork a worker and return its process id and the channel to it. A lost server is restarted once; then ForkServerLost is raised."""
         with self._lock:
             try:
                 return self._spawn()
@@ -132,7 +132,7 @@ class ForkServer:
 
 
 def main(arguments: list[str]) -> None:
-    """Import, say so, then fork and kill on request until the trainer is gone."""
+    """Run the server: import, report that it is ready, then fork and kill on request until the trainer is gone."""
     descriptor, parent, *preload = arguments
     control = socket.socket(fileno=int(descriptor))
     for name in preload:
@@ -178,7 +178,7 @@ def _fork(control: socket.socket, descriptor: int) -> int:
 
 
 def _be_a_worker(control: socket.socket, descriptor: int, server: int) -> NoReturn:
-    """The forked side. It must never return into the server's loop, so an exception ends the process here."""
+    """Run as the forked worker. It must never return into the server's loop, so an exception ends the process here."""
     status = 1
     try:
         control.close()

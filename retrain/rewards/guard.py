@@ -1,4 +1,4 @@
-"""Stops a run whose completions cannot be judged. Failures are counted and shown; they never become zeros."""
+"""The guard that stops a run whose completions cannot be judged. Failures are counted and shown; they never become zeros."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -10,14 +10,14 @@ from retrain.types import Outcome, Score
 
 WINDOW_STEPS = 20
 _ENOUGH = 8
-"""With fewer completions than this, a failure of all of them may be an accident."""
+"""Fewer completions than this may all fail by accident, so the run is not stopped for it."""
 
 
 @dataclass(frozen=True)
 class _Step:
     total: int
     reasons: dict[str, int]
-    """Completions that could not be judged, by reason."""
+    """Number of completions that could not be judged, by reason."""
 
 
 class FailureGuard:
@@ -59,7 +59,7 @@ class FailureGuard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: [total, {reason: count}] for each step in the window, oldest first."""
+        """Return [total, {reason: count}] for each step in the window, oldest first, as JSON."""
         return {"steps": [[step.total, step.reasons] for step in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class FailureGuard:
 
 
 def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
-    """Raises RunFailed if more of an evaluation's answers could not be judged than the rate allows; one never is too many."""
+    """Raise RunFailed if more of an evaluation's answers could not be judged than the rate allows; a single one is always allowed."""
     outcomes = list(scores)
     reasons = Counter(score.reason or "no reason given" for score in outcomes if score.outcome is Outcome.COULD_NOT_JUDGE)
     failed = sum(reasons.values())

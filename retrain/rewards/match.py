@@ -14,7 +14,7 @@ class _NotNormalizable(ValueError):
 
 
 def answers_match(answer: str, reference: str, normalize: Normalization) -> bool:
-    """True if two answers are the same, apart from surrounding white space. An empty reference matches nothing."""
+    """Return True if two answers are the same, apart from surrounding white space. An empty reference matches nothing."""
     answer, reference = answer.strip(), reference.strip()
     if not reference:
         return False
@@ -26,7 +26,7 @@ def answers_match(answer: str, reference: str, normalize: Normalization) -> bool
 
 
 def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
-    """Equality after `hendrycks_normalize`; where either side cannot be normalised, plain equality. None equals nothing."""
+    """Compare after `hendrycks_normalize`, or as they stand if either side cannot be normalised. None equals nothing."""
     if a is None or b is None:
         return False
     try:
@@ -36,7 +36,9 @@ def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
 
 
 def hendrycks_normalize(text: str) -> str:
-    """The steps of the original, in its order: later steps rely on earlier ones.
+    """Apply the steps of the original in its order, since later steps rely on earlier ones.
+
+    Raises ValueError where the original fails: two units, a root or fraction without an argument.
 
     Raises ValueError where the original fails: two units, a root or fraction without an argument.
     """
@@ -70,7 +72,7 @@ def _normalize_or_keep(text: str) -> str:
 
 
 def _without_units(text: str) -> str:
-    r"""A space right after `\text{` marks a unit at the end of an answer: `5\text{ cm}`."""
+    r"""Remove a unit at the end of an answer, such as `5\text{ cm}`: a space right after `\text{` marks it."""
     value, *units = text.split(_UNITS)
     if len(units) > 1:
         raise _NotNormalizable(text)

@@ -18,9 +18,9 @@ MAX_NESTING = 8
 """Levels of brackets and functions together. Each level doubles the time of math-verify's parser: 12 braces take 2.6 s, 12 `\\sin(`
 3.6 s, 6 `\\sin^2` 12 s. With 8 levels no form that we found takes more than 1.3 s."""
 MAX_BARS = 16
-"""Each `|` may open or close, and the parser tries both."""
+"""Most `|` signs: each may open or close, and the parser tries both."""
 MAX_DIGITS = 4
-"""Digits of a number in an exponent, before a factorial sign or in a binomial coefficient."""
+"""Most digits of a number in an exponent, before a factorial sign or in a binomial coefficient."""
 MAX_TERMS = 150
 """Terms of the powers of sums in an answer when they are multiplied out: sympy takes 0.4 s for `(x+2)^{100}`, 5 s for `(x+y+z+1)^{15}`."""
 
@@ -43,7 +43,7 @@ _CLOSING = {"{": "}", "(": ")", "[": "]"}
 
 
 def decide_by_strings(answer: str, reference: str) -> bool | None:
-    """Right or wrong where strings alone decide; None where the expressions have to be compared."""
+    """Return right or wrong if the strings alone decide; None if the expressions have to be compared."""
     answer, reference = canonical_latex(answer), canonical_latex(reference)
     if not answer or not reference:
         return False
@@ -57,7 +57,7 @@ def decide_by_strings(answer: str, reference: str) -> bool | None:
 
 
 def bare(answer: str) -> str:
-    """The answer without surrounding white space, dollars and a final full stop (math-verify finds "5." unequal to "5")."""
+    """Remove surrounding white space, dollars and a final full stop (math-verify finds "5." unequal to "5")."""
     answer = answer.strip().removesuffix(".")
     if not answer.startswith("$"):
         return answer
@@ -70,18 +70,18 @@ def bare(answer: str) -> str:
 
 
 def canonical_latex(answer: str) -> str:
-    r"""The bare answer without markup that never changes its value: spacing, `\left` and `\right`, the size of fractions."""
+    r"""Remove markup that never changes a value from the bare answer: spacing, `\left` and `\right`, the size of fractions."""
     return _SPACING.sub("", bare(answer).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"))
 
 
 def _signed(integer: "re.Match[str]") -> tuple[bool, str]:
-    """Sign and digits, comparable at any length: Python's int refuses more than 4,300 digits."""
+    """Split off the sign, so that integers of any length can be compared: Python's int refuses more than 4,300 digits."""
     digits = integer[2].lstrip("0")
     return integer[1] == "-" and bool(digits), digits
 
 
 def is_refused(answer: str) -> bool:
-    """True if a canonical answer exceeds a static limit or has unbalanced braces, so that it is wrong without being evaluated."""
+    """Return True if a canonical answer exceeds a static limit or has unbalanced braces, so that it is wrong without being evaluated."""
     if len(answer) > MAX_LENGTH or answer.count("|") > MAX_BARS or closing_brace(answer + "}", 0) != len(answer):
         return True
     plain = answer.replace("{,}", "").replace(",", "")
@@ -120,13 +120,13 @@ def _nesting(text: str) -> int:
 
 
 def _is_huge(argument: str) -> bool:
-    """True if an exponent or a factorial's argument is a long number, or becomes long by a power or factorial."""
+    """Return True if an exponent or a factorial's argument is a long number, or becomes long by a power or factorial."""
     makes_numbers = "^" in argument or "!" in argument
     return bool(_LONG_NUMBER.search(argument)) or (makes_numbers and not _VARIABLE.search(argument))
 
 
 def _expanded_terms(text: str, partner: dict[int, int]) -> int:
-    """Terms of all powers of sums multiplied out and multiplied with each other: of k terms to the n, C(n + k - 1, k - 1)."""
+    """Count the terms after all powers of sums are multiplied out: a sum of k terms to the power n has C(n + k - 1, k - 1)."""
     terms = 1
     for power in _POWER.finditer(text):
         inside = text[partner.get(power.start(), power.start()) + 1 : power.start()]
@@ -137,7 +137,7 @@ def _expanded_terms(text: str, partner: dict[int, int]) -> int:
 
 
 def _large_arguments(text: str, partner: dict[int, int]) -> Iterator[str]:
-    """Every exponent, and every argument of a factorial or a binomial coefficient."""
+    """Yield every exponent, and every argument of a factorial or a binomial coefficient."""
     for match in _BINOMIAL.finditer(text):
         top = partner.get(match.end(), len(text))
         yield text[match.end() + 1 : top]
@@ -152,7 +152,7 @@ def _large_arguments(text: str, partner: dict[int, int]) -> Iterator[str]:
 
 
 def _partners(text: str) -> dict[int, int]:
-    """Position of each bracket's partner, in both directions. `(0,1]` is a pair too."""
+    """Map the position of each bracket to its partner's, in both directions. `(0,1]` is a pair too."""
     partner: dict[int, int] = {}
     stack: list[int] = []
     for position, character in enumerate(text):

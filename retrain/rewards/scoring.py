@@ -35,9 +35,9 @@ class ScoreRequest:
     """One completion to judge."""
 
     response: str
-    """The completion's text, without the prompt."""
+    """Text of the completion, without the prompt."""
     reference: str | None
-    """The answer from the data source. None or empty never scores."""
+    """The answer from the data source. An empty one or None never scores."""
     prompt: str
     """The rendered prompt."""
     example: Example
@@ -48,21 +48,21 @@ class ScoreRequest:
 
 
 Judge = Callable[[ScoreRequest], "float | Message | Future[Judgement]"]
-"""The reward where it is decided at once, else the job for a worker, or the verdict to come of a language model."""
+"""The reward if it is decided at once; otherwise the job for a worker, or the future verdict of a language model."""
 
 
 @dataclass(frozen=True)
 class WeightedJudge:
-    """One of the rewards that are summed."""
+    """One reward of a weighted sum."""
 
     judge: Judge
     weight: float
     compares_answers: bool
-    """It compares the answer with the reference, so the reference itself must score 1."""
+    """True if it compares the answer with the reference, so that the reference itself must score 1."""
 
 
 def gold_response(reference: str) -> str:
-    r"""A completion that gives the reference as its answer: `\boxed{reference}`."""
+    r"""Return a completion that gives the reference as its answer: `\boxed{reference}`."""
     return f"\\boxed{{{reference}}}"
 
 
@@ -72,7 +72,7 @@ class Scorer:
     def __init__(
         self, parts: Sequence[WeightedJudge], correct_threshold: float, pool: WorkerPool | None, model: "LanguageModelJudge | None" = None
     ) -> None:
-        """The pool and the language model that judges, where there is one, belong to the scorer."""
+        """The scorer owns the pool and the language model that judges, and closes them."""
         self._parts = tuple(parts)
         self._correct_threshold = correct_threshold
         self._pool = pool
@@ -85,11 +85,11 @@ class Scorer:
 
     @property
     def gold_reward(self) -> float:
-        """The reward of an answer that every part finds right, where the reward compares answers."""
+        """The reward of an answer that every part finds right, if the reward compares answers."""
         return sum(part.weight for part in self._parts)
 
     def submit(self, request: ScoreRequest) -> "Future[Score]":
-        """The verdict to come. Every failure is a could-not-judge with its reason; the future raises for a bug only."""
+        """Return the future verdict. Every failure is a could-not-judge with its reason; the future raises for a bug only."""
         parts = [self._ask(part, request) for part in self._parts]
         verdict: Future[Score] = Future()
         verdict.set_running_or_notify_cancel()  # it can no longer be cancelled
@@ -131,7 +131,7 @@ class Scorer:
             verdict.set_exception(error)
 
     def _score(self, judgements: Sequence[Judgement]) -> Score:
-        """The weighted sum; could-not-judge if any part could not judge."""
+        """Return the weighted sum; could-not-judge if any part could not judge."""
         usage = next((judgement.usage for judgement in judgements if judgement.usage is not None), None)
         reward = 0.0
         for part, judgement in zip(self._parts, judgements, strict=True):
@@ -143,7 +143,7 @@ class Scorer:
         return replace(Score.of(reward, self._correct_threshold), usage=usage)
 
     def probe(self) -> str:
-        """Ask the language model that judges, if there is one, about an answer that is right: a sentence for the user, or "".
+        """Ask the language model that judges, if there is one, about an answer that is right; return a sentence for the user, or "".
 
         Raises EnvironmentFailure if it cannot be asked.
         """
@@ -163,7 +163,7 @@ class Scorer:
 
 
 def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
-    """The scorer of `[reward]`. Its workers start at once, so that the first answer does not wait for an import.
+    """Build the scorer of `[reward]`. Its workers start at once, so that the first answer does not wait for an import.
 
     `verdicts` is the file where a judge keeps its verdicts. Raises ConfigurationError for a user function that cannot be loaded or called,
     EnvironmentFailure without math-verify or without the judge's key.
@@ -176,8 +176,11 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
             "remove the table."
         )
     with ExitStack() as undo:
-        model = _language_model(config, verdicts)
-        if model is not None:
+        model = None
+        if "judge" in reward.types:
+            from retrain.rewards.judge import LanguageModelJudge  # httpx, which no other reward needs
+
+            model = LanguageModelJudge(reward, verdicts)
             undo.callback(model.close)
         pool = _pool(config, functions)
         if pool is not None:
@@ -185,16 +188,9 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
             if functions:
                 pool.wait_ready()
         undo.pop_all()
-    parts = [_weighted(kind, weight, config, model) for kind, weight in zip(reward.types, reward.type_weights, strict=True)]
+    weights = zip(reward.types, reward.type_weights, strict=True)
+    parts = [_weighted(kind, weight, reward, config.training.seed, model) for kind, weight in weights]
     return Scorer(parts, reward.correct_threshold, pool, model)
-
-
-def _language_model(config: "TrainConfig", verdicts: Path | None) -> "LanguageModelJudge | None":
-    if "judge" not in config.reward.types:
-        return None
-    from retrain.rewards.judge import LanguageModelJudge  # httpx, which no other reward needs
-
-    return LanguageModelJudge(config.reward, verdicts)
 
 
 def _pool(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerPool | None:
@@ -205,7 +201,7 @@ def _pool(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerPool | Non
 
 
 def _function_name(kind: str, reward: "Reward") -> str:
-    """The dotted name of a user's function; empty for a built-in reward."""
+    """Return the dotted name of a user's function; empty for a built-in reward."""
     if kind == "custom":
         return f"{reward.custom_module}.{reward.custom_function}"
     return "" if kind in REWARDS else kind
@@ -227,13 +223,15 @@ def _worker_setup(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerSe
     )
 
 
-def _weighted(kind: str, weight: float, config: "TrainConfig", model: "LanguageModelJudge | None") -> WeightedJudge:
+def _weighted(kind: str, weight: float, reward: "Reward", seed: int, model: "LanguageModelJudge | None") -> WeightedJudge:
     if kind == "judge" and model is not None:
         return WeightedJudge(model.submit, weight, compares_answers=False)
+    if kind == "random":
+        return WeightedJudge(partial(_random, reward.random_p, seed), weight, compares_answers=False)
     builtin = REWARDS.get(kind, BuiltinReward())
     if builtin.judge is not None:
-        return WeightedJudge(partial(builtin.judge, config), weight, builtin.compares_answers)
-    return WeightedJudge(partial(_user_job, _function_name(kind, config.reward)), weight, compares_answers=False)
+        return WeightedJudge(partial(builtin.judge, reward), weight, builtin.compares_answers)
+    return WeightedJudge(partial(_user_job, _function_name(kind, reward)), weight, compares_answers=False)
 
 
 def _user_job(function: str, request: ScoreRequest) -> Message:
@@ -249,15 +247,15 @@ def _user_job(function: str, request: ScoreRequest) -> Message:
 # ---- the built-in rewards ----------------------------------------------------------------------------------------------------------
 
 
-def _match(config: "TrainConfig", request: ScoreRequest) -> float:
-    answer = extract_boxed(request.response, config.reward.after_think)
+def _match(reward: "Reward", request: ScoreRequest) -> float:
+    answer = extract_boxed(request.response, reward.after_think)
     if answer is None or not request.reference:
         return 0.0
-    return float(answers_match(answer, request.reference, config.reward.normalize))
+    return float(answers_match(answer, request.reference, reward.normalize))
 
 
-def _math(config: "TrainConfig", request: ScoreRequest) -> float | Message:
-    answer = extract_boxed(request.response, config.reward.after_think)
+def _math(reward: "Reward", request: ScoreRequest) -> float | Message:
+    answer = extract_boxed(request.response, reward.after_think)
     if answer is None or not request.reference:
         return 0.0
     decided = decide_by_strings(answer, request.reference)
@@ -266,17 +264,16 @@ def _math(config: "TrainConfig", request: ScoreRequest) -> float | Message:
     return {"handler": "verify", "gold": bare(request.reference), "answer": bare(answer)}
 
 
-def _random(config: "TrainConfig", request: ScoreRequest) -> float:
-    """1 with probability random_p: a function of the seed and the completion's coordinates alone."""
-    coordinates = request.step, request.slot, request.sample, 0
-    draw = uniform(config.training.seed, Stream.REWARD, *coordinates)
-    return float(draw < config.reward.random_p)
+def _random(probability: float, seed: int, request: ScoreRequest) -> float:
+    """Return 1 with a probability, as a function of the seed and the completion's coordinates alone."""
+    return float(uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0) < probability)
 
 
 @dataclass(frozen=True)
 class BuiltinReward:
-    judge: Callable[["TrainConfig", ScoreRequest], float | Message] | None = None
-    """None: `custom` calls the user's function, and `judge` asks a language model."""
+    judge: Callable[["Reward", ScoreRequest], float | Message] | None = None
+    """Compares the answer with the reference; None for `custom`, which calls the user's function, `judge`, which asks a language model,
+    and `random`."""
     compares_answers: bool = False
 
 
@@ -285,6 +282,6 @@ REWARDS: dict[str, BuiltinReward] = {
     "math": BuiltinReward(_math, compares_answers=True),
     "judge": BuiltinReward(),
     "custom": BuiltinReward(),
-    "random": BuiltinReward(_random),
+    "random": BuiltinReward(),
 }
 """The built-in names of `[reward] type`."""

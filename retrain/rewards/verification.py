@@ -1,4 +1,4 @@
-"""math-verify, as a reward worker calls it. Importing this imports sympy: only the fork server and its workers do."""
+"""math-verify as a reward worker calls it. Importing this module imports sympy, so only the fork server and its workers do."""
 
 import importlib
 import logging
@@ -12,7 +12,7 @@ _CONFIGURATION = [LatexExtractionConfig()]
 
 
 def equal(gold: str, answer: str) -> bool:
-    """True if `answer` equals `gold`. The order matters to math-verify; what it cannot parse is not equal.
+    """Return True if `answer` equals `gold`. The order matters to math-verify; an answer that it cannot parse is not equal.
 
     Raises MemoryError, and nothing else.
     """
@@ -38,7 +38,7 @@ def _warm_up() -> None:
 
 
 class _ExceptMemory(tuple[type[Exception], ...]):
-    """Every kind of Exception but MemoryError, under the name Exception: an `except` clause takes a tuple, `raise` wants a call."""
+    """A stand-in for the name Exception that leaves MemoryError out: an `except` clause takes it as a tuple, and `raise` calls it."""
 
     def __call__(self, *arguments: object) -> Exception:
         return RuntimeError(*arguments)

@@ -32,7 +32,7 @@ def serve(channel: Channel) -> None:
 
 
 def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
-    """One function per kind of job. A reply holds "value" (null: could not judge) and, where it is null, "reason"."""
+    """Return one function per kind of job. A reply holds "value" (null: could not judge) and, if it is null, "reason"."""
     if setup["address_space"] is not None:
         _limit_address_space(setup["address_space"])
     handlers: dict[str, Callable[[Message], Message]] = {}
@@ -46,7 +46,7 @@ def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
 
 
 def _limit_address_space(limit: int) -> None:
-    """Limit the bytes that this process may map. Without such a limit in the system, the parent's watch has to do."""
+    """Limit the bytes that this process may map. If the system has no such limit, the parent's watch has to do."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -21,14 +21,14 @@ from retrain.rewards.forkserver import STARTUP_LIMIT_S, ForkServer, ForkServerLo
 from retrain.types import JudgeUsage
 
 MEMORY_LIMIT = 2 << 30
-"""Resident bytes of a verifying worker at most; the largest seen for an answer that ended in time is 0.1 GiB."""
+"""Most resident bytes of a verifying worker; the largest seen for an answer that ended in time is 0.1 GiB."""
 ADDRESS_SPACE_LIMIT = 4 << 30
-"""Bytes that a verifying worker may map: the second limit, for memory that grows faster than the parent looks."""
+"""Most bytes that a verifying worker may map: the second limit, for memory that grows faster than the parent looks."""
 _TICK_S = 0.05
 """Interval at which the parent checks the memory of a worker that has not answered."""
 _MAX_AUTOMATIC_WORKERS = 16
 _LONGEST_REPLY = 1 << 16
-"""Bytes; a reward and the reason why there is none take a few hundred."""
+"""Most bytes of a reply; a reward and the reason why there is none take a few hundred."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Judgement:
     value: float | None
     reason: str = ""
     usage: JudgeUsage | None = None
-    """What a language model took for it."""
+    """Tokens and cost, if a language model judged."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class WorkerSetup:
     verify: bool = False
     """The workers run math-verify, so the fork server imports it and the memory limits hold."""
     rewards: tuple[str, ...] = ()
-    """Names of user functions."""
+    """Names of the user's functions."""
     params: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, Any] = field(default_factory=dict)
     """The [plugins] section."""
@@ -63,7 +63,7 @@ class WorkerSetup:
 
     @property
     def memory_limit(self) -> int | None:
-        """User code may map what it likes: its models and files are the user's business."""
+        """The memory limit, which holds for math-verify only: user code may load its own models and files."""
         return MEMORY_LIMIT if self.verify and not self.rewards else None
 
     def message(self) -> Message:
@@ -71,7 +71,7 @@ class WorkerSetup:
 
 
 def automatic_workers() -> int:
-    """Half of the cores that this process may use; sampling needs the rest."""
+    """Return half of the cores that this process may use; sampling needs the rest."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MAX_AUTOMATIC_WORKERS, cores // 2))
 
@@ -129,7 +129,7 @@ class WorkerPool:
 @dataclass(frozen=True)
 class _Job:
     number: int
-    """The reply repeats it, so that bytes which user code left in the channel are not taken for the next answer."""
+    """The number that the reply repeats, so that bytes which user code left in the channel are not taken for the next answer."""
     message: bytes
     future: "Future[Judgement]"
 
@@ -145,7 +145,7 @@ class _Refused(Exception):
 
 
 class _Keeper(threading.Thread):
-    """Keeps one worker alive and gives it one job at a time."""
+    """A thread that keeps one worker alive and gives it one job at a time."""
 
     def __init__(
         self, setup: WorkerSetup, server: ForkServer, jobs: "queue.SimpleQueue[_Job | None]", deadline_s: float, closing: threading.Event
@@ -175,7 +175,7 @@ class _Keeper(threading.Thread):
             self._worker.channel.close()
 
     def _prepare(self) -> str:
-        """Start a worker if there is none. Returns why that failed; "" where a worker is ready."""
+        """Start a worker if there is none. Returns why that failed, or "" if a worker is ready."""
         if self._worker is not None:
             return ""
         if self._closing.is_set():
@@ -251,7 +251,7 @@ class _Keeper(threading.Thread):
 
 
 def _judgement(reply: Message, number: int) -> Judgement:
-    """The verdict in a reply. Raises BadMessage unless it is one on the job with this number."""
+    """Read the verdict in a reply. Raises BadMessage unless it is one on the job with this number."""
     if reply.get("number") != number:
         raise BadMessage("it is not the answer to this completion")
     value, reason = reply.get("value"), reply.get("reason", "")

@@ -20,6 +20,8 @@ class Dialogue:
         self.prompt, self.slot, self.sample = prompt, slot, sample
         self.in_sight: Int32Array = prompt.token_ids
         """[P] what the next reply follows."""
+        self.extends = 0
+        """Tokens in sight when the newest reply ended, where they are still there, unchanged; 0 before."""
         self.used = 0
         """Action tokens so far: the noise coordinate of the next one."""
         self.cut = False
@@ -63,6 +65,7 @@ class Dialogue:
         self._turns.append(Turn(completion, self._context, self._restarts))
         self._messages.append(ChatMessage(role="assistant", content=reply))
         self.in_sight = np.concatenate([self.in_sight, completion.token_ids])
+        self.extends = len(self.in_sight)
         self.used += len(completion.token_ids)
 
     def hear(self, said: Observation, renderer: ChatRenderer) -> None:
@@ -79,7 +82,10 @@ class Dialogue:
             following = renderer.continued(self._text, known, new, last, said.tools)
             self._messages = [*known, *new]
         self._text, self._context, self._restarts = following.text, following.token_ids, following.restarts
-        self.in_sight = following.token_ids if following.restarts else np.concatenate([self.in_sight, following.token_ids])
+        if following.restarts:
+            self.in_sight, self.extends = following.token_ids, 0
+        else:
+            self.in_sight = np.concatenate([self.in_sight, following.token_ids])
 
 
 def _opening(prompt: Prompt) -> list[ChatMessage]:

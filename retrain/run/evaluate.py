@@ -10,11 +10,11 @@ from retrain.plugins import named_code
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.evaluation import Evaluation
 from retrain.records.run_folder import RunFolder
+from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import trust_note
 from retrain.run.opening import stored_checkpoints
 from retrain.run.parts import load_parts
-from retrain.run.rollout import Watcher
 from retrain.types import Group
 
 Keep = Callable[[TrainConfig, Evaluation, list[Group]], object]

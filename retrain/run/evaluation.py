@@ -10,7 +10,8 @@ import numpy as np
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
 from retrain.rewards.guard import check_held_out
-from retrain.run.rollout import Sampler, SamplingPlan, Watcher
+from retrain.run.dialogues import SamplingPlan, Watcher
+from retrain.run.rollout import Sampler
 from retrain.run.step_record import judge_fields
 from retrain.types import Group, Prompt
 
@@ -28,11 +29,11 @@ class Evaluator:
         self.max_failure_rate = max_failure_rate
 
     def run(self, step: int, watcher: Watcher) -> Evaluation:
-        """Raises RunFailed if too many answers could not be judged."""
+        """Evaluate the current weights. Raises RunFailed if too many answers could not be judged."""
         return self.run_with_answers(step, watcher)[0]
 
     def run_with_answers(self, step: int, watcher: Watcher) -> tuple[Evaluation, list[Group]]:
-        """The evaluation and the answers that it rests on, one group per problem. Raises as `run`."""
+        """Evaluate as `run` does, and return the answers too, one group per problem."""
         # Step 0 of the noise's coordinates at every training step: common random numbers over the run.
         rollout = self.sampler.draw(self.prompts, 0, self.plan, watcher)
         check_held_out((member.score for group in rollout.groups for member in group.members), self.max_failure_rate)

@@ -22,6 +22,11 @@ class Exchange(Protocol):
     def end(self) -> None:
         """Ask for the verdict without a further reply."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether `answer` would return at once."""
+        ...
+
     def answer(self, check: Callable[[], None]) -> Observation | Score:
         """Wait for what came of the newest call, first of all for the opening; `check` raises to stop the run."""
 
@@ -49,6 +54,10 @@ class ScoredReply:
 
     def end(self) -> None:
         """One reply is the end already."""
+
+    @property
+    def ready(self) -> bool:
+        return self._score is None or self._score.done()
 
     def answer(self, check: Callable[[], None]) -> Observation | Score:
         check()

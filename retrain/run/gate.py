@@ -9,7 +9,7 @@ reward compares answers. A failed check stops the run.
 """
 
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from math import isclose
@@ -42,7 +42,7 @@ _VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
 """Nats by which the trial adapter should change the log-probs on average: far above rounding, and still a language model."""
 _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 6
 _PROBED = 2
-"""The effect of each group is measured on this many completions, the longest ones."""
+"""Effects are measured on this many completions, the longest ones."""
 _MISSING = 0.25
 """Share of a group's effect that may be missing; where the engine applies the adapter, the share is within a few hundredths of 0."""
 _SIGNIFICANT = 5.0
@@ -327,26 +327,26 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
     A group's effect is what the learner's log-probs lose without the group. The whole adapter counts as one more group.
     """
     trial.set(0.0)
-    effects = [own - base for own, base in zip(sampled.learner, _learner_logprobs(inputs, sampled.rows), strict=True)]
-    fits = [_fit(_WHOLE, np.concatenate(sampled.differences), np.concatenate(effects))]
-    longest = sorted(zip(sampled.rows, sampled.learner, strict=True), key=lambda pair: -pair[0].num_actions)[:_PROBED]
-    rows = [row for row, _ in longest]
-    own = np.concatenate([logprobs for _, logprobs in longest])
+    without = _learner_logprobs(inputs, sampled.rows)
+    longest = sorted(zip(sampled.rows, sampled.learner, without, strict=True), key=lambda item: -item[0].num_actions)[:_PROBED]
+    rows = [row for row, _, _ in longest]
+    own = np.concatenate([logprobs for _, logprobs, _ in longest])
     difference = np.concatenate([row.logprobs for row in rows]) - own
+    effects = {_WHOLE: own - np.concatenate([logprobs for _, _, logprobs in longest])}
     for group in trial.groups:
         trial.set(strength, without=group)
-        fits.append(_fit(group, difference, own - np.concatenate(_learner_logprobs(inputs, rows))))
+        effects[group] = own - np.concatenate(_learner_logprobs(inputs, rows))
     trial.set(strength)
-    effect = float(np.abs(np.concatenate(effects)).mean())
+    fits = _fits(difference, effects)
     missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error and fit.missing > _ROUNDING]
     if missing:
         raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained), inputs.consequence))
-    return effect
+    return float(np.abs(np.concatenate(sampled.learner) - np.concatenate(without)).mean())
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """Least squares over the tokens: engine - learner = -share * (effect of a group)."""
+    """Weighted least squares over the tokens: engine - learner = -share * (effect of a group)."""
 
     group: str
     share: float
@@ -359,14 +359,26 @@ class _Fit:
     """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
 
-def _fit(group: str, difference: Float32Array, effect: Float32Array) -> _Fit:
-    size, total = float(effect @ effect), float(difference @ difference)
-    if not size or not total or not np.isfinite(total):
-        return _Fit(group, 0.0, 0.0, 0.0, 0.0)
-    share = -float(difference @ effect) / size
-    rest = difference + share * effect
-    error, missing = np.sqrt((rest @ rest) / len(rest) / size), abs(share) * np.sqrt(size / len(rest))
-    return _Fit(group, share, float(error), float(missing), share**2 * size / total)
+def _fits(difference: Float32Array, effects: Mapping[str, Float32Array]) -> list[_Fit]:
+    """One for each group of `effects`, [n] like `difference`.
+
+    Rounding moves a token's log-prob as much as the token is sensitive, which the effects show, and few tokens of a sharp policy are:
+    unweighted, their rounding alone would decide the fit, and look like the effect of some group.
+    """
+    if not np.isfinite(difference).all():
+        return []
+    weights = 1 / (np.sqrt(sum(np.square(effect, dtype=np.float64) for effect in effects.values())) + _ROUNDING)
+    fits = []
+    for group, effect in effects.items():
+        own, found = weights * effect, weights * difference
+        size, total = float(own @ own), float(found @ found)
+        if not size or not total:
+            continue
+        share = -float(found @ own) / size
+        rest = found + share * own
+        error, missing = np.sqrt((rest @ rest) / len(rest) / size), abs(share) * np.sqrt(np.mean(np.square(effect)))
+        fits.append(_Fit(group, share, float(error), float(missing), share**2 * size / total))
+    return fits
 
 
 def _missing_sentence(fit: _Fit, consequence: str) -> str:

@@ -1,4 +1,4 @@
-"""When a step stops the run: updates that are never finite, and a sampler that has left the policy that is trained."""
+"""The conditions under which a step stops the run: updates that are never finite, and a sampler that has left the trained policy."""
 
 from retrain.config import TrainConfig
 from retrain.errors import RunFailed
@@ -14,12 +14,14 @@ _LIMIT_FLOOR, _LIMIT_FLOOR_HALF = 1e-3, 0.02
 
 
 def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
-    """[inference] mismatch_limit where it is unset, in nats: ten times the gate's own mean, above the noise of the precision."""
+    """Return the default of [inference] mismatch_limit in nats: ten times the gate's own mean, and above the noise of the precision."""
     return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
 
 
 def mismatch_limit(config: TrainConfig, gate_mean: float, *, half_precision: bool, samples_ahead: bool) -> float | None:
-    """The limit of a run in nats; None where there is none.
+    """Return the limit of a run in nats; None if there is none.
+
+    Dropout and weights that are one step old move the ratio by themselves, so that only a limit that was set applies there.
 
     Dropout and weights that are one step old move the ratio by themselves, so only a limit that was set holds there.
     """

@@ -1,4 +1,4 @@
-"""Signals of a run: Ctrl-C, SIGTERM or SIGHUP stops at the next safe point with the state saved; SIGUSR1 saves and continues.
+"""Signals of a run: Ctrl-C, SIGTERM or SIGHUP stops it at the next safe point with its state saved; SIGUSR1 saves and continues.
 
 A second Ctrl-C or SIGTERM stops at once and saves nothing. A second SIGHUP has no effect, since a closing terminal may send several.
 """
@@ -46,7 +46,7 @@ class Interrupts:
 
     @property
     def stopped_by(self) -> int | None:
-        """The number of the signal that asked for a stop."""
+        """The number of the signal that asked for a stop; None if there was none."""
         return self._stop
 
     def adopt(self, signals: Sequence[int | None]) -> None:
@@ -59,6 +59,6 @@ class Interrupts:
             raise Interrupted(f"Interrupted by {signal.Signals(self._stop).name}.", self._stop)
 
     def take_save_request(self) -> bool:
-        """True once after each SIGUSR1."""
+        """Return True once after each SIGUSR1."""
         asked, self._save = self._save, False
         return asked

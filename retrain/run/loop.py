@@ -32,7 +32,7 @@ class Run:
         return self.folder / self.summary.adapter
 
     def metrics(self) -> list[StepRecord]:
-        """One record per step, oldest first."""
+        """Return one record per step, oldest first."""
         return [StepRecord.from_json(line) for line in read_jsonl(RunFolder(self.folder).metrics)]
 
 
@@ -64,7 +64,9 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, 
 
 
 def take_step(session: Session) -> None:
-    """One batch of prompts, one step of learning. Interrupted before the learning, it has changed nothing."""
+    """Take one step: sample and score a batch, assign credit, learn, and record it. Interrupted before the learning, it has changed
+    nothing.
+    """
     parts, number, clock = session.parts, session.state.step, StepClock("sample")
     rollout = session.sample()
     clock.mark("credit")

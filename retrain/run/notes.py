@@ -1,4 +1,4 @@
-"""A run's remarks on its configuration before it begins: unused keys, and effects that may surprise."""
+"""Remarks at the start of a run: unused keys, and effects of the configuration that may surprise."""
 
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.config import TrainConfig
@@ -8,7 +8,7 @@ from retrain.distributed import World
 
 
 def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
-    """Raises ConfigurationError where [backend] shard_base is set and this process has no other to share the base with."""
+    """Raise ConfigurationError if [backend] shard_base is set and this process has no other to share the base with."""
     if config.backend.shard_base:
         from retrain.model.sharding import shards_of  # torch comes with it
 
@@ -16,15 +16,15 @@ def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
-    """The lines at the start of a run, one sentence each."""
+    """Return the remarks at the start of a run, one sentence each."""
     return [*_override_lines(config), *unused_keys(config), *notes(config)]
 
 
 def notes(config: TrainConfig) -> list[str]:
-    """Effects of a single run that users may not expect, one sentence each."""
+    """Return the effects of a single run that users may not expect, one sentence each."""
     found = (
         trust_note(config),
-        maximal_lambda_note(config),
+        maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),
         _dropout_note(config),
         _truncation_note(config),
@@ -37,7 +37,7 @@ def notes(config: TrainConfig) -> list[str]:
 
 
 def skipped_gate_line(config: TrainConfig) -> str:
-    """What `--skip-parity` leaves unchecked."""
+    """Say what `--skip-parity` leaves unchecked."""
     return (
         f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {config.inference.engine} engine samples from the trained policy. "
         f"Its log-probs at temperature {config.training.temperature:g}, the adapter's effect, cached prefixes, the end-of-sequence "
@@ -46,7 +46,7 @@ def skipped_gate_line(config: TrainConfig) -> str:
 
 
 def _override_lines(config: TrainConfig) -> list[str]:
-    """Values that a variable or a flag overrides, since the file alone would mislead."""
+    """Name the values that a variable or a flag overrides, since the file alone would mislead."""
     return [
         f"{path} = {config.value(path)!r} from {origin}" for path, origin in config.origins.items() if origin not in ("default", "file")
     ]
@@ -57,14 +57,14 @@ _ROOM = 0.01
 
 
 def trust_note(config: TrainConfig) -> str:
-    """Shown before a model is loaded with code of its own."""
+    """Warn before a model is loaded with code of its own."""
     if not config.model.trust_remote_code:
         return ""
     return f"[model] trust_remote_code = true: Python code that comes with {config.model.model} runs as this user."
 
 
 def _loss_note(config: TrainConfig) -> str:
-    """With one update per step the ratio is 1 up to the mismatch of sampler and learner, so a clip around 1 cannot act."""
+    """Warn about a clip without effect: with one update per step the ratio is 1 up to the mismatch of sampler and learner."""
     loss, training = config.loss, config.training
     if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1 or not _clip_leaves_one_alone(config):
         return ""
@@ -76,7 +76,7 @@ def _loss_note(config: TrainConfig) -> str:
 
 
 def _clip_leaves_one_alone(config: TrainConfig) -> bool:
-    """True where the first update's ratios lie inside the clip on any device.
+    """Return True if the first update's ratios lie inside the clip on any device.
 
     Against recomputed log-probs they are 1. Against the sampler's they contain rounding, dropout, and in split mode a step of learning.
     """
@@ -97,7 +97,7 @@ def _tinker_note(config: TrainConfig) -> str:
 
 
 def _split_note(config: TrainConfig) -> str:
-    """Two devices: what corrects for sampling with older weights."""
+    """Say what corrects for sampling with older weights, if there are two devices."""
     if len(config.backend.device_list) < 2:
         return ""
     loss = config.loss
@@ -128,7 +128,7 @@ def _sharding_note(config: TrainConfig) -> str:
 
 
 def _dropout_note(config: TrainConfig) -> str:
-    """The learner applies dropout and the sampler does not, so their ratio contains the masks."""
+    """Explain that the ratio contains dropout masks, since the learner applies dropout and the sampler does not."""
     if not config.lora.dropout:
         return ""
     effect = (
@@ -141,7 +141,7 @@ def _dropout_note(config: TrainConfig) -> str:
 
 
 def _truncation_note(config: TrainConfig) -> str:
-    """The consequences of a truncated policy."""
+    """Name the consequences of a truncated policy."""
     if not config.training.truncated:
         return ""
     cuts = [key for key in ("top_k", "top_p", "min_p") if config.is_set(f"training.{key}")]

@@ -1,4 +1,4 @@
-"""Writes each step down, moves the run's state past it, and stops a run that learns nothing."""
+"""The observer of a run, which writes each step down, moves the run's state past it, and stops a run that learns nothing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ from retrain.types import Float32Array, Row, RowKey
 
 
 class StepObserver:
-    """Sees every step once, after its learning. Of several processes each moves its state; rank 0 alone has sinks to write to."""
+    """Sees every step once, after its learning. Every process moves its own state; rank 0 alone has sinks to write to."""
 
     def __init__(self, opened: OpenedRun, parts: Parts, tracker: Tracker, world: World, pressure: Pressure | None) -> None:
         self.config = opened.config
@@ -44,7 +44,7 @@ class StepObserver:
         """The record of the newest step, an earlier session's too."""
 
     def log_ratios(self, rows: Sequence[Row]) -> dict[RowKey, Float32Array] | None:
-        """Row key -> [T] learner - sampler log-prob before the step, for the trained rows.
+        """Return row key -> [T] learner - sampler log-prob before the step, for the trained rows.
 
         None in a step whose tokens nobody stores, since it costs a forward pass, and where the backend cannot score rows.
         """
@@ -56,7 +56,7 @@ class StepObserver:
         return {row.key: own - row.logprobs for row, own in zip(trained, self.parts.backend.logprobs(trained), strict=True)}
 
     def observe(self, step: Step) -> None:
-        """Raises RunFailed, once the step is written down, where the run should not continue."""
+        """Write a step down and move the state past it. Raises RunFailed afterwards if the run should not continue."""
         state, rewards = self.state, reward_statistics(step.rollout)
         state.correct += rewards.correct
         state.judged += rewards.judged
@@ -113,7 +113,7 @@ class StepObserver:
         )
 
     def _say_rewritten(self, step: Step) -> None:
-        """Said once: why trajectories have more rows than one."""
+        """Explain once why a trajectory may have several rows."""
         rewritten = [one for group in step.rollout.groups for one in group.trajectories if len(one.parts()) > 1]
         if rewritten and not self._said_rewritten:
             self._said_rewritten = True

@@ -1,4 +1,6 @@
-"""Opens a run's folder: whether it is ours, the lock of its one writer, where its checkpoints lie, and what an earlier session left."""
+"""Opening a run's folder: whether it is ours, the lock of its one writer, the place of its checkpoints, and the state of an earlier
+session.
+"""
 
 import json
 import os
@@ -27,18 +29,18 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}")
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run folder that is ours, with what an earlier session left in it."""
+    """A locked run folder, with what an earlier session left in it."""
 
     config: TrainConfig
-    """With the seed drawn, and the log_dir of the resumed run."""
+    """The configuration with the seed drawn, and with the log_dir of the resumed run."""
     folder: RunFolder
     store: CheckpointStore
     state: TrainerState
     checkpoint: Checkpoint | None
-    """The checkpoint to load; None starts at step 0."""
+    """The checkpoint to load; with None the run starts at step 0."""
     notes: tuple[str, ...]
     decided_by: Mapping[int, float] = field(default_factory=dict)
-    """Step -> seconds by which back pressure decided after it, for the steps that are made again."""
+    """Step -> seconds from which back pressure decided after it, for the steps that are made again."""
 
 
 @contextmanager
@@ -111,7 +113,7 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
 
 
 def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
-    """Nothing in the folder changes before it is certain that the run can continue."""
+    """Open a folder to resume its run. Nothing in it changes before it is certain that the run can continue."""
     if links := folder.links():
         raise _not_resumable(folder, f"{links[0]} is a link, and nothing behind a link is changed", "put the file or folder itself there")
     if not folder.config.is_file():
@@ -143,7 +145,7 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
 
 
 def _newest(store: CheckpointStore, folder: RunFolder, say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint to resume from; None where none was made. Raises ConfigurationError where none of those made can be used."""
+    """Return the checkpoint to resume from; None if none was made. Raises ConfigurationError if none of those made can be used."""
     put_back(store.folder)
     passed_over: list[str] = []
     found = store.newest(passed_over.append, lambda checkpoint: folder.missing_rows(checkpoint.state()))
@@ -167,7 +169,7 @@ def _not_resumable(folder: RunFolder, problem: str, remedy: str = "put back what
 
 
 def _checkpoint_folder(config: TrainConfig, folder: RunFolder, overwrite: bool) -> Path:
-    """`<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises ConfigurationError where it holds another run's."""
+    """Return `<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises ConfigurationError if it holds another run's."""
     if not config.backend.adapter_path:
         return folder.checkpoints
     name = folder.path.resolve().name
@@ -216,7 +218,7 @@ def _sign(target: Path, folder: RunFolder, run_id: str = "") -> None:
 
 
 def stored_checkpoints(folder: RunFolder) -> Path:
-    """The checkpoint folder of an existing run. Raises ConfigurationError where the pointer names another run's."""
+    """Return the checkpoint folder of an existing run. Raises ConfigurationError if the pointer names another run's."""
     if not folder.checkpoint_pointer.is_file():
         return folder.checkpoints
     target, run_id = _pointer(folder)
@@ -229,7 +231,7 @@ def stored_checkpoints(folder: RunFolder) -> Path:
 
 
 def _pointer(folder: RunFolder) -> tuple[Path, str]:
-    """The path and run id in checkpoint_pointer. Raises RunFailed for a file without them."""
+    """Read the path and run id in checkpoint_pointer. Raises RunFailed for a file without them."""
     content = read_object(folder.checkpoint_pointer)
     path, run_id = content.get("path"), content.get("run_id")
     if not is_path_text(path) or not isinstance(run_id, str):
@@ -238,7 +240,7 @@ def _pointer(folder: RunFolder) -> tuple[Path, str]:
 
 
 def _foreign(target: Path, run_id: str, folder: RunFolder) -> str:
-    """The reason why the checkpoints at `target` do not belong to the run in `folder`; "" if they do.
+    """Return the reason why the checkpoints at `target` do not belong to the run in `folder`; "" if they do.
 
     Their marker names the run's id and its folder. If it names another folder, the run was moved; if that folder still exists, this one
     is a copy.

@@ -26,30 +26,31 @@ from retrain.noise import Stream
 from retrain.plugins import user_code
 from retrain.records.run_folder import RunFolder
 from retrain.rewards import FailureGuard, Scorer, build_scorer
+from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateInputs, GateResult, adapter_check, environment_gold, parity_gate, scored_gold
-from retrain.run.rollout import Sampler, SamplingPlan, Stage
+from retrain.run.rollout import Sampler
 from retrain.types import MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
 _EVALUATION_ORDER_SEED = 0
-"""Sources are sorted by subject, so held-out problems are shuffled; the seed is the same for every run."""
+"""Seed that shuffles held-out problems, which sources sort by subject; it is the same for every run."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a step calls."""
+    """The parts of a run that its steps use."""
 
     text: TextModel
     prompts: PromptSet
     backend: Backend
     scorer: Scorer | None
-    """None where an environment judges."""
+    """Scores training completions; None if an environment judges."""
     judge: Scorer | None
-    """Scores held-out answers; the scorer itself unless that has a random part."""
+    """Scores held-out answers; it is the scorer itself unless that has a random part."""
     stage: Stage | None
-    """The environment's; None where the problems come from [data]."""
+    """The environment; None if the problems come from [data]."""
     guard: FailureGuard
     sampler: Sampler
     credit: CreditPipeline
@@ -65,7 +66,7 @@ class Parts:
 
 
 def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, world: World = ALONE, *, learns: bool = True) -> Parts:
-    """Tokenizer, data, rewards, credit, model; cheap parts first, so that a mistake shows before a model is loaded.
+    """Load tokenizer, data, rewards, credit and model. Cheap parts come first, so that a mistake shows before a model is loaded.
 
     `learns` is False where nothing will be trained, so the memory of training is not predicted.
     """
@@ -111,7 +112,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
 
 
 def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE) -> Backend:
-    """`choices` are the stored ones of a resumed run; None at its first start."""
+    """Build the backend with the stored `choices` of a resumed run, or None at its first start."""
     if config.backend.backend == "local":
         return _local_backend(config, eos_ids, choices, say, world)
     if world.size > 1:
@@ -162,7 +163,7 @@ def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: Machine
 
 
 def load_encoder(config: TrainConfig, name: str, world: World) -> Encoder:
-    """The semantic planning detector's, on the learner's device where that is ours."""
+    """Load the sentence encoder of the semantic planning detector, on the learner's device if that is ours."""
     from retrain.model.sentences import load_sentence_encoder
 
     if config.backend.backend != "local":
@@ -181,7 +182,7 @@ def load_text(config: TrainConfig, say: Say) -> TextModel:
 
 
 def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Sequence[Prompt], say: Say, world: World = ALONE) -> None:
-    """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure where not even one completion would fit."""
+    """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even one completion would fit."""
     if config.backend.backend != "local":
         return
     from retrain.model.memory import NotPredictable, predict_memory  # torch, which other backends do without
@@ -195,7 +196,7 @@ def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Seq
 
 
 def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
-    """The environment of `[environment]`, ready for its episodes; None without one."""
+    """Load the environment of `[environment]`, ready for its episodes; None if there is none."""
     settings = config.environment
     if not settings.provider:
         return None
@@ -223,7 +224,7 @@ def load_prompts(config: TrainConfig, text: TextModel, stage: Stage | None, say:
 
 
 def load_held_out(config: TrainConfig, text: TextModel, stage: Stage | None, training: PromptSet, say: Say) -> list[Prompt]:
-    """`[evaluation] max_examples` of the held-out problems, the same ones in the same order for every run of a data set."""
+    """Load `[evaluation] max_examples` of the held-out problems, the same ones in the same order for every run of a data set."""
     loaded = load_problems(stage.host.environment, config, "evaluation") if stage else load_examples(config, "heldout")
     prompts = encode_prompts(config.training, text, loaded)
     shared = contamination_note((prompt.example for prompt in training.prompts), loaded.examples)
@@ -235,7 +236,7 @@ def load_held_out(config: TrainConfig, text: TextModel, stage: Stage | None, tra
 
 
 def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: Say) -> Scorer:
-    """The scorer of held-out answers: the run's own, unless that has a random part."""
+    """Return the scorer of held-out answers: the run's own, unless that has a random part."""
     judging = with_judging_reward(config)
     if judging is config:
         return scorer
@@ -257,7 +258,7 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def truncation(config: TrainConfig) -> Truncation:
-    """The truncation of training."""
+    """Return the truncation of training."""
     return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
 
 
@@ -278,7 +279,7 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
 
 
 def is_rounded(config: TrainConfig, backend: Backend) -> bool:
-    """True where sampler or learner computes, or caches keys and values, in 16 bits or fewer."""
+    """Return True if sampler or learner computes, or caches keys and values, in 16 bits or fewer."""
     return backend.half_precision or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
 
 

@@ -1,48 +1,19 @@
 """Sampling the groups of one step: prompts become requests, completions replies, and replies are answered or scored while others decode."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event
 from time import monotonic
 
-from retrain.data.chat import ChatRenderer
 from retrain.distributed import ALONE, World
-from retrain.environments.base import Observation
-from retrain.environments.episodes import EpisodeHost, could_not_judge
-from retrain.errors import ConfigurationError, Interrupted
-from retrain.inference_engine.base import WHOLE_VOCABULARY, InferenceEngine, NoiseKey, SampleRequest, Truncation
-from retrain.noise import Stream, philox
+from retrain.errors import Interrupted
+from retrain.inference_engine.base import InferenceEngine
 from retrain.rewards import Scorer
-from retrain.run.dialogue import Dialogue, DialogueKey
+from retrain.run.dialogue import Dialogue
+from retrain.run.dialogues import Dialogues, SamplingPlan, Stage, Watcher, environment_seed
 from retrain.run.exchange import Exchange, ScoredReply
-from retrain.types import Completion, Group, Int32Array, Prompt, Score, Scored
-
-Exchanges = Mapping[DialogueKey, Exchange]
-
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """The settings that all groups of a step share."""
-
-    group_size: int
-    max_tokens: int
-    temperature: float
-    seed: int
-    stream: int
-    redraws: int = 0
-    """Dynamic sampling: how often a group whose rewards are all equal may be drawn again."""
-    truncation: Truncation = WHOLE_VOCABULARY
-
-
-@dataclass(frozen=True)
-class Watcher:
-    """Called from inside a long step."""
-
-    check: Callable[[], None]
-    """Raises when the run was asked to stop."""
-    completion: Callable[[Completion], None]
+from retrain.types import Group, Int32Array, Prompt
 
 
 @dataclass
@@ -77,18 +48,6 @@ class Rollout:
     def tokens(self) -> int:
         """Prompt and completion tokens of every draw."""
         return sum(len(group.prompt.token_ids) + one.num_tokens for group in self.drawn for one in group.trajectories)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What dialogues of several turns need."""
-
-    host: EpisodeHost
-    renderer: ChatRenderer
-    decode: Callable[[Int32Array], str]
-    """Token ids to text, special tokens by their names."""
-    context: int
-    """Positions that the model has; 0 if it names no limit."""
 
 
 class Sampler:
@@ -132,112 +91,34 @@ class Sampler:
     def _draw_once(
         self, prompts: dict[int, Prompt], step: int, plan: SamplingPlan, first_sample: int, watcher: Watcher, rollout: Rollout
     ) -> dict[int, Group]:
-        """One group for each slot of `prompts`; adds the seconds to `rollout`.
-
-        The dialogues advance in rounds, each by one reply, so that the batch of a round is a function of the tokens before it.
-        """
+        """One group for each slot of `prompts`; adds the seconds to `rollout`."""
+        started = self.clock()
         samples = range(first_sample, first_sample + plan.group_size)
-        dialogues = [Dialogue(prompt, slot, sample) for slot, prompt in prompts.items() for sample in samples]
-        exchanges = {dialogue.key: self._begin(dialogue, step, plan) for dialogue in dialogues}
-        members: dict[tuple[int, int], Scored] = {}
-        unfinished = self._answered(dialogues, exchanges, plan, watcher, members)
-        while self.world.any_rank(bool(unfinished)):
-            started = self.clock()
-            for dialogue in self._replies(unfinished, step, plan, watcher):
-                exchanges[dialogue.key].reply(dialogue.reply, last=dialogue.ended_by_length)
-            sampled = self.clock()
-            unfinished = self._answered(unfinished, exchanges, plan, watcher, members)
-            rollout.sample_seconds += sampled - started
-            rollout.reward_seconds += self.clock() - sampled
-        return {slot: Group(prompt, slot, [members[slot, sample] for sample in samples]) for slot, prompt in prompts.items()}
-
-    def _begin(self, dialogue: Dialogue, step: int, plan: SamplingPlan) -> Exchange:
-        if self.stage is None:
-            assert self.scorer is not None  # one of the two judges
-            return ScoredReply(self.scorer, dialogue, step)
-        return self.stage.host.begin(dialogue.prompt.example, environment_seed(plan, step, dialogue.slot))
-
-    def _replies(self, dialogues: Sequence[Dialogue], step: int, plan: SamplingPlan, watcher: Watcher) -> Iterator[Dialogue]:
-        """Sample one reply in each dialogue; yields a dialogue as soon as it has its reply."""
-        requests: list[SampleRequest] = []
-        asked: dict[tuple[int, int], Dialogue] = {}
-        for dialogue in dialogues:
-            request = self._request(dialogue, step, plan)
-            if requests and (merged := _merged(requests[-1], request)):
-                requests[-1] = merged
-            else:
-                requests.append(request)
-            asked[len(requests) - 1, dialogue.sample] = dialogue
-        for completion in self.engine.sample(requests):
-            watcher.check()
-            dialogue = asked[completion.request, completion.sample]
-            dialogue.add(completion, self.text(completion.token_ids))
-            yield dialogue
-            if dialogue.replies == 1:  # progress is counted in trajectories
-                watcher.completion(completion)
-
-    def _request(self, dialogue: Dialogue, step: int, plan: SamplingPlan) -> SampleRequest:
-        return SampleRequest(
-            prompt_ids=dialogue.in_sight,
-            count=1,
-            max_tokens=plan.max_tokens - dialogue.used,
-            temperature=plan.temperature,
-            noise=NoiseKey(plan.seed, plan.stream, step, dialogue.slot),
-            first_sample=dialogue.sample,
-            first_position=dialogue.used,
-            truncation=plan.truncation,
+        opened = [Dialogue(prompt, slot, sample) for slot, prompt in prompts.items() for sample in samples]
+        dialogues = Dialogues(
+            {dialogue.key: self._exchange(dialogue, step, plan) for dialogue in opened},
+            opened,
+            step,
+            plan,
+            text=self.text,
+            stage=self.stage,
+            repeatable=self.engine.capabilities.noise == "counter",
+            watcher=watcher,
+            clock=self.clock,
         )
+        for completion in self.engine.sample_feed(dialogues):
+            dialogues.hear(completion)
+        rollout.reward_seconds += dialogues.seconds_waited
+        rollout.sample_seconds += self.clock() - started - dialogues.seconds_waited
+        scored = dialogues.scored
+        return {slot: Group(prompt, slot, [scored[slot, sample] for sample in samples]) for slot, prompt in prompts.items()}
 
-    def _answered(
-        self, dialogues: Sequence[Dialogue], exchanges: Exchanges, plan: SamplingPlan, watcher: Watcher, members: dict[DialogueKey, Scored]
-    ) -> list[Dialogue]:
-        """Wait for what is said to each dialogue; returns those that go on, and adds the others to `members`."""
-        going_on: list[Dialogue] = []
-        for dialogue in dialogues:
-            exchange = exchanges[dialogue.key]
-            answer: Observation | Score | None = exchange.answer(watcher.check)
-            if isinstance(answer, Observation):
-                answer = self._heard(dialogue, answer, exchange, plan, watcher)
-            if answer is None:
-                going_on.append(dialogue)
-            else:
-                members[dialogue.key] = self._scored(dialogue, answer)
-        return going_on
-
-    def _heard(
-        self, dialogue: Dialogue, said: Observation, exchange: Exchange, plan: SamplingPlan, watcher: Watcher
-    ) -> Observation | Score | None:
-        """None if the dialogue goes on; else the verdict, since no token is left for another reply."""
-        if self.stage is None:
-            return None
-        try:
-            dialogue.hear(said, self.stage.renderer)
-        except ConfigurationError as error:  # the chat template refuses the conversation
-            return could_not_judge(str(error))
-        if dialogue.used < plan.max_tokens and len(dialogue.in_sight) < (self.stage.context or math.inf):
-            return None
-        dialogue.cut = True
-        exchange.end()
-        return exchange.answer(watcher.check)
-
-    def _scored(self, dialogue: Dialogue, score: Observation | Score) -> Scored:
-        assert isinstance(score, Score)  # the end of an exchange is a verdict
-        trajectory = dialogue.trajectory
-        alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
-        text = self.text(trajectory.token_ids) if alone or self.stage is None else self.stage.decode(dialogue.said)
-        return Scored(trajectory, text, score)
-
-
-def _merged(first: SampleRequest, second: SampleRequest) -> SampleRequest | None:
-    """One request for the samples of both, where they follow the same tokens; else None."""
-    follows = first.noise == second.noise and second.first_sample == first.first_sample + first.count
-    same = first.prompt_ids is second.prompt_ids and first.first_position == second.first_position
-    return replace(first, count=first.count + second.count) if follows and same else None
-
-
-def environment_seed(plan: SamplingPlan, step: int, slot: int) -> int:
-    """The same for all samples of a group."""
-    return int(philox(plan.seed, Stream.ENVIRONMENT, (step, slot, plan.stream, 0))[0])
+    def _exchange(self, dialogue: Dialogue, step: int, plan: SamplingPlan) -> Exchange:
+        """The other side of a dialogue."""
+        if self.stage is not None:
+            return self.stage.host.begin(dialogue.prompt.example, environment_seed(plan, step, dialogue.slot))
+        assert self.scorer is not None  # one of the two judges
+        return ScoredReply(self.scorer, dialogue, step)
 
 
 class _Dropped(Exception):

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: each is written beside the one before, and tried again after the next step where the disk refuses it."""
+"""Saving of checkpoints: each is written beside the one before, and tried again after the next step if the disk refuses it."""
 
 from retrain.errors import EnvironmentFailure
 from retrain.records.atomic import replace_file
@@ -28,20 +28,22 @@ class Saver:
 
     @property
     def is_current(self) -> bool:
-        """The newest checkpoint holds the state."""
+        """True if the newest checkpoint holds the current state."""
         return self._saved_at == self.state.step
 
     @property
     def is_behind(self) -> bool:
-        """The disk refused a checkpoint or a line that is still to be written."""
+        """True if the disk refused a checkpoint or a line that is still to be written."""
         return self._failures > 0 or self.tracker.is_behind
 
     def rehearse(self) -> None:
-        """Raises EnvironmentFailure where no checkpoint would fit on the disk."""
+        """Raise EnvironmentFailure if no checkpoint would fit on the disk."""
         self.store.rehearse(_BYTES_PER_PARAMETER * self.parts.backend.num_trainable)
 
     def save(self, *, may_retry: bool) -> None:
-        """A failure leaves the checkpoint before in place. Raises EnvironmentFailure at the third in a row, or if it may not be retried."""
+        """Write a checkpoint of the current state. A failure leaves the one before in place; EnvironmentFailure is raised at the third
+        failure in a row, or if it may not be retried.
+        """
         self.state.sepa = self.parts.sepa.state_dict()
         self.state.rewards = self.parts.guard.state_dict()
         self.state.backpressure = self.pressure.state_dict() if self.pressure else {}
@@ -67,5 +69,5 @@ class Saver:
         self.tracker.message(f"{sentence}; trying again after the next step.")
 
     def save_final(self) -> None:
-        """The last adapter, without the state that a resume needs."""
+        """Write the last adapter, without the state that a resume needs."""
         self.store.save_final(self.state, self.parts.backend.save_adapter)

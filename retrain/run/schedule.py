@@ -8,7 +8,7 @@ from retrain.records.checkpoint import TrainerState
 
 @dataclass(frozen=True)
 class Schedule:
-    """Evaluations and checkpoints of a run, and its end. `step` counts completed steps."""
+    """The evaluations and checkpoints that are due in a run, and its end. `step` counts completed steps."""
 
     training: schema.Training
     evaluation: schema.Evaluation
@@ -17,7 +17,7 @@ class Schedule:
         return state.step >= self.training.max_steps or self.is_out_of_time(state)
 
     def is_out_of_time(self, state: TrainerState) -> bool:
-        """The run has used up `[training] max_hours`; 0 sets no limit."""
+        """Return True if the run has used up `[training] max_hours`; 0 sets no limit."""
         return 0 < self.training.max_hours * 3600 <= state.seconds
 
     def evaluates_at(self, step: int) -> bool:

@@ -17,13 +17,14 @@ from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
+from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
 from retrain.run.pressure import Pressure
-from retrain.run.rollout import PrefetchedRollout, Rollout, Watcher
+from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver
 from retrain.run.schedule import Schedule
 from retrain.tracking import Tracker, build_tracker
@@ -32,7 +33,7 @@ from retrain.types import Prompt
 
 
 class Session:
-    """Between steps, `state` and the backend are all that changes."""
+    """A run in progress in this process. Between steps, `state` and the backend are all that changes."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Session:
     @classmethod
     @contextmanager
     def open(cls, config: TrainConfig, *, overwrite: bool, quiet: bool, skip_parity: bool = False) -> Iterator["Session"]:
-        """Everything loaded, restored and checked, so that the next thing to do is a step. Closes what it opened."""
+        """Load, restore and check everything, so that the next thing to do is a step; close it at the end of the block."""
         with joined() as world, _opened(config, overwrite, world) as opened, Interrupts() as interrupts:
             tracker = _tracker(opened, quiet) if world.is_rank_zero else Tracker()
             try:
@@ -129,13 +130,14 @@ class Session:
     # -- the two ends of sampling: `sample` opens a step, `turn_to_learning` ends its sampling ------------------------------
 
     def sample(self) -> Rollout:
-        """The scored groups of this step, drawn now unless they were prefetched."""
+        """Return the scored groups of this step, drawn now unless they were prefetched."""
         rollout = self.prefetched.take() if self.prefetched else None
         if rollout is None:
             prompts = self._prompts()
             self._sync()
             watcher = self._watch(f"Step {self.state.step}: sampling", len(prompts) * self.plan.group_size)
             rollout = self.parts.sampler.draw(prompts, self.state.step, self.plan, watcher)
+            self._check_again()  # before anything is learned from what it sampled
         for group in rollout.groups:
             self.tracker.emit(GroupScored(group.correct, len(group.rewards), group.prompt.example.reference))
         return rollout
@@ -157,7 +159,7 @@ class Session:
         self.prefetched.start(lambda watcher: self.parts.sampler.draw(prompts, step, self.plan, watcher))
 
     def _prompts(self, after: int = 0) -> list[Prompt]:
-        """The next batch, starting `after` prompts past the cursor."""
+        """Return the next batch, starting `after` prompts past the cursor."""
         return self.parts.prompts.batch(self.state.cursor + after, self.state.batch_size, self.state.seed)
 
     def _sync(self) -> None:
@@ -170,17 +172,28 @@ class Session:
         if self._synced == step:
             return
         engine.sync(self.parts.backend.save_adapter, step)
-        compares = self.parts.backend.capabilities.scores_rows and not engine.capabilities.in_process
-        if self._synced >= 0 and not self._gate_repeated and compares:
+        if self._synced >= 0 and not self._gate_repeated and self._compares:
             self.tracker.message(run_parity_gate(self.config, self.parts, step, trained=True).line())
-            self._gate_repeated = True
-        elif engine.unchecked and compares and not self._skip_parity:
-            check_again(self.config, self.parts, step)
-        engine.unchecked = False
+            self._gate_repeated, engine.unchecked = True, False
+        self._check_again()
         self._synced = step
 
+    @property
+    def _compares(self) -> bool:
+        """Whether the engine may serve another policy than the learner's, and the learner can tell."""
+        backend = self.parts.backend
+        return backend.capabilities.scores_rows and not backend.engine.capabilities.in_process
+
+    def _check_again(self) -> None:
+        """Where a server woke up or came back since the last look."""
+        engine = self.parts.backend.engine
+        if engine.unchecked and self._compares and not self._skip_parity:
+            check_again(self.config, self.parts, self.state.step)
+        engine.unchecked = False
+
     def _watch(self, label: str, completions: int) -> Watcher:
-        """Shows progress, and stops between two completions when a signal asks for it.
+        """Return what shows progress, and stops between two completions if a signal asks for it. Several processes would wait for each
+        other, so none of them stops alone.
 
         Several processes would wait for each other, so none of them stops alone.
         """
@@ -200,7 +213,7 @@ class Session:
         return self.schedule.is_finished(self.state)
 
     def evaluate_if_due(self) -> None:
-        """Held-out evaluation of the current weights; once per step count, also over a resume."""
+        """Evaluate the current weights on held-out problems, if that is due: once per step count, also over a resume."""
         evaluator, step = self.parts.evaluator, self.state.step
         if evaluator is None or not self.schedule.evaluates_at(step) or self.state.last_evaluation == step:
             return
@@ -216,7 +229,7 @@ class Session:
             self.save_now()
 
     def save_now(self) -> None:
-        """Checkpoint the state between two steps; within one there is none to save."""
+        """Save a checkpoint between two steps; within a step there is none to save."""
         if self.saver.is_current or self.state.learning or not self.world.is_rank_zero:
             return
         if self.prefetched:
@@ -226,7 +239,7 @@ class Session:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def finish(self) -> RunSummary:
-        """The last adapter, the summary, and the last lines on the screen."""
+        """Write the last adapter and the summary, and print the last lines."""
         training, state = self.config.training, self.state
         if self.world.is_rank_zero:
             self.saver.save_final()
@@ -240,7 +253,7 @@ class Session:
         return summary
 
     def _sum_up_failure(self, error: Exception) -> None:
-        """Leave a summary that says why the run ended."""
+        """Write a summary that says why the run ended."""
         if not self.folder.config.is_file():
             return  # it has not begun
         reason = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
@@ -266,7 +279,7 @@ class Session:
 
 @contextmanager
 def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[OpenedRun]:
-    """Rank 0 opens the folder and holds its lock; the other ranks are told what it found."""
+    """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
     refuse_lone_sharding(config, world)
     if not world.is_rank_zero:
         found: OpenedRun | RetrainError | None = world.broadcast(None)
@@ -296,7 +309,7 @@ def _tracker(opened: OpenedRun, quiet: bool) -> Tracker:
 
 
 def _stored_evaluations(path: Path, ks: Sequence[int]) -> list[Evaluation]:
-    """The evaluations of the earlier sessions of a run."""
+    """Read the evaluations of the earlier sessions of a run."""
     if not path.exists():
         return []
     by_step = groupby((EvaluationRecord.from_json(line) for line in read_jsonl(path)), key=lambda record: record.step)

@@ -1,4 +1,4 @@
-"""One step written down: the numbers of rollout, credit, learning and machine in the names of the records."""
+"""The record of a step: the numbers of rollout, credit, learning and machine under the names of the records' fields."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,11 +12,11 @@ from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.rollout import Rollout
-from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, Scored, StepResult, Trajectory
+from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, StepResult, Trajectory
 
 
 class StepClock:
-    """Monotonic seconds of the phases of one step, from `StepClock(first phase)` to `stop`."""
+    """A monotonic clock for the phases of one step, from `StepClock(first phase)` to `stop`."""
 
     def __init__(self, phase: str) -> None:
         self.seconds: dict[str, float] = {}
@@ -38,24 +38,24 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Step:
-    """One step as it was taken, from sampling to learning: what `StepObserver` writes down."""
+    """Everything about one step that was taken, from sampling to learning, for `StepObserver`."""
 
     number: int
-    """Counts from 0."""
+    """The step's number, counted from 0."""
     rollout: Rollout
     sepa_lambda: float
     credit: Credit
     rows: list[Row]
     """One entry per judged completion, in the order of `credit.sources`."""
     log_ratios: Mapping[RowKey, Float32Array] | None
-    """[T] of each row: learner - sampler log-prob before the step; None where nobody stores the tokens."""
+    """[T] of each row: learner - sampler log-prob before the step; None if nobody stores the tokens."""
     result: StepResult
     clock: StepClock
 
 
 @dataclass(frozen=True)
 class RewardStatistics:
-    """Over the first draw of every prompt of a step, skipped groups included.
+    """Statistics over the first draw of every prompt of a step, skipped groups included.
 
     Redraws are selected by their rewards, so the last draws would be biased. In all draws together a prompt would weigh more the more
     often it is drawn, that is, the nearer its success rate is to 0 or 1.
@@ -90,7 +90,7 @@ def reward_statistics(rollout: Rollout) -> RewardStatistics:
 
 
 def result_fields(result: StepResult) -> dict[str, Any]:
-    """The learner's report, in the record's names."""
+    """Return the learner's report under the record's names."""
     placeholder = result.loss_is_placeholder
     return {
         "loss": None if placeholder else result.loss,
@@ -113,8 +113,8 @@ def result_fields(result: StepResult) -> dict[str, Any]:
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
-    """What credit assignment reports, over all groups of the step. `dropped_groups` could not be judged, so they count as skipped for a
-    reason other than their rewards.
+    """Return what credit assignment reports, over all groups of the step. `dropped_groups` could not be judged, so they count as skipped
+    for a reason other than their rewards.
     """
     fields = asdict(credit.statistics)
     fields["groups_skipped_other"] += dropped_groups
@@ -134,13 +134,13 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
 
 
 def judge_fields(groups: Iterable[Group]) -> dict[str, Any]:
-    """What the judge took for these groups, as the judge_ fields of their record; nothing where none is used."""
+    """Return what the judge took for these groups, as the judge_ fields of their record; nothing where none is used."""
     usages = [member.score.usage for group in groups for member in group.members if member.score.usage is not None]
     return {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()} if usages else {}
 
 
 def environment_fields(rollout: Rollout) -> dict[str, Any]:
-    """What the environment reports, over the first draw of every prompt."""
+    """Return what the environment reports, over the first draw of every prompt."""
     members = [member for group in rollout.first_draws for member in group.members]
     measured: dict[str, list[float]] = {}
     for member in members:
@@ -154,13 +154,8 @@ def environment_fields(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _dialogue_fields(member: Scored) -> dict[str, Any]:
-    score = member.score
-    return {"turns": len(member.trajectory.turns), "turn_rewards": list(score.turn_rewards), "metrics": dict(score.metrics)}
-
-
 def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in_turns: bool = False) -> list[GenerationRecord]:
-    """Every trajectory of the step as text, with its advantage; `in_turns` with what its environment said of it."""
+    """Return every trajectory of the step as text, with its advantage; with `in_turns` also what its environment reports about it."""
     advantages = {
         (source.slot, trajectory.sample): advantage
         for source, given in zip(credit.sources, credit.groups, strict=True)
@@ -178,7 +173,9 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in
             advantage=advantages.get((group.slot, member.trajectory.sample)),
             finish_reason=member.trajectory.finish_reason.value,
             num_tokens=member.trajectory.num_actions,
-            **(_dialogue_fields(member) if in_turns else {}),
+            turns=len(member.trajectory.turns) if in_turns else None,
+            turn_rewards=list(member.score.turn_rewards) if in_turns else None,
+            metrics=dict(member.score.metrics) if in_turns else None,
         )
         for group in groups
         for member in group.members
@@ -186,8 +183,8 @@ def generation_records(step: int, groups: Sequence[Group], credit: Credit, *, in
 
 
 def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey, Float32Array] | None = None) -> TokenTable:
-    """Every judged token of the step with its advantage after each stage. `log_ratios`: row key -> [T], for the trained rows; the tokens of
-    the others have NaN.
+    """Collect every judged token of the step with its advantage after each stage. `log_ratios`: row key -> [T], for the trained rows; the
+    tokens of the others have NaN.
     """
     tokens = credit.tokens
     prompts = [group.prompt.token_ids for group in credit.sources]
@@ -219,7 +216,7 @@ def _joined_ids(pieces: Sequence[Int32Array]) -> Int32Array:
 
 
 def _flat_log_ratios(groups: Sequence[int], trajectories: Sequence[Trajectory], log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
-    """[n] The log-ratios of the rows of each trajectory, one after the other."""
+    """Join the log-ratios of the rows of each trajectory, one after the other, into [n]."""
     flat: list[Float32Array] = [np.zeros(0, np.float32)]
     for group, trajectory in zip(groups, trajectories, strict=True):
         for part, turns in enumerate(trajectory.parts()):
@@ -229,7 +226,7 @@ def _flat_log_ratios(groups: Sequence[int], trajectories: Sequence[Trajectory], 
 
 
 def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:
-    """None where every trajectory is one reply to its prompt."""
+    """Return the turns of the trajectories; None if every trajectory is one reply to its prompt."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     if len(turns) == len(trajectories) and not any(turn.restarts for turn in turns):
         return None
@@ -247,7 +244,7 @@ def mean_or_none(values: Sequence[float] | Sequence[int]) -> float | None:
 
 
 def peak_memory_gib(device: str) -> float:
-    """Peak memory so far: of a CUDA device, elsewhere of this process without its workers."""
+    """Return the peak memory so far: of a CUDA device, elsewhere of this process without its workers."""
     if device.startswith("cuda"):
         import torch
 

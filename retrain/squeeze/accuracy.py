@@ -1,4 +1,4 @@
-"""The held-out accuracy before and after a compression: both adapters on the same problems, with the same sampling noise."""
+"""Held-out accuracy before and after a compression: both adapters answer the same problems with the same sampling noise."""
 
 import json
 from contextlib import closing
@@ -13,9 +13,9 @@ from retrain.analysis.statistics import mean, standard_error
 from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError
 from retrain.records.evaluation import Z_95, Evaluation
+from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
 from retrain.run.parts import Say, load_parts
-from retrain.run.rollout import Watcher
 from retrain.squeeze.adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter, weight_names
 from retrain.tracking.console import pass_at_1
 
@@ -34,7 +34,7 @@ class Accuracy:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95% interval of the mean difference over new problems. Pairing by problem makes it far narrower than the intervals of the two
-        accuracies. None below two problems, and where all differences are equal, so that the standard error is 0.
+        accuracies. None for fewer than two problems, and if all differences are equal, so that the standard error is 0.
         """
         d = self.differences
         error = standard_error(d) if len(d) > 1 else 0.0
@@ -55,7 +55,7 @@ class Accuracy:
 
 
 def check_evaluable(adapter: LoraAdapter) -> None:
-    """Raises ConfigurationError for an adapter that the local backend, which has one rank and one alpha, cannot load."""
+    """Raise ConfigurationError for an adapter that the local backend, which has one rank and one alpha, cannot load."""
     settings = adapter.settings
     plain = not settings.get("rank_pattern") and not settings.get("alpha_pattern") and isinstance(settings.get("target_modules"), list)
     if not plain or adapter.others or settings["lora_alpha"] != int(settings["lora_alpha"]):
@@ -66,7 +66,8 @@ def check_evaluable(adapter: LoraAdapter) -> None:
 
 
 def measure_accuracy(config: TrainConfig, source: LoraAdapter, compressed: Path, say: Say) -> Accuracy:
-    """pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on `[model] model` or the adapter's own base.
+    """Measure pass@1 of both adapters by `[evaluation]`, `[data]`, `[reward]` and `[training]`, on `[model] model` or the adapter's own
+    base.
 
     The compressed adapter is padded with zeros to the source's rank, which leaves its update and its scale unchanged.
     """

@@ -22,10 +22,9 @@ _VARIANTS = (
     "use_dora", "use_qalora", "lora_bias", "target_parameters", "use_bdlora", "arrow_config", "monteclora_config", "velora_config",
     "kasa_config",
 )  # fmt: skip
-"""Settings with which the update is not s B A alone."""
+"""Settings with which the update is more than s B A."""
 _BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "mica", "lora_ga")
-"""Values of `init_lora_weights` with which peft changes the base weights when it loads an adapter, by an amount that depends on the
-rank."""
+"""Values of `init_lora_weights` for which peft changes the base weights when it loads an adapter, by an amount that depends on the rank."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class LoraAdapter:
     settings: dict[str, Any]
     """The content of adapter_config.json."""
     layers: tuple[LoraLayer, ...]
-    """Sorted by name."""
+    """The adapted layers, sorted by name."""
     others: dict[str, Tensor]
     """Tensors that a change of rank leaves alone: modules saved whole, biases."""
 
@@ -80,12 +79,12 @@ class LoraAdapter:
 
 
 def weight_names(layer: str) -> tuple[str, str]:
-    """Names of A and B in the file."""
+    """Return the names of A and B in the file."""
     return f"{_PREFIX}{layer}{_A}", f"{_PREFIX}{layer}{_B}"
 
 
 def read_adapter(folder: Path) -> LoraAdapter:
-    """Raises ConfigurationError for a folder that is not a plain LoRA adapter, so that no part of one is dropped silently."""
+    """Read a plain LoRA adapter. Raises ConfigurationError for any other folder, so that no part of an adapter is dropped silently."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -178,7 +177,7 @@ def _layer(path: Path, name: str, tensors: dict[str, Tensor], settings: dict[str
 
 
 def _of_pattern(pattern: dict[str, float] | None, name: str, default: float) -> float:
-    """The value that peft uses for a module: that of the first expression that matches the end of its path."""
+    """Return the value that peft uses for a module: that of the first expression that matches the end of its path."""
     if not pattern:
         return default
     from peft.utils.other import get_pattern_key

@@ -33,7 +33,7 @@ class Analysis:
         return tuple(layer.name for layer in self.layers if layer.is_zero)
 
     def summary(self) -> SqueezeSummary:
-        """The values that the trackers show."""
+        """Return the values that the trackers show."""
         return SqueezeSummary(self.source_rank, self.recommended_rank, self.threshold, self.table)
 
     def ranks_per_layer(self) -> dict[str, int]:
@@ -41,7 +41,7 @@ class Analysis:
         return {layer.name: layer.smallest_rank(self.threshold) for layer in self.layers}
 
     def to_json(self) -> dict[str, Any]:
-        """The entry `squeeze` of a campaign's manifest."""
+        """Return the entry `squeeze` of a campaign's manifest."""
         return {
             "recommended_rank": self.recommended_rank,
             "rule": self.rule,
@@ -61,7 +61,7 @@ def analyze_adapter(
     rule: Rule = "mean",
     device: str = "cpu",
 ) -> Analysis:
-    """Singular values of every layer of the PEFT folder, the table over `target_ranks`, and the recommended rank.
+    """Compute the singular values of every layer of the PEFT folder, the table over `target_ranks`, and the recommended rank.
 
     Empty `target_ranks` mean 1, 2, 4, ... below the source rank, and the source rank. A `source_rank` other than 0 must be the
     adapter's. Raises ConfigurationError for an adapter that is not plain LoRA or not trained, and for ranks that do not fit it.
@@ -73,7 +73,7 @@ def analyze_adapter(
 def analyze(
     adapter: LoraAdapter, threshold: float, target_ranks: Sequence[int], source_rank: int, rule: Rule, device: torch.device
 ) -> Analysis:
-    """`analyze_adapter` for an adapter in memory."""
+    """Do what `analyze_adapter` does for an adapter in memory."""
     if source_rank and source_rank != adapter.rank:
         raise ConfigurationError(
             f"[squeeze] source_rank = {source_rank}, and {adapter.folder} has rank {adapter.rank}; set it to that, or to 0 to read it."
@@ -96,7 +96,7 @@ def recommend_rank(
     rule: Rule = "mean",
     source_rank: int | None = None,
 ) -> int:
-    """The smallest of `ranks` at which the mean over the layers of V(k), or the smallest V(k), reaches the threshold.
+    """Return the smallest of `ranks` at which the mean over the layers of V(k), or the smallest V(k), reaches the threshold.
 
     Each of `layers` maps ranks to V, at least up to the layer's own rank; None is a layer of zeros, which does not count. If no rank
     reaches the threshold, the result is `source_rank`, by default the last of `ranks`. Raises ValueError for an unknown rule, a threshold
@@ -119,7 +119,7 @@ def recommend_rank(
 
 
 def checked_ranks(ranks: Sequence[int], source_rank: int) -> tuple[int, ...]:
-    """`ranks`, if they rise and lie between 1 and `source_rank`. Raises ConfigurationError, a ValueError, otherwise."""
+    """Return `ranks` if they rise and lie between 1 and `source_rank`. Raises ConfigurationError, a ValueError, otherwise."""
     rising = all(low < high for low, high in pairwise(ranks))
     if not ranks or not rising or ranks[0] < 1 or ranks[-1] > source_rank:
         raise ConfigurationError(
@@ -129,12 +129,12 @@ def checked_ranks(ranks: Sequence[int], source_rank: int) -> tuple[int, ...]:
 
 
 def powers_of_two(source_rank: int) -> tuple[int, ...]:
-    """1, 2, 4, ... below the source rank, and the source rank."""
+    """Return 1, 2, 4, ... below the source rank, and the source rank."""
     return (*(2**power for power in range(source_rank.bit_length()) if 2**power < source_rank), source_rank)
 
 
 def svd_device(name: str) -> torch.device:
-    """The device of `[squeeze] device`. Raises EnvironmentFailure if it is absent."""
+    """Return the device of `[squeeze] device`. Raises EnvironmentFailure if it is absent."""
     from retrain.model.devices import is_present, present_devices
 
     device = torch.device(name.replace("gpu", "cuda"))

@@ -1,4 +1,4 @@
-"""The same adapter at a lower rank: the update of every layer truncated to its first singular values, at the same scale.
+"""Compression of an adapter to a lower rank: the update of every layer is truncated to its first singular values, at the same scale.
 
 Truncation acts on B A, and the model's update is s B A, so s must not change: alpha' = alpha k / r, and alpha sqrt(k / r) for
 rank-stabilised LoRA, whose s is alpha / sqrt(r). alpha' may be a fraction, since peft only divides it.
@@ -32,7 +32,7 @@ class Compression:
     folder: Path
     source_rank: int
     ranks: dict[str, int]
-    """By layer name."""
+    """Rank of each layer by name."""
     relative_error: float
     """Frobenius norm of the part that was cut off, relative to the whole update (all layers as one)."""
     storage_error: float
@@ -58,7 +58,7 @@ class Compression:
 
 
 def compressed_alpha(alpha: float, source_rank: int, target_rank: int, use_rslora: bool = False) -> float:
-    """The alpha that keeps the update's scale; an int where it is whole. Raises ValueError unless 1 <= target <= source."""
+    """Return the alpha that keeps the update's scale; an int if it is whole. Raises ValueError unless 1 <= target <= source."""
     if not 1 <= target_rank <= source_rank:
         raise ValueError(f"target rank {target_rank} is out of range; allowed: 1 to the source rank, {source_rank}")
     # multiply before dividing, so that 64 * 8 / 32 is exactly 16
@@ -87,7 +87,7 @@ def compress_adapter(
 def compress(
     adapter: LoraAdapter, output: Path, target_rank: int | Mapping[str, int], device: torch.device, *, overwrite: bool
 ) -> Compression:
-    """`compress_adapter` for an adapter in memory."""
+    """Do what `compress_adapter` does for an adapter in memory."""
     check_output(adapter.folder, output, overwrite)
     ranks = _ranks(adapter, target_rank)
     tensors = dict(adapter.others)
@@ -108,7 +108,7 @@ def compress(
 
 
 def truncated(layer: LoraLayer, factors: Factors, k: int) -> tuple[Tensor, Tensor]:
-    """A' [k, d_in] and B' [d_out, k] from the first k singular values, whose square root is in both, in the source's dtype.
+    """Return A' [k, d_in] and B' [d_out, k] from the first k singular values, whose square root is in both, in the source's dtype.
 
     A layer of zeros keeps the first rows of A, so that it can still be trained.
     """
@@ -137,7 +137,7 @@ def _ranks(adapter: LoraAdapter, target: int | Mapping[str, int]) -> dict[str, i
 
 
 def check_output(source: Path, output: Path, overwrite: bool) -> None:
-    """Raises ConfigurationError if `output` is the source's folder, or a folder with files that may not be replaced."""
+    """Raise ConfigurationError if `output` is the source's folder, or a folder with files that may not be replaced."""
     where = f'[squeeze] output_path = "{output}"'
     if output.resolve() == source.resolve():
         raise ConfigurationError(f"{where} is the adapter itself; choose another folder.")
@@ -163,7 +163,7 @@ def _write(output: Path, tensors: dict[str, Tensor], settings: dict[str, Any], c
 
 
 def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """The source's settings with the new ranks and alphas; patterns hold only the layers that differ from the default."""
+    """Return the source's settings with the new ranks and alphas; patterns hold only the layers that differ from the default."""
     default_rank = max(ranks.values())
     alphas = {layer.name: compressed_alpha(layer.alpha, layer.rank, ranks[layer.name], layer.use_rslora) for layer in adapter.layers}
     default_alpha = next(alphas[name] for name, rank in ranks.items() if rank == default_rank)
@@ -176,7 +176,7 @@ def _settings(adapter: LoraAdapter, ranks: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _exactly(name: str) -> str:
-    """The expression that peft matches with this module only."""
+    """Return the expression that peft matches with this module only."""
     return f"^{re.escape(name)}"
 
 
@@ -200,7 +200,7 @@ def _card(adapter: LoraAdapter, ranks: Mapping[str, int], error: float) -> str:
 
 
 def _verify(adapter: LoraAdapter, output: Path, ranks: Mapping[str, int], device: torch.device) -> float:
-    """Read the written adapter and compare every layer's update with the truncated one; the Frobenius norm of all differences.
+    """Read the written adapter and compare every layer's update with the truncated one; return the Frobenius norm of all differences.
 
     That norm bounds the largest difference of a single weight. Raises RunFailed if a layer differs by more than rounding.
     """

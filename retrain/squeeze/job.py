@@ -2,13 +2,17 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
-from retrain.config.outcomes import unused_keys
-from retrain.errors import ConfigurationError
+from retrain.backends.tinker.archive import download_adapter
+from retrain.config.outcomes import squeezes_remote_adapter, unused_keys
+from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.records.atomic import replace_file
 from retrain.records.disk import expanded, safetensors_io, writing_to
 from retrain.records.printing import GAP, table_lines
@@ -20,7 +24,6 @@ from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy
 from retrain.squeeze.adapter import LoraAdapter, read_adapter
 from retrain.squeeze.analysis import Analysis, analyze, svd_device
 from retrain.squeeze.compression import Compression, check_output, compress
-from retrain.squeeze.remote import local_adapter
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze
 
 if TYPE_CHECKING:
@@ -39,12 +42,14 @@ class Squeezed:
     """None without `[squeeze] evaluate`."""
 
     def to_json(self) -> dict[str, Any]:
-        """For a campaign's manifest: recommended_rank, rule, threshold, table, and the compression and evaluation if there are any."""
+        """Return recommended_rank, rule, threshold and table for a campaign's manifest, and the compression and evaluation if there are
+        any.
+        """
         parts = {"compression": self.compression, "evaluation": self.accuracy}
         return self.analysis.to_json() | {name: part.to_json() for name, part in parts.items() if part}
 
     def lines(self) -> list[str]:
-        """The printed table and results."""
+        """Return the printed table and results."""
         compression = compression_lines(self.compression) if self.compression else []
         return [*analysis_lines(self.analysis), *compression, *([self.accuracy.line()] if self.accuracy else [])]
 
@@ -61,6 +66,24 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
         say(line)
     track_squeeze(config, RunFolder(Path(config.logging.log_dir).parent / SQUEEZE_RUN), squeezed.analysis.summary(), progress)
     return squeezed
+
+
+@contextmanager
+def local_adapter(config: "TrainConfig") -> Iterator[Path]:
+    """Yield the PEFT folder of `[squeeze] adapter_path`; a tinker:// path is downloaded from `[model] base_url` into a temporary one.
+
+    Raises EnvironmentFailure where the service hands out no adapter.
+    """
+    path = config.squeeze.adapter_path
+    if not squeezes_remote_adapter(config):
+        yield expanded(path, "[squeeze] adapter_path")
+        return
+    with TemporaryDirectory(prefix="retrain-squeeze-") as folder:
+        try:
+            download_adapter(config.model.base_url, path, Path(folder), config.backend.tinker.timeout_s)
+        except EnvironmentFailure as error:
+            raise EnvironmentFailure(f"[squeeze] adapter_path = {path!r} cannot be analysed: {error}") from error
+        yield Path(folder)
 
 
 def _silence(line: str) -> None:
@@ -97,7 +120,7 @@ def squeeze_adapter(config: "TrainConfig", adapter_path: Path, *, overwrite: boo
 
 
 def check_settings(settings: "Squeeze", adapter: LoraAdapter) -> None:
-    """Raises ConfigurationError for settings that do not fit the adapter."""
+    """Raise ConfigurationError for settings that do not fit the adapter."""
     if settings.compress_to > adapter.rank:
         raise ConfigurationError(
             f"[squeeze] compress_to = {settings.compress_to} is out of range; allowed: 1 to {adapter.rank}, the rank of {adapter.folder}."

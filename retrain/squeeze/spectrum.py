@@ -1,4 +1,4 @@
-"""The singular values of one layer's update B A, from QR of both factors and the SVD of the r x r core.
+"""Singular values of one layer's update B A, from QR of both factors and the SVD of the r x r core.
 
 Shapes: A [rank, d_in], B [d_out, rank]. With A^T = Q_a R_a and B = Q_b R_b the product is Q_b (R_b R_a^T) Q_a^T, so the SVD of the core
 R_b R_a^T holds all of it: exact for every rank, in float64, without the d_out x d_in matrix.
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 class Factors(NamedTuple):
-    """B A = left diag(values) right^T, float64. m = min(rank, d_in, d_out)."""
+    """The thin SVD B A = left diag(values) right^T in float64, with m = min(rank, d_in, d_out)."""
 
     left: Tensor
     """[d_out, m], orthonormal columns."""
     values: Tensor
-    """[m], descending."""
+    """[m] singular values, descending."""
     right: Tensor
     """[d_in, m], orthonormal columns."""
 
@@ -38,7 +38,7 @@ class LayerSpectrum:
 
     @property
     def effective_rank(self) -> int:
-        """The highest rank of an update with these shapes; below `rank` where the layer is narrower than its adapter."""
+        """The highest rank of an update with these shapes; below `rank` if the layer is narrower than its adapter."""
         return len(self.singular_values)
 
     @property
@@ -57,7 +57,7 @@ class LayerSpectrum:
         return 0.0 if self.is_zero else (self.scale * self.singular_values[0]) ** 2 * self._cumulative[-1]
 
     def retained(self, k: int) -> float:
-        """V(k): the fraction of the sum of squared singular values in the first k; sqrt(1 - V) is the relative Frobenius error.
+        """Return V(k), the fraction of the sum of squared singular values in the first k; sqrt(1 - V) is the relative Frobenius error.
 
         1 from the effective rank on. Raises ValueError for k < 1 and for a layer of zeros.
         """
@@ -68,7 +68,7 @@ class LayerSpectrum:
         return 1.0 if k >= self.effective_rank else self._cumulative[k - 1] / self._cumulative[-1]
 
     def lost(self, k: int) -> float:
-        """1 - V(k), summed over the values that rank k cuts off, so that a small loss keeps its digits; 0 for a layer of zeros.
+        """Return 1 - V(k), summed over the values that rank k cuts off, so that a small loss keeps its digits; 0 for a layer of zeros.
 
         Its square root is the relative Frobenius error of the update at rank k. Raises ValueError for k < 1.
         """
@@ -80,7 +80,7 @@ class LayerSpectrum:
         return math.fsum((value / self.singular_values[0]) ** 2 for value in cut) / self._cumulative[-1]
 
     def smallest_rank(self, threshold: float) -> int:
-        """The smallest k whose V(k) reaches the threshold; 1 for a layer of zeros, which loses nothing at any rank."""
+        """Return the smallest k whose V(k) reaches the threshold; 1 for a layer of zeros, which loses nothing at any rank."""
         if self.is_zero:
             return 1
         return next(k for k in range(1, self.effective_rank + 1) if reaches(self.retained(k), threshold))
@@ -91,17 +91,17 @@ def reaches(retained: float, threshold: float) -> bool:
 
 
 _ROUNDING = 1e-12
-"""A V(k) below the threshold only by the rounding of its sum counts as reaching it."""
+"""A V(k) that is below the threshold only by the rounding of its sum counts as reaching it."""
 
 
 def layer_spectrum(lora_a: Tensor, lora_b: Tensor, *, name: str = "layer", scale: float = 1.0) -> LayerSpectrum:
-    """The spectrum of B A from A [rank, d_in] and B [d_out, rank]. Raises ValueError for shapes that do not fit and for nan or inf."""
+    """Compute the spectrum of B A from A [rank, d_in] and B [d_out, rank]. Raises ValueError for wrong shapes, nan and inf."""
     values = torch.linalg.svdvals(_core(*_triangles(lora_a, lora_b, name)))
     return LayerSpectrum(name, lora_a.shape[0], tuple(values.tolist()), scale)
 
 
 def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> Factors:
-    """The SVD of B A as thin factors. Raises the errors of `layer_spectrum`."""
+    """Compute the SVD of B A as thin factors. Raises the errors of `layer_spectrum`."""
     a, b = _checked(lora_a, lora_b, name)
     q_a, r_a = torch.linalg.qr(a.T)
     q_b, r_b = torch.linalg.qr(b)
@@ -110,7 +110,7 @@ def factorise(lora_a: Tensor, lora_b: Tensor, name: str) -> Factors:
 
 
 def product_norm(lora_a: Tensor, lora_b: Tensor) -> float:
-    """Frobenius norm of B A."""
+    """Return the Frobenius norm of B A."""
     return float(torch.linalg.matrix_norm(_core(*_triangles(lora_a, lora_b, "product"))))
 
 

@@ -13,10 +13,10 @@ from retrain.records.token_table import TokenTable
 
 @dataclass(frozen=True)
 class Started:
-    """The run's folder is ours and its first step is near."""
+    """The run holds its folder and is about to take its first step."""
 
     device: str
-    """The one in use: cpu, mps, cuda:0."""
+    """The device in use: cpu, mps or cuda:N."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Message:
 
 @dataclass(frozen=True)
 class GroupScored:
-    """One group of the current step has its rewards."""
+    """One group of the current step has been scored."""
 
     correct: int
     judged: int
@@ -65,28 +65,28 @@ Event = Started | Message | GroupScored | Progress | Generations | Tokens | Step
 
 
 class Tracker:
-    """A sink. This one ignores every event; a subclass matches on those that it wants."""
+    """A sink for events. This one ignores every event; a subclass matches on those that it wants."""
 
     def emit(self, event: Event) -> None: ...
 
     def message(self, line: str) -> None:
-        """Emit a `Message`: the form to pass on as a `say` function."""
+        """Emit a `Message`; other parts take this method as their `say` function."""
         self.emit(Message(line))
 
     def wants_tokens(self, step: int) -> bool:
-        """True if this step's token table, which is costly to build, will be kept."""
+        """Return True if this step's token table will be kept; it is costly to build."""
         return False
 
     def close(self) -> None:
         """Release files and connections; safe to call twice, and called after a failure too."""
 
     def state(self) -> dict[str, str]:
-        """The state with which a resumed run continues in the same places; part of the checkpoint."""
+        """Return what a resumed run needs to continue in the same places, as part of the checkpoint."""
         return {}
 
     @property
     def is_behind(self) -> bool:
-        """True if the disk refused something that is still to be written: a sync is due."""
+        """True if the disk refused something that is still to be written, so that a sync is due."""
         return False
 
     def sync(self) -> dict[str, dict[str, Any]]:

@@ -16,9 +16,10 @@ from retrain.tracking.wandb import WandbTracker
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Logging
 
 _EXTERNAL: dict[str, type[ExternalTracker]] = {"wandb": WandbTracker, "trackio": TrackioTracker, "tensorboard": TensorboardTracker}
-"""Each imports its library when it is made."""
+"""Name -> tracker; each imports its library when it is made."""
 
 SQUEEZE_RUN = "squeeze-analysis"
 
@@ -61,11 +62,11 @@ def track_squeeze(config: "TrainConfig", folder: RunFolder, summary: SqueezeSumm
 
 
 def _external_trackers(settings: ExternalSettings, say: Callable[[str], None]) -> list[Tracker]:
-    """Each runs in a thread of its own, so that its failures and delays do not reach the run."""
-    return [Background(name, _EXTERNAL[name](settings), say, settings.folder.path) for name in tracker_names(settings.config)]
+    """Make each tracker in a thread of its own, so that its failures and delays do not reach the run."""
+    return [Background(name, _EXTERNAL[name](settings), say, settings.folder.path) for name in tracker_names(settings.config.logging)]
 
 
-def tracker_names(config: "TrainConfig") -> list[str]:
-    """`[logging] trackers`; a wandb_project adds wandb."""
-    names: list[str] = list(dict.fromkeys(config.logging.trackers))
-    return [*names, "wandb"] if config.logging.wandb_project and "wandb" not in names else names
+def tracker_names(settings: "Logging") -> list[str]:
+    """Return `[logging] trackers`, and wandb if a wandb_project is set."""
+    names: list[str] = list(dict.fromkeys(settings.trackers))
+    return [*names, "wandb"] if settings.wandb_project and "wandb" not in names else names

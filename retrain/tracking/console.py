@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich import progress as bars
 
 _BAR_DELAY_S = 1.0
-"""A shorter step shows no bar: it would only flicker."""
+"""Seconds before a progress bar appears; in a shorter step it would only flicker."""
 
 
 class Console(Tracker):
@@ -77,7 +77,7 @@ class Console(Tracker):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """The reader may go away (`| head`, a closed terminal); the run continues and writes its files."""
+        """Ignore a reader that goes away (`| head`, a closed terminal): the run continues and writes its files."""
         try:
             yield
         except OSError as error:
@@ -130,7 +130,7 @@ def pass_at_1(result: Evaluation) -> str:
 
 
 def task_lines(result: Evaluation) -> list[str]:
-    """pass@1 of each task with its interval; none where there is one task."""
+    """Lines with the pass@1 of each task and its interval; none if there is only one task."""
     tasks = result.by_task
     return [f"  {task} | {pass_at_1(part)} | problems={len(part.problems)}" for task, part in tasks.items()] if len(tasks) > 1 else []
 
@@ -140,7 +140,7 @@ def _ends(interval: tuple[float, float]) -> str:
 
 
 def _gain(after: Evaluation, before: Evaluation) -> str:
-    """Such as: +40.1 pp [+36.2, +44.0], paired by problem."""
+    """Format the difference of two evaluations, such as: +40.1 pp [+36.2, +44.0], paired by problem."""
     found = after.difference_from(before)
     if found is None:
         return ""

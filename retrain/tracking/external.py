@@ -1,4 +1,4 @@
-"""Shared by the trackers outside of the run's folder: settings, metric names, a missing extra, and the thread that each runs in."""
+"""Parts that trackers outside of the run's folder share: settings, metric names, a missing extra, and the thread that each runs in."""
 
 import contextlib
 import importlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 STEP_METRIC = "trainer/step"
-"""Our own x axis: steps that a resumed run makes again land on their old place instead of being dropped."""
+"""The x axis of training metrics. The trackers' own step counters drop values for steps that a resumed run makes again."""
 RANK_METRIC = "squeeze/rank"
 """The x axis of a squeeze analysis."""
 
@@ -72,14 +72,14 @@ class ExternalTracker(Tracker):
         """Lines for the person at the screen, which the run's own thread prints."""
 
     def abandon(self) -> None:
-        """Called after a failure or a timeout: from here on the library must not delay the end of the process."""
+        """Give up after a failure or a timeout: from now on the library must not delay the end of the process."""
 
 
 # -- metric names --------------------------------------------------------------------------------------------------------
 
 
 def metrics(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/, environment/; None is left out."""
+    """Return the numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/ and environment/."""
     measured = {f"train/environment/{name}": value for name, value in (record.environment_metrics or {}).items()}
     return measured | {
         metric_name(name): float(value)
@@ -89,7 +89,7 @@ def metrics(record: StepRecord) -> dict[str, float]:
 
 
 def metric_name(field: str) -> str:
-    """exec_entropy_mean -> train/entropy/exec_mean, bp_sigma -> train/backpressure/sigma, grad_norm -> train/grad_norm."""
+    """Name a field for a tracker: exec_entropy_mean -> train/entropy/exec_mean, bp_sigma -> train/backpressure/sigma."""
     if field.startswith("bp_"):
         return f"train/backpressure/{field.removeprefix('bp_')}"
     for kind in ("entropy", "surprisal"):
@@ -113,7 +113,7 @@ def squeeze_summary(result: SqueezeSummary) -> dict[str, float]:
 
 
 def squeeze_metrics(row: TableRow) -> dict[str, float]:
-    """One point of each curve over RANK_METRIC: the share that a rank keeps."""
+    """Return one point of each curve over RANK_METRIC: what a rank keeps."""
     return {f"squeeze/variance_{name}": getattr(row, name) for name in ("mean", "min", "max")} | {
         "squeeze/variance_whole": row.energy,
         "squeeze/error": row.error,
@@ -142,7 +142,8 @@ class Background(Tracker):
     capacity = 1000
     """Length of the queue: enough for minutes without a server, and some megabytes."""
     patience_s = 30.0
-    """Seconds that the end of a run waits for a tracker: enough to upload the last steps, but not for a server that is down."""
+    """Seconds for which the end of a run waits for a tracker: enough to upload the last steps, but not to wait for a server that is down.
+    """
 
     def __init__(self, name: str, sink: ExternalTracker, say: Callable[[str], None], files: Path) -> None:
         """`files` is the folder to name in a complaint: it holds what the tracker misses."""

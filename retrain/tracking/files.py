@@ -1,4 +1,4 @@
-"""The sink that writes a run's folder."""
+"""The tracker that writes a run's folder."""
 
 import json
 from collections import Counter
@@ -42,9 +42,12 @@ class RunFiles(Tracker):
                 if self.wants_tokens(step):
                     write_tokens(self._folder.step_tokens(step), table, step)
             case StepRecord():
-                self._write_step(event)
+                values = event.to_json()
+                self._append(self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS})
+                self._append(self._folder.metrics, values)
             case Evaluation():
-                self._write_evaluation(event)
+                for problem in event.problems:
+                    self._append(self._folder.evaluation, problem.to_json())
             case RunSummary():
                 replace_file(self._folder.summary, _pretty(self._redactor.json(event.to_json())))
 
@@ -66,15 +69,6 @@ class RunFiles(Tracker):
     def wants_tokens(self, step: int) -> bool:
         every = self._config.logging.tokens_every
         return every > 0 and step % every == 0
-
-    def _write_step(self, record: StepRecord) -> None:
-        values = record.to_json()
-        self._append(self._folder.emergence_steps, {name: values[name] for name in EMERGENCE_FIELDS})
-        self._append(self._folder.metrics, values)
-
-    def _write_evaluation(self, evaluation: Evaluation) -> None:
-        for record in evaluation.problems:
-            self._append(self._folder.evaluation, record.to_json())
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -103,13 +97,13 @@ class RunFiles(Tracker):
 
 
 def kept_generations(logging: "Logging", step: int, records: Sequence[GenerationRecord]) -> list[GenerationRecord]:
-    """The completions of a step that `[logging]` keeps; empty for a step that is not due."""
+    """Return the completions of a step that `[logging]` keeps; none for a step that is not due."""
     due = logging.generations_every > 0 and step % logging.generations_every == 0
     return spread(records, logging.generations_per_step) if due else []
 
 
 def spread(records: Sequence[GenerationRecord], count: int) -> list[GenerationRecord]:
-    """`count` of a step's completions over as many prompts as there are: the first of every prompt, then the second of every one."""
+    """Take `count` of a step's completions from as many prompts as possible: the first of every prompt, then the second of every one."""
     seen: Counter[str] = Counter()
     turns = []
     for record in records:

@@ -40,7 +40,9 @@ class TensorboardTracker(ExternalTracker):
                 self._scalars(self._writer(), squeeze_summary(event), 0)
 
     def _writer(self, name: str = "") -> Any:
-        """Evaluations have a writer of their own, since they count completed steps: one at step 20 is older than training step 20."""
+        """Return the writer of training or of evaluations. They are separate since an evaluation counts completed steps, so that its step
+        20 precedes training step 20.
+        """
         if name not in self._writers:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -1,4 +1,4 @@
-"""Trackio: the same picture as wandb, kept on this machine; `trackio show` opens it."""
+"""Trackio: the same metrics as in wandb, kept on this machine; `trackio show` opens them."""
 
 import importlib
 from typing import Any

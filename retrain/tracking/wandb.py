@@ -31,13 +31,14 @@ _RUN_ID = "wandb_run_id"
 _INCREMENTS = 100
 """Increments of one table that wandb shows."""
 _INIT_S = 10.0
-"""For a server that does not answer; then the run is kept on disk."""
+"""Seconds to wait for a server that does not answer; the run is then kept on disk."""
 _FINISH_S = 25.0
-"""For uploading the last steps; shorter than the background's patience, so that the message is the one with the command to send them."""
+"""Seconds for uploading the last steps. It is below the background's patience, so that the message names the command to upload them later.
+"""
 _EXIT_S = 2.0
-"""For wandb's service process at the end of ours, once the tracker has failed or hangs."""
+"""Seconds for wandb's service process at the end of ours, once the tracker has failed or hangs."""
 _TAG_LENGTH = 64
-"""wandb refuses a longer tag."""
+"""Longest tag that wandb accepts."""
 
 
 class WandbTracker(ExternalTracker):
@@ -112,7 +113,7 @@ class WandbTracker(ExternalTracker):
         )
 
     def _add_completions(self, records: Sequence[GenerationRecord]) -> None:
-        """Add rows to one growing table: wandb shows only the newest of several tables under one name."""
+        """Add rows to one growing table, since wandb shows only the newest of several tables under one name."""
         if self._completions is None:
             self._completions = self._wandb.Table(columns=list(GENERATION_COLUMNS), log_mode="INCREMENTAL", allow_mixed_types=True)
         for row in self.settings.masked_rows(records):
@@ -145,7 +146,7 @@ class WandbTracker(ExternalTracker):
         self._end(0 if summary.status == "done" else 1)
 
     def close(self) -> None:
-        """A run without a `RunSummary` never began."""
+        """Finish the wandb run. Without a `RunSummary` the run never began, so there is none."""
         if self._run is not None:
             self._send_completions()
             self._end(1)

@@ -26,7 +26,7 @@ from retrain.backends.local.micro_batches import (
 )
 from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.result import Update, step_result
-from retrain.backends.rows import check_rows, minibatch_split, sequence_weights
+from retrain.backends.rows import check_rows, minibatch_split, num_completions, row_weights
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.adapter import Adapter
@@ -132,10 +132,11 @@ class Learner:
             batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
         updates: list[Update] = []
         measured: list[Float32Array] = []
+        completions = num_completions(rows) / self._minibatches
         for turn in range(self._passes if batch else 0):
             log_ratios = measured if turn == 0 and not self._recompute and raw is None else None
             parts = minibatch_split(batch, self._minibatches, self.seed, step, turn)
-            updates.extend(self._update(part, step, len(rows) / self._minibatches, log_ratios) for part in parts)
+            updates.extend(self._update(part, step, completions, log_ratios) for part in parts)
         if raw is not None:
             return step_result(updates, raw)
         if self._recompute:
@@ -221,10 +222,10 @@ class Learner:
         The policy term is averaged over the rows that have one and the tokens that count in it; KL and entropy are averaged over all rows,
         so that switching them on changes nothing in the policy term.
         """
-        aggregation, most = self.loss.aggregation, self.max_tokens
-        policy = sequence_weights([row.row.num_counted for row in rows], aggregation, most, completions)
-        regulariser = sequence_weights([row.row.num_actions for row in rows], aggregation, most, completions)
-        return {row.number: _Weights(own, other) for row, own, other in zip(rows, policy, regulariser, strict=True)}
+        own, common = [row.row for row in rows], (self.loss.aggregation, self.max_tokens, completions)
+        policy = row_weights(own, [row.num_counted for row in own], *common)
+        regulariser = row_weights(own, [row.num_actions for row in own], *common)
+        return {row.number: _Weights(*weights) for row, *weights in zip(rows, policy, regulariser, strict=True)}
 
     def _nonfinite(self, infinite_logprobs: Tensor, loss: Tensor, norm: Tensor) -> str:
         if infinite_logprobs:

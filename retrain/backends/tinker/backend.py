@@ -15,7 +15,7 @@ import numpy as np
 
 from retrain.backends.base import TINKER, Backend
 from retrain.backends.result import Update, step_result
-from retrain.backends.rows import check_rows, learning_rate, minibatch_split, sequence_weights
+from retrain.backends.rows import check_rows, learning_rate, minibatch_split, num_completions, row_weights
 from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import ShiftedRow, action_logprobs, policy_datum, scoring_datum
 from retrain.backends.tinker.engine import TinkerEngine
@@ -122,7 +122,7 @@ class TinkerBackend(Backend):
             return step_result([], [])
         if name := _nonfinite_input(batch):
             return step_result([Update(nonfinite=name)], [])
-        completions = len(rows) / training.minibatches
+        completions = num_completions(rows) / training.minibatches
         with self._service.slot():
             requested = [
                 (turn, self._request_update(part, step, completions))
@@ -140,7 +140,9 @@ class TinkerBackend(Backend):
         from tinker import types
 
         config, training = self.config, self.config.training
-        weights = sequence_weights([row.row.num_counted for row in rows], config.loss.aggregation, training.max_tokens, completions)
+        own = [row.row for row in rows]
+        counted = [row.num_counted for row in own]
+        weights = row_weights(own, counted, config.loss.aggregation, training.max_tokens, completions)
         datums = [
             policy_datum(row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * undone))
             for row, weight, undone in zip(rows, weights, self._undone_means(rows), strict=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_trackers_files import config, wandb_history, wandb_logs
+from test_tracking_stored import config, wandb_history, wandb_logs
 from trackers import SECRET, keep_here
 
 import retrain.tracking.wandb

@@ -140,9 +140,13 @@ def config(transform: str = "gtpo_sepa", **sections: dict[str, object]) -> Train
     return TrainConfig.model_validate({"algorithm": {"transform_mode": transform}, **sections})
 
 
+def note_of(config: TrainConfig) -> str | None:
+    return maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps)
+
+
 def test_a_ramp_that_does_not_end_is_told_before_the_run() -> None:
-    assert maximal_lambda(config()) == pytest.approx(0.898)
-    note = maximal_lambda_note(config())
+    assert maximal_lambda(config().sepa, config().training.max_steps) == pytest.approx(0.898)
+    note = note_of(config())
     assert note is not None and "0.898" in note
-    assert maximal_lambda_note(config(sepa={"steps": 100, "delay_steps": 0})) is None
-    assert maximal_lambda_note(config("gtpo")) is None
+    assert note_of(config(sepa={"steps": 100, "delay_steps": 0})) is None
+    assert note_of(config("gtpo")) is None

@@ -47,9 +47,9 @@ def test_absent_numbers_are_not_logged() -> None:
 
 
 def test_a_wandb_project_switches_wandb_on() -> None:
-    assert tracker_names(config()) == []
-    assert tracker_names(config(wandb_project="p")) == ["wandb"]
-    assert tracker_names(config(wandb_project="p", trackers=["tensorboard", "wandb"])) == ["tensorboard", "wandb"]
+    assert tracker_names(config().logging) == []
+    assert tracker_names(config(wandb_project="p").logging) == ["wandb"]
+    assert tracker_names(config(wandb_project="p", trackers=["tensorboard", "wandb"]).logging) == ["tensorboard", "wandb"]
 
 
 def test_a_missing_extra_is_one_sentence_that_names_it() -> None:

@@ -1,0 +1,112 @@
+"""Evidence that may be looked at after every seed: an e-process for paired differences, and its correction over a family.
+
+The null hypothesis is that of the exact sign-flip test: given the sizes |d_s| of the differences so far and the past, the sign of each
+difference is as likely to be + as -. A bet multiplies its capital by 1 + sign(d_s) * b_s, where |b_s| <= 1 depends only on the sizes up to
+and with seed s. Under the null hypothesis the expected factor is 1, so the capital is a nonnegative martingale that starts at 1, and so is
+the mean of several. By Ville's inequality such a capital ever reaches 1 / alpha with a probability of at most alpha, however often it is
+looked at and whenever the campaign stops.
+
+Sources: Vovk and Wang, arXiv 2208.08925 (nonparametric e-tests: Fisher, sign and Wilcoxon); Ville 1939; Vovk and Wang 2021, Annals of
+Statistics 49 (closed testing with means of e-values).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from retrain.analysis.statistics import Floats
+
+_STRENGTHS = (1.5, 3.0)
+"""Multiples of the size in b = tanh(strength * size). tanh(c |d|) is the likelihood ratio's bet for a normal shift; these two are near the
+best for effects of 1 to 3 standard deviations (benchmarks/looking.py)."""
+_TIE = 1e-12
+"""A difference this small beside the largest so far is 0: it is what rounding leaves of equal rates."""
+
+
+def capital(differences: Floats) -> Floats:
+    """[..., seeds] differences in the order of the looks -> [..., seeds] capital of the e-process after each of them.
+
+    NaN is a seed without a pair, at which nothing is bet. The capital is the mean over bets of two kinds (sized by |d| and by its rank),
+    two strengths and both directions. Multiplying all differences by a number leaves it unchanged.
+    """
+    from scipy.special import ndtri
+
+    present = ~np.isnan(differences)
+    sizes = np.where(present, np.abs(differences), 0.0)
+    largest = np.maximum.accumulate(sizes, axis=-1)
+    sizes = np.where(sizes > _TIE * largest, sizes / np.where(largest[..., -1:] > 0, largest[..., -1:], 1.0), 0.0)
+    signs = np.where(sizes > 0, np.sign(np.where(present, differences, 0.0)), 0.0)
+    relative = sizes / _root_mean_square(sizes, present)
+    ranked = ndtri(0.5 + 0.5 * _rank_fractions(sizes, present))
+    capital = np.zeros_like(sizes)
+    for size in (relative, ranked):
+        for strength in _STRENGTHS:
+            bet = signs * np.tanh(strength * size)
+            capital += np.cumprod(1 + bet, axis=-1) + np.cumprod(1 - bet, axis=-1)
+    scaled: Floats = capital / (4 * len(_STRENGTHS))
+    return scaled
+
+
+def _root_mean_square(sizes: Floats, present: np.ndarray) -> Floats:
+    """Over the seeds so far; 1 while all are 0."""
+    counts = np.maximum(np.cumsum(present, axis=-1), 1)
+    root: Floats = np.sqrt(np.cumsum(sizes**2, axis=-1) / counts)
+    return np.where(root > 0, root, 1.0)
+
+
+def _rank_fractions(sizes: Floats, present: np.ndarray) -> Floats:
+    """The rank of each size among those so far, over their number + 1; ties take their mean rank, a seed without a pair 0."""
+    fractions = np.zeros_like(sizes)
+    for seed in range(sizes.shape[-1]):
+        before, own, there = sizes[..., : seed + 1], sizes[..., seed : seed + 1], present[..., : seed + 1]
+        below, equal = ((before < own) & there).sum(axis=-1), ((before == own) & there).sum(axis=-1)
+        rank = below + 0.5 * (equal + 1)
+        fractions[..., seed] = np.where(present[..., seed], rank / (there.sum(axis=-1) + 1), 0.0)
+    return fractions
+
+
+def adjust(capitals: Floats) -> Floats:
+    """[..., contrasts, seeds] capitals -> the evidence for each contrast over the whole family, the largest up to each seed.
+
+    Evidence of 1 / alpha or more rejects a contrast's null hypothesis; the probability that any true one is ever rejected is at most
+    alpha, whatever the contrasts have in common. By closed testing, evidence is the least mean capital of any part of the family that
+    holds the contrast: itself with the j smallest others, for j = 0, 1, ... A mean of e-processes is an e-process, so each part's mean
+    obeys Ville's inequality at all looks together.
+    """
+    contrasts = capitals.shape[-2]
+    evidence = np.empty_like(capitals)
+    counts = np.arange(1, contrasts + 1).reshape(-1, 1)
+    for contrast in range(contrasts):
+        others = np.sort(np.delete(capitals, contrast, axis=-2), axis=-2)
+        own = capitals[..., contrast : contrast + 1, :]
+        evidence[..., contrast, :] = (np.cumsum(np.concatenate([own, others], axis=-2), axis=-2) / counts).min(axis=-2)
+    largest: Floats = np.maximum.accumulate(evidence, axis=-1)
+    return largest
+
+
+def evidence(family: Sequence[Mapping[int, float]], seeds: Sequence[int]) -> list[float]:
+    """The evidence for each contrast after `seeds`, in their order; a contrast maps a seed to its difference.
+
+    A contrast that lacks a seed bets nothing there: a run failed, or the contrast was decided before.
+    """
+    if not family or not seeds:
+        return [1.0] * len(family)
+    differences = np.array([[contrast.get(seed, np.nan) for seed in seeds] for contrast in family])
+    return [float(value) for value in adjust(capital(differences))[:, -1]]
+
+
+def anytime_p(value: float) -> float:
+    """min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at whatever look."""
+    return min(1.0, 1.0 / value) if value > 0 else 1.0
+
+
+def chance_to_decide(differences: Sequence[float], more: int, bar: float, campaigns: int = 400) -> float:
+    """Fraction of simulated continuations by `more` seeds whose capital reaches `bar`, if the differences go on as these.
+
+    Two differences or more; the continuations are normal with their mean and sd. It says whether going on is worth its cost, and nothing
+    about the null hypothesis, so stopping by it loses power but makes no false verdict.
+    """
+    rng = np.random.default_rng(len(differences))
+    drawn = rng.normal(np.mean(differences), np.std(differences, ddof=1), (campaigns, more))
+    whole = np.concatenate([np.tile(differences, (campaigns, 1)), drawn], axis=1)
+    return float((capital(whole) >= bar).any(axis=1).mean())

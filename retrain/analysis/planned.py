@@ -1,0 +1,146 @@
+"""The plan of a comparison, which a campaign's manifest holds from before its first run, and the looks that were taken on the way.
+
+A plan is hashed, so that an edit shows. A comparison that differs from it is exploratory: its p is computed as if it had been planned.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from retrain.errors import RunFailed
+from retrain.parsing import read_object
+
+if TYPE_CHECKING:
+    from retrain.analysis.verdict import TestSettings
+
+ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class AnalysisPlan:
+    """What is decided before the first run."""
+
+    baseline: str
+    conditions: tuple[str, ...]
+    """The others; each is compared with the baseline."""
+    metric: str
+    alpha: float
+    rule: Literal["seeds", "evidence"]
+    """The exact test once after all seeds, or the e-process after every seed."""
+    seeds: tuple[int, ...]
+    """At most these, in this order."""
+    max_steps: int
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"sha256": self.sha256}
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look: what was known after a seed, and what followed."""
+
+    seed: int
+    evidence: Mapping[str, float]
+    """Condition -> evidence over the family, for those still running; 1 / alpha decides (e_process.adjust)."""
+    chance: Mapping[str, float]
+    """Condition -> chance to be decided by the last seed if the differences go on as so far. Recorded; it stops nothing."""
+    decided: Mapping[str, str]
+    """Condition -> its verdict, for those decided at this look; they run no more."""
+
+
+@dataclass(frozen=True)
+class CampaignRecord:
+    """The plan and the looks in a campaign's manifest."""
+
+    plan: AnalysisPlan | None
+    """None in manifests of versions that recorded none."""
+    edited: bool
+    """The plan is not the one that was hashed."""
+    looks: Sequence[Look]
+    seeds: Sequence[int]
+    """The seeds of the campaign as it is now."""
+    max_steps: int | None
+
+    @classmethod
+    def read(cls, folder: Path) -> "CampaignRecord":
+        """Raises RunFailed for a damaged manifest."""
+        path = folder / "manifest.json"
+        content = read_object(path)
+        try:
+            stored = content.get("plan")
+            plan = None if stored is None else _plan(stored)
+            looks = [Look(**look) for look in content.get("looks") or []]
+            seeds = [int(seed) for seed in content.get("seeds") or []]
+        except (TypeError, ValueError, KeyError) as error:
+            raise RunFailed(f"{path} has a plan or a look that cannot be read ({error}): the file was changed.") from error
+        edited = plan is not None and content["plan"].get("sha256") != plan.sha256
+        return cls(plan, edited, looks, seeds, content.get("max_steps"))
+
+    @property
+    def looked(self) -> tuple[int, ...]:
+        """The seeds of the looks, in order."""
+        return tuple(look.seed for look in self.looks)
+
+    def decided_at(self, condition: str) -> int | None:
+        """The number of looks after which the condition was decided; None while it is not."""
+        return next((number for number, look in enumerate(self.looks, start=1) if condition in look.decided), None)
+
+    def seeds_of(self, condition: str) -> tuple[int, ...]:
+        """The seeds that the e-process of a condition has seen."""
+        return self.looked[: self.decided_at(condition)]
+
+
+def _plan(stored: Mapping[str, Any]) -> AnalysisPlan:
+    values = {field.name: stored[field.name] for field in fields(AnalysisPlan)}
+    return AnalysisPlan(**values | {name: tuple(values[name]) for name in ("conditions", "seeds")})
+
+
+def deviations(
+    record: CampaignRecord, *, baseline: str, pairs: Sequence[tuple[str, str]], metric: str, test: "TestSettings"
+) -> Iterator[str]:
+    """In what a comparison differs from the plan, such as "metric (auc, planned pass@1)"."""
+    plan = record.plan
+    if plan is None:
+        return
+    if record.edited:
+        yield "the plan itself, which was edited after it was hashed"
+    planned_rule = "evidence" if plan.rule == "evidence" else "maxt"
+    for name, now, planned in (
+        ("baseline", baseline, plan.baseline),
+        ("metric", metric, plan.metric),
+        ("alpha", f"{test.alpha:g}", f"{plan.alpha:g}"),
+        ("correction", test.correction or planned_rule, planned_rule),
+        ("failed runs", test.failed, "exclude"),
+        ("max_steps", record.max_steps, plan.max_steps),
+    ):
+        if now != planned:
+            yield f"{name} ({now}, planned {planned})"
+    contrasts = {(condition, plan.baseline) for condition in plan.conditions}
+    if baseline == plan.baseline and set(pairs) != contrasts:
+        yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
+
+
+def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
+    """As planned, or exploratory and in what; and which seeds were added. "" without a recorded plan."""
+    plan = record.plan
+    if plan is None:
+        return ""
+    if differing:
+        stopped = " The campaign stopped when its evidence decided, so that an exact test's p is too small." if record.looks else ""
+        return f"Exploratory: differs from the plan ({plan.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
+    when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
+    line = f"As planned before the first run ({plan.sha256[:8]}): {plan.metric} at {plan.alpha:g}, {len(plan.seeds)} seeds, {when}."
+    added = [seed for seed in record.seeds if seed not in plan.seeds]
+    if not added:
+        return line
+    which = f"Added after the plan: seed{'' if len(added) == 1 else 's'} {', '.join(map(str, added))}."
+    if plan.rule == "evidence":
+        return f"{line} {which} The evidence stays valid."
+    return f"{line} {which} If results were seen before, the exact test is no longer exact: its p is too small."

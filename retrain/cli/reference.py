@@ -1,0 +1,77 @@
+"""docs/commands.md: every command with an example, its arguments and options, made from the commands themselves."""
+
+from collections.abc import Iterator
+
+import typer
+
+from retrain.cli.main import command_named
+from retrain.cli.usage import COMMANDS, EXAMPLES, FLAGS, SWITCHES
+
+PAGES = {
+    "explain": "explain.md",
+    "status": "looking.md",
+    "eval": "comparing.md",
+    "compare": "comparing.md",
+    "report": "looking.md",
+    "inspect": "looking.md",
+    "audit": "audit.md",
+    "power": "comparing.md",
+    "serve": "engines.md",
+    "backends": "engines.md",
+}
+"""Command -> the page of docs/ that shows what it prints."""
+
+INTRODUCTION = """\
+# Commands
+
+Made from the commands by `make docs`. `retrain COMMAND --help` prints the same.
+
+## retrain [FILE.toml] [flags]
+
+Does what the file describes: a training run, a campaign if it has `[campaign]`, or a squeeze job if it has `[squeeze] adapter_path`.
+Without a file it reads ./retrain.toml. A file named `.env` in the current folder is loaded first, for keys and tokens.
+
+```bash
+retrain examples/lab.toml --seed 42 --lr 1e-4 --log-dir logs/lab_s42
+```
+"""
+
+EXIT_CODES = """\
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | the run failed, or a bug: the message says which |
+| 2 | wrong usage or configuration; nothing was changed |
+| 3 | the machine lacks something: a package, memory, a server |
+| 129, 130, 143 | stopped by SIGHUP, Ctrl-C or SIGTERM; the run is saved and can be [resumed](resuming.md) |
+"""
+
+
+def commands_document() -> str:
+    """The text of docs/commands.md."""
+    flags = _table(("flag", "what it does"), ((f"`{flag}`", text) for flag, text in {**SWITCHES, **FLAGS}.items()))
+    every = "The most used flags; every key of the configuration has one, in [its table](configuration-keys.md)."
+    return "\n\n".join([INTRODUCTION.rstrip(), every, flags, *map(_command, COMMANDS), EXIT_CODES.rstrip()]) + "\n"
+
+
+def _command(name: str) -> str:
+    command = command_named(name)
+    context = typer.Context(command, info_name=f"retrain {name}")
+    records = [parameter.get_help_record(context) for parameter in command.get_params(context)]
+    rows = [(f"`{record[0]}`", record[1]) for record in records if record and record[0] != "--help"]
+    page = f"[More of it]({PAGES[name]})." if name in PAGES else ""
+    parts = [
+        f"## retrain {name}",
+        command.help or "",
+        f"```bash\n{EXAMPLES[name]}\n```",
+        _table(("argument or option", "what it does"), rows) if rows else "",
+        page,
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _table(heads: tuple[str, str], rows: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> str:
+    escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ("---", "---"), *escaped])

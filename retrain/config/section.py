@@ -1,0 +1,78 @@
+"""Building blocks of the schema: a strict section, and keys with documentation and traits."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
+
+from retrain.config.values import MAX_SEED, check_holdable, check_path, check_table
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a key, or of every key of a section, besides its values. Lists of keys are derived from them (`Key.traits`)."""
+
+    meaningful_unset: bool = False
+    """Leaving the key out has a meaning that no value expresses, so a written configuration leaves it out too."""
+    acts_by_presence: bool = False
+    """The presence of the section has a meaning, so a written configuration leaves it out while it is unset."""
+    may_change_at_resume: bool = False
+    own_to_a_run: bool = False
+    """Runs that differ in this key may still be compared: it is no part of what is trained."""
+    sizes_memory: bool = False
+    sets_step_time: bool = False
+    """The duration of a step depends strongly on it."""
+    whole_campaign: bool = False
+    """The key is about a campaign as a whole, so a condition cannot set it."""
+    not_for_a_condition: str = ""
+    """Why a condition cannot set it, and which key does instead."""
+    echoes_training: bool = False
+    """While unset, it has the value of the key of the same name in [training], which the bare name means."""
+    parameter_of: tuple[str, ...] = ()
+    """The rewards whose judgement depends on it; "plugin" stands for every plugin."""
+
+    def __or__(self, other: "Traits") -> "Traits":
+        """Combine the traits of a key with those of its section."""
+        return Traits(**{trait.name: getattr(self, trait.name) or getattr(other, trait.name) for trait in fields(Traits)})
+
+
+NO_TRAITS = Traits()
+_TRAITS = tuple(trait.name for trait in fields(Traits))
+
+
+def key(default: Any, doc: str, *, example: Any = None, **marks: Any) -> Any:
+    """Declare a key with its default and its documentation.
+
+    `example` stands in the annotated file where there is no default. `marks` are the key's Traits, and pydantic's ge, gt, le, lt,
+    min_length and alias.
+    """
+    traits = {name: marks.pop(name) for name in _TRAITS if name in marks}
+    examples = None if example is None else [example]
+    return Field(default, description=doc, examples=examples, json_schema_extra={"traits": traits}, **marks)
+
+
+def traits_of(field: FieldInfo) -> Traits:
+    """The traits that `key` was given."""
+    extra: Any = field.json_schema_extra
+    return Traits(**extra["traits"]) if extra else NO_TRAITS
+
+
+Strings = list[str]
+PathText = Annotated[str, AfterValidator(check_path)]
+Table = Annotated[dict[str, Any], AfterValidator(check_table)]
+Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+
+
+class Section(BaseModel):
+    """A strict, frozen and closed table: an unknown key is an error, "5" is not 5, and nan and inf are not numbers."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    traits: ClassVar[Traits] = NO_TRAITS
+    """The traits of every key of the section."""
+
+    @field_validator("*")
+    @classmethod
+    def _is_holdable(cls, value: Any) -> Any:
+        return check_holdable(value)

@@ -1,0 +1,79 @@
+"""One exchange with a server over HTTP, bounded in time and in size, and what the server says in it.
+
+Whoever asks decides what is tried again: `inference_engine/http.py` for servers that sample, `rewards/chat.py` for judges.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+_SHOWN = 300
+"""Characters of a server's own words in a sentence."""
+
+logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; a failure says how many there were
+
+
+class TooLong(Exception):
+    """An answer went on after as many bytes as any answer needs; the rest was not read."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    reason: str
+    """The words of the status, such as Not Found."""
+
+    @cached_property
+    def content(self) -> Any:
+        """The body as JSON, or as text where it is none."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError):
+            return self.body.decode(errors="replace")
+
+    @property
+    def said(self) -> str:
+        """The server's own words about an error, in one line, of the few forms that servers have for them; "" for none."""
+        content = self.content
+        for name in ("error", "message", "detail"):
+            while isinstance(content, dict) and name in content:
+                content = content[name]
+        text = " ".join(str(content).split())
+        return (text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...").rstrip(".")
+
+    @property
+    def leads_to(self) -> str:
+        """The host that a redirection names; it is never followed, since what is sent is meant for one host alone."""
+        return urlsplit(self.headers.get("location", "")).netloc.rpartition("@")[2] or "another path"
+
+
+async def exchange(
+    client: httpx.AsyncClient, method: str, url: str, body: Mapping[str, Any] | None, *, seconds: float, most_bytes: int
+) -> Answer:
+    """Send `body` as JSON and read the whole answer, whatever its status.
+
+    Raises TimeoutError after `seconds` from the first byte to the last, TooLong after `most_bytes`, and what httpx raises.
+    """
+    received = bytearray()
+    async with asyncio.timeout(seconds), client.stream(method, url, json=body) as response:
+        async for part in response.aiter_bytes():
+            received += part
+            if len(received) > most_bytes:
+                raise TooLong
+    return Answer(response.status_code, response.headers, bytes(received), response.reason_phrase)
+
+
+def masked(sentence: str, *secrets: str) -> str:
+    """Without the secrets, which a server may repeat in its answer."""
+    for secret in filter(None, secrets):
+        sentence = sentence.replace(secret, "***")
+    return sentence

@@ -1,0 +1,239 @@
+"""Campaigns that are looked at after every seed: what a look decides, and that a kill changes nothing."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from campaigns import problems, write_run
+
+from retrain.analysis.compare import compare_campaign
+from retrain.analysis.comparison_text import to_text
+from retrain.analysis.planned import CampaignRecord
+from retrain.analysis.verdict import TestSettings, Verdict
+from retrain.campaign.launch import EndedJob, RunOutcome
+from retrain.campaign.manifest import Manifest, Status
+from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign, planned_seeds
+from retrain.campaign.runner import _Execution
+from retrain.config import config_from_mapping, config_from_toml
+from retrain.errors import ConfigurationError
+
+CONDITIONS = [
+    {"advantage_mode": "grpo", "transform_mode": "none"},
+    {"advantage_mode": "maxrl", "transform_mode": "none"},
+    {"advantage_mode": "rloo", "transform_mode": "none"},
+]
+BETTER = {"grpo+none": [10, 12, 9, 11, 10, 13, 10, 8, 12, 11], "maxrl+none": [30, 33, 31, 29, 32, 34, 31, 30, 30, 33]}
+LIKE_THE_BASELINE = {"rloo+none": [11, 10, 10, 10, 12, 11, 11, 9, 11, 12]}
+ASKED = 40
+
+
+class Killed(BaseException):
+    """What ends a campaign's process in the middle of something."""
+
+
+@dataclass
+class Simulated:
+    """A launcher whose runs have results that a test chooses; it is killed after `until` runs."""
+
+    right: Mapping[str, list[int]]
+    failing: frozenset[str] = frozenset()
+    until: int = 10_000
+    workers: int = 1
+    started: list[str] = field(default_factory=list)
+
+    def start(self, run: CampaignRun, slot: int) -> EndedJob:
+        self.started.append(run.name)
+        if len(self.started) > self.until:
+            raise Killed
+        if run.name in self.failing:
+            return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
+        count = self.right[run.condition][run.seed - 1]
+        write_run(run.folder, run.seed, held_out=problems([1] * count + [0] * (ASKED - count)), algorithm=_modes(run.condition))
+        return EndedJob(RunOutcome(Status.DONE))
+
+    def close(self) -> None: ...
+
+
+def _modes(condition: str) -> dict[str, str]:
+    advantage, _, transform = condition.partition("+")
+    return {"advantage_mode": advantage, "transform_mode": transform}
+
+
+class Said:
+    """The lines of the board."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def started(self, name: str) -> None: ...
+
+    def ended(self, name: str) -> None: ...
+
+
+class NotInterrupted:
+    stopped_by = None
+
+
+def planned(folder: Path, **campaign: Any) -> CampaignPlan:
+    values = {"seeds": [1, 2, 3], "max_seeds": 10, "stop": "evidence", "max_steps": 2, "conditions": CONDITIONS[:2]} | campaign
+    return plan_campaign(config_from_mapping({"campaign": values, "evaluation": {"at_end": True}}), folder)
+
+
+def execute(plan: CampaignPlan, launcher: Any) -> list[str]:
+    """Run the plan, from the manifest that is there; what was said."""
+    folder, said = plan.folder, Said()
+    if (folder / "manifest.json").exists():
+        manifest = Manifest.read(folder)
+        manifest.resumed_with(plan)
+    else:
+        folder.mkdir(parents=True)
+        manifest = Manifest.of_plan(plan, datetime.now())
+    _Execution(plan, manifest, launcher, said, NotInterrupted(), on_done=lambda run: None).run()  # type: ignore[arg-type]
+    return said.lines
+
+
+def looks(folder: Path) -> list[dict[str, Any]]:
+    stored: list[dict[str, Any]] = json.loads((folder / "manifest.json").read_text())["looks"]
+    return stored
+
+
+def statuses(folder: Path) -> dict[str, Status]:
+    return {entry.name: entry.status for entry in Manifest.read(folder).runs}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Simulated, list[str]]:
+    """A campaign that a clear difference ended."""
+    folder, launcher = tmp_path_factory.mktemp("stopped") / "c", Simulated(BETTER)
+    return folder, launcher, execute(planned(folder), launcher)
+
+
+@pytest.fixture
+def decided(stopped: tuple[Path, Simulated, list[str]], tmp_path: Path) -> tuple[Path, Simulated, list[str]]:
+    """A copy of it."""
+    shutil.copytree(stopped[0], tmp_path / "c")
+    return tmp_path / "c", *stopped[1:]
+
+
+def test_a_clear_difference_stops_the_campaign_and_the_rest_is_skipped(decided: tuple[Path, Simulated, list[str]]) -> None:
+    folder, launcher, said = decided
+    taken = looks(folder)
+    assert 6 <= len(taken) < 10 and len(launcher.started) == 2 * len(taken)
+    assert [bool(look["decided"]) for look in taken] == [False] * (len(taken) - 1) + [True]
+    assert taken[-1]["decided"] == {"maxrl+none": "improvement"} and taken[-1]["evidence"]["maxrl+none"] >= 20
+    assert statuses(folder)["maxrl+none_s10"] is Status.SKIPPED and statuses(folder)["maxrl+none_s1"] is Status.DONE
+    assert said[-1] == f"Decided after {len(taken)} seeds of at most 10."
+
+
+def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(decided: tuple[Path, Simulated, list[str]]) -> None:
+    folder, _, _ = decided
+    comparison = compare_campaign(folder, TestSettings())
+    (contrast,) = comparison.contrasts
+    assert contrast.conclusion.verdict is Verdict.IMPROVEMENT and comparison.to_come == 0
+    assert contrast.conclusion.p_adjusted == pytest.approx(1 / looks(folder)[-1]["evidence"]["maxrl+none"], rel=1e-3)
+    text = to_text(comparison, 200)
+    assert "As planned before the first run" in text and "looked at after every seed" in text and "e-process" in text
+    assert "exact sign flips" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"baseline": "maxrl+none"}, "baseline (maxrl+none, planned grpo+none)"),
+        ({"metric": "correct_rate"}, "metric (correct_rate, planned pass@1)"),
+        ({"test": TestSettings(alpha=0.01)}, "alpha (0.01, planned 0.05)"),
+        ({"test": TestSettings(correction="holm")}, "correction (holm, planned evidence)"),
+    ],
+)
+def test_another_comparison_is_exploratory(decided: tuple[Path, Simulated, list[str]], options: dict[str, Any], what: str) -> None:
+    comparison = compare_campaign(decided[0], options.pop("test", TestSettings()), **options)
+    assert comparison.planned.startswith("Exploratory: differs from the plan") and what in comparison.planned
+    assert "p is too small" in comparison.planned and comparison.test.rule != "evidence"
+
+
+def test_an_edited_plan_shows(decided: tuple[Path, Simulated, list[str]]) -> None:
+    path = decided[0] / "manifest.json"
+    content = json.loads(path.read_text())
+    content["plan"]["alpha"] = 0.2
+    path.write_text(json.dumps(content))
+    assert "edited after it was hashed" in compare_campaign(decided[0], TestSettings(alpha=0.2)).planned
+
+
+def test_a_campaign_killed_at_any_run_decides_the_same_after_a_resume(decided: tuple[Path, Simulated, list[str]], tmp_path: Path) -> None:
+    whole, undisturbed, _ = decided
+    for until in (1, len(undisturbed.started) // 2, len(undisturbed.started) - 1):
+        plan = planned(tmp_path / f"killed-{until}")
+        with pytest.raises(Killed):
+            execute(plan, Simulated(BETTER, until=until))
+        execute(plan, Simulated(BETTER))
+        assert looks(plan.folder) == looks(whole)
+        assert statuses(plan.folder) == statuses(whole)
+
+
+def test_a_kill_between_a_run_and_its_look_changes_nothing(decided: tuple[Path, Simulated, list[str]]) -> None:
+    folder = decided[0]
+    before = looks(folder)
+    content = json.loads((folder / "manifest.json").read_text())
+    content["looks"] = before[:-1]
+    (folder / "manifest.json").write_text(json.dumps(content))
+    launcher = Simulated(BETTER)
+    execute(planned(folder), launcher)
+    assert looks(folder) == before and launcher.started == []
+
+
+def test_a_decided_condition_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c", conditions=CONDITIONS)
+    launcher = Simulated({**BETTER, **LIKE_THE_BASELINE})
+    said = execute(plan, launcher)
+    taken = looks(plan.folder)
+    last = next(number for number, look in enumerate(taken, start=1) if look["decided"])
+    assert last < 10 == len(taken)
+    assert launcher.started.count(f"maxrl+none_s{last}") == 1 and f"maxrl+none_s{last + 1}" not in launcher.started
+    assert "rloo+none_s10" in launcher.started and said[-1] == "All 10 seeds were looked at; not decided: rloo+none."
+    verdicts = {item.condition: item.conclusion for item in compare_campaign(plan.folder, TestSettings()).contrasts}
+    assert verdicts["maxrl+none"].verdict is Verdict.IMPROVEMENT and verdicts["maxrl+none"].pairs == last
+    assert verdicts["rloo+none"].verdict is Verdict.INCONCLUSIVE and verdicts["rloo+none"].pairs == 10
+
+
+def test_a_run_that_failed_before_its_look_stays_lost(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c")
+    execute(plan, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
+    before = looks(plan.folder)
+    launcher = Simulated(BETTER)
+    execute(plan, launcher)
+    assert looks(plan.folder) == before and launcher.started == []
+    assert statuses(plan.folder)["maxrl+none_s2"] is Status.FAILED
+
+
+def test_more_workers_than_conditions_take_later_seeds_and_the_looks_stay_in_order(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c")
+    execute(plan, Simulated(BETTER, workers=6))
+    alone = planned(tmp_path / "alone")
+    execute(alone, Simulated(BETTER))
+    assert looks(plan.folder) == looks(alone.folder)
+
+
+def test_seeds_added_later_are_named_and_the_exact_test_is_no_longer_exact(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6])
+    execute(plan, Simulated(BETTER))
+    assert "tested once" in compare_campaign(plan.folder, TestSettings()).planned
+    execute(planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1, 2, 3, 4, 5, 6, 7, 8]), Simulated(BETTER))
+    line = compare_campaign(plan.folder, TestSettings()).planned
+    assert re.search(r"Added after the plan: seeds 7, 8\. .*no longer exact", line)
+    assert CampaignRecord.read(plan.folder).plan.seeds == (1, 2, 3, 4, 5, 6)  # type: ignore[union-attr]
+
+
+def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
+    config = config_from_toml('[campaign]\nseeds = [42, 7]\nstop = "evidence"\nmax_seeds = 5')
+    assert config.campaign and planned_seeds(config.campaign) == (42, 7, 43, 44, 45)
+    with pytest.raises(ConfigurationError, match="max_seeds = 2 is below the 3 seeds that are named"):
+        config_from_toml('[campaign]\nseeds = [1, 2, 3]\nstop = "evidence"\nmax_seeds = 2')
