@@ -1,8 +1,10 @@
 """Environments: trajectories of several turns, exact in tokens, and episodes that fail alone."""
 
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -144,6 +146,10 @@ def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(straight: Path
         patch.setattr(Session, "turn_to_learning", stop)
         train(guessing(folder), quiet=True)
     train(guessing(folder, resume={"from": str(folder)}), quiet=True)
+    assert_same_bytes(straight, folder)
+
+
+def assert_same_bytes(straight: Path, folder: Path) -> None:
     assert timeless(straight / "metrics.jsonl") == timeless(folder / "metrics.jsonl")
     for name in (
         "emergence/generations.jsonl",
@@ -152,6 +158,37 @@ def test_a_run_killed_between_two_steps_resumes_to_the_same_bytes(straight: Path
         "tokens/step_3.safetensors",
     ):
         assert (straight / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+class Deadly(NumberGuessing):
+    """Where a variable names a run, it kills its process at a second guess of that run's fourth step."""
+
+    def episode(self) -> Episode:
+        guessing, run = super().episode(), os.environ.get("RETRAIN_TEST_RUN")
+        real, guesses = guessing.step, 0
+
+        def step(reply: str) -> Any:
+            nonlocal guesses
+            guesses += 1
+            metrics = Path(run or "", "metrics.jsonl")
+            if run and guesses == 2 and metrics.exists() and len(lines(metrics)) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(reply)
+
+        guessing.step = step  # type: ignore[method-assign]
+        return guessing
+
+
+def test_a_run_killed_within_a_dialogue_resumes_to_the_same_bytes(straight: Path, tmp_path: Path) -> None:
+    folder, file, environment = tmp_path / "run", tmp_path / "run.toml", {"provider": "tests.test_environments.Deadly"}
+    text = (straight / "config.toml").read_text().replace(str(straight), str(folder))
+    file.write_text(text.replace("retrain.environments.lab.NumberGuessing", environment["provider"]))
+    command = [sys.executable, "-m", "retrain", str(file), "--quiet"]
+    killed = subprocess.run(command, env=os.environ | {"RETRAIN_TEST_RUN": str(folder)}, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(lines(folder / "metrics.jsonl")) == 3
+    train(guessing(folder, environment=environment, resume={"from": str(folder)}), quiet=True)
+    assert_same_bytes(straight, folder)
 
 
 def test_a_later_turn_continues_the_noise_of_the_turns_before(straight: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,6 +211,17 @@ def test_a_later_turn_continues_the_noise_of_the_turns_before(straight: Path, mo
         actions = table.turns.actions[table.turns.offsets[number] : table.turns.offsets[number + 1]]
         wanted |= {(int(table.slot[number]), int(table.sample[number]), int(sum(actions[:turn]))) for turn in range(1, len(actions))}
     assert wanted and wanted == {one for one in asked if one[2] > 0}
+
+
+def test_the_labs_game_counts_the_guesses_that_heed_its_hints() -> None:
+    """A fixed series of guesses wins some games; only guesses that fit every hint so far count as heeding them."""
+    host = EpisodeHost(NumberGuessing(largest=7, turns=3), max_turns=0, timeout_s=30, correct_threshold=0.5)
+    halving, fixed = play(host, Example("", "6"), ["4", "7", "6"]), play(host, Example("", "1"), ["4", "6", "no idea"])
+    assert (halving.reward, halving.metrics["heeded"], halving.metrics["turns"]) == (1.0, 1.0, 3)
+    assert fixed.metrics["heeded"] == 0 and fixed.reward == 0
+    assert play(host, Example("", "3"), ["4", "1", "4"]).metrics["heeded"] == 0.5, "it must heed the first hint too"
+    assert "heeded" not in play(host, Example("", "4"), ["4"]).metrics
+    host.close()
 
 
 # -- conversations and rows ------------------------------------------------------------------------------------------------

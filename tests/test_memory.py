@@ -17,9 +17,9 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
 from retrain.model.footprint import footprint
-from retrain.model.machine import Machine, activation_bytes, budgets, plan
+from retrain.model.machine import PROMPT_ALLOWANCE, Machine, activation_bytes, budgets, longest_row, plan
 from retrain.model.memory import GIB, Memory, predict_memory
-from retrain.model.text import load_model_config
+from retrain.model.text import load_model_config, resolve_model
 from retrain.types import Row
 
 QWEN3_4B: dict[str, Any] = {
@@ -68,6 +68,18 @@ def test_a_model_without_weights_has_the_footprint_and_the_choices_of_the_real_o
     assert predicted.size == footprint(backend._base, config)
     assert predicted.choices == backend.choices
     assert predicted.device == backend.device_name
+
+
+def test_a_dialogue_has_room_for_what_its_environment_says() -> None:
+    """Where there can be a second reply, memory is predicted for longer rows, within the model's context."""
+
+    def longest(max_tokens: int = 64, **environment: Any) -> int:
+        config = TrainConfig.model_validate({"model": {"model": "lab"}, "training": {"max_tokens": max_tokens}, "environment": environment})
+        return longest_row(config, load_model_config(resolve_model(config.model.model)), 100)
+
+    assert longest() == longest(provider="reasoning_gym", id="chain_sum") == longest(provider="my.Mine", max_turns=1) == 164
+    assert longest(provider="my.Mine") == longest(provider="my.Mine", max_turns=3) == 164 + PROMPT_ALLOWANCE
+    assert longest(1500) == 1600 and longest(1500, provider="my.Mine") == 2048
 
 
 def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> None:

@@ -78,7 +78,10 @@ def test_held_out_answers_alone_may_be_judged(tmp_path: Path) -> None:
         )
         train(config, quiet=True)
         assert 1 < len(server.requests) <= 5
-    assert [line["samples"] for line in lines(tmp_path / "evaluation.jsonl")] == [1] * 4
+    records = lines(tmp_path / "evaluation.jsonl")
+    assert [line["samples"] for line in records] == [1] * 4
+    assert sum(line["judge_requests"] or 0 for line in records) == len(server.requests) - 1  # the probe is no problem's
+    assert sum(line["judge_prompt_tokens"] or 0 for line in records) == 100 * (len(server.requests) - 1)
     assert lines(tmp_path / "metrics.jsonl")[0]["judge_requests"] is None  # a random reward trained
 
 

@@ -1,4 +1,4 @@
-"""Environments that call the model themselves, seen as episodes that are replied to.
+"""Turns environments that call the model themselves into episodes that wait for replies.
 
 Their rollout is a coroutine on an event loop of our own. When it asks for a reply it waits there, and the episode's method returns what it
 asked with.
@@ -50,7 +50,7 @@ class EventLoop:
 
 
 class Telephone:
-    """One rollout's line to the model: `ask` on the loop's side, the rest on the episode's."""
+    """Connects one rollout, which calls `ask` on the event loop, with its episode, which reads `events` on another thread."""
 
     def __init__(self) -> None:
         self.events: SimpleQueue[_Asked | Result | BaseException] = SimpleQueue()
@@ -63,7 +63,7 @@ class Telephone:
 
 
 Rollout = Callable[[Telephone, Example, int], Awaitable[Result]]
-"""Plays one episode to its end, asking for replies over the telephone, and returns the verdict."""
+"""Plays one episode to its end, asking for replies with `Telephone.ask`, and returns the verdict."""
 
 
 class BridgedEpisode(Episode):

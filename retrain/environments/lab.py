@@ -17,9 +17,9 @@ HIGHER, LOWER = ">", "<"
 class NumberGuessing(Environment):
     """A number from 1 to `largest`, to be found in `turns` guesses.
 
-    The reward of a game that is won is 1, and 0.1 more for each guess that is left. A lost one pays up to 0.4, the more the fewer numbers
-    its hints leave, so that a guess in the middle, and one that heeds the hints, pays before the first game is won. The last number of a
-    reply is the guess. The episodes of a group look for the same number.
+    The reward is 1 for the right guess, and 0.1 more for each turn that is left. Without it, it is the less below 0.4 the farther the
+    last guess is off, so that a guess that heeds the hint pays before the first game is won. The last number of a reply is the guess. The
+    episodes of a group look for the same number. The metric `heeded` is the share of the guesses after the first that fit the hints.
     """
 
     def __init__(self, largest: int = 15, turns: int = 4, examples: int = 64) -> None:
@@ -65,19 +65,24 @@ class _Guessing(Episode):
         if self.guesses:
             self.heeded.append(guess is not None and self.low <= guess <= self.high)
         self.guesses.append(guess)
-        hint = "?" if guess is None else HIGHER if guess < self.number else LOWER
-        if guess is not None and hint == HIGHER:
-            self.low = max(self.low, guess + 1)
-        elif guess is not None:
-            self.high = min(self.high, guess - 1)
         if guess == self.number or len(self.guesses) == self.turns:
             return None
-        return [ChatMessage(role="user", content=hint)]
+        return [ChatMessage(role="user", content=self._hint(guess))]
+
+    def _hint(self, guess: int | None) -> str:
+        if guess is None:
+            return "?"
+        if guess < self.number:
+            self.low = max(self.low, guess + 1)
+            return HIGHER
+        self.high = min(self.high, guess - 1)
+        return LOWER
 
     def result(self) -> Result:
-        solved = bool(self.guesses) and self.guesses[-1] == self.number
-        used, left = len(self.guesses), self.high - self.low + 1
-        reward = 1 + 0.1 * (self.turns - used) if solved else 0.4 * (1 - left / self.largest)
+        guess = self.guesses[-1] if self.guesses else None
+        solved, used = guess == self.number, len(self.guesses)
+        off = self.largest if guess is None else abs(guess - self.number)
+        reward = 1 + 0.1 * (self.turns - used) if solved else 0.4 * max(0.0, 1 - off / self.largest)
         heeded = {"heeded": sum(self.heeded) / len(self.heeded)} if self.heeded else {}
         return Result(reward, {"turns": used, "solved": float(solved)} | heeded)
 

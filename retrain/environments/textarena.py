@@ -41,7 +41,7 @@ class TextArena(Environment):
                 f'[environment] id = "{game}" of textarena needs word lists of nltk that are not here: {describe(error)}; '
                 "download them where there is a network, or choose another game."
             ) from error
-        except Exception as error:
+        except Exception as error:  # games raise what they like; LookupError alone has a cause of its own
             raise ConfigurationError(
                 f'[environment] id = "{game}" of textarena cannot be started for one player with args {given}: {describe(error)}.'
             ) from error

@@ -24,7 +24,7 @@ def load(settings: "Settings") -> Environment:
     """Raises ConfigurationError where the environment cannot be built, in one sentence with its own reason."""
     try:
         environment = vf.load_environment(settings.id, **settings.args)
-    except Exception as error:
+    except Exception as error:  # building it runs code that is not ours
         reason = describe(error.__cause__ or error)
         raise ConfigurationError(
             f'[environment] id = "{settings.id}" could not be loaded with args {dict(settings.args)}: {reason}; if it downloads data, it '

@@ -47,7 +47,7 @@ def load(settings: "Settings") -> Environment:
     try:
         environment = _built(settings, given)
         held_out = None if evaluation is None else loaders.load_taskset(_taskset_config(settings, given, evaluation))
-    except Exception as error:
+    except Exception as error:  # building it runs code that is not ours
         raise ConfigurationError(
             f'[environment] id = "{settings.id}" could not be loaded with args {dict(settings.args)}: {describe(error)}.'
         ) from error

@@ -48,7 +48,7 @@ _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
 """Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it when other work arrives later."""
 PROMPT_ALLOWANCE = 1024
-"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits."""
+"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of an environment's answers."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 16384}
 """Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens and its prompt. A GPU computes no faster
 with more (an estimate), and what they would take may hold pages."""
@@ -206,8 +206,13 @@ def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> 
 
 
 def longest_row(config: "TrainConfig", model_config: Any, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
-    """Tokens of the longest prompt and completion that must fit; where prompts are not known, an allowance is made."""
-    wanted = config.training.max_tokens + prompt_tokens
+    """Tokens of the longest prompt and completion that must fit; where prompts are not known, an allowance is made.
+
+    What an environment says between the replies is known beforehand nowhere, so all of it together has the same allowance.
+    """
+    environment = config.environment
+    answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
+    wanted = config.training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
     return min(wanted, context_length(model_config) or wanted)
 
 

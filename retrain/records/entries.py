@@ -246,6 +246,16 @@ class EvaluationRecord(_Record):
     """Answers whose reward could not be judged; they are in no rate."""
     reward_mean: float | None
     """Mean reward of the judged answers; null when there are none."""
+    judge_requests: int | None = None
+    """Requests to the judge for this problem's answers, retries included; null, like the rest of judge_*, where no judge is used."""
+    judge_cached: int | None = None
+    """Verdicts taken from the cache."""
+    judge_prompt_tokens: int | None = None
+    """Tokens that the judge read."""
+    judge_completion_tokens: int | None = None
+    """Tokens that the judge wrote."""
+    judge_cost: float | None = None
+    """By `[reward] judge_prices`, else as the server reports it; null where neither says."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.correct <= self.samples:

@@ -51,26 +51,37 @@ LONGEST_COMPLETION = 20_000
 """Characters of a completion that the judge reads; of a longer one it reads the end, where the answer is."""
 
 _PLACE = re.compile(r"\{(question|reference|completion)\}")
-_VERDICT = re.compile(r"[\s*_\"'`(\[]*(yes|no)\b(?!\s*(?:/|\bor\b)\s*(?:yes|no)\b)", re.IGNORECASE)
+_FENCE = re.compile(r"^([ \t]*)-{5,}[ \t]*$", re.MULTILINE)
+"""A line such as those that enclose the student's work in the template."""
+_VERDICT = re.compile(
+    r"""[\s*_]*(yes|no)\b(?!\s*(?:\?|(?:/|\bor\b|\band\b)\s*(?:yes|no)\b))"""  # the first word, in bold perhaps
+    r"""|\s*[*_"'`\u201c\u2018(\[]+(yes|no)\b\W*$""",  # in quotes or brackets: nothing else
+    re.IGNORECASE,
+)
 _UNREADABLE_ATTEMPTS = 2
 _PROBE = ("What is 2 + 2?", "4", "2 + 2 = 4, so the answer is 4.")
 
 
 def fill_template(template: str, question: str, reference: str, completion: str) -> str:
-    """The template with its places filled in one pass, so that a completion cannot name a place itself. Other braces stay."""
+    """The template with its places filled in one pass, so that a completion cannot name a place itself. Other braces stay.
+
+    Of a completion's lines of dashes four are left, so that it cannot end the student's work. A lone surrogate becomes a question mark.
+    """
     if len(completion) > LONGEST_COMPLETION:
         completion = "[...]" + completion[-LONGEST_COMPLETION:]
+    completion = _FENCE.sub(r"\1----", completion)
     values = {"question": question, "reference": reference, "completion": completion}
-    return _PLACE.sub(lambda place: values[place[1]], template)
+    return _PLACE.sub(lambda place: values[place[1]], template).encode(errors="replace").decode()
 
 
 def read_verdict(reply: str) -> bool | None:
     """True for a reply whose first word is yes, False for no; None for any other, "yes or no" among them.
 
-    What a judge thinks before `</think>` does not count, and quotes, asterisks and brackets around the word do not matter.
+    What a judge thinks before `</think>` does not count. The word may be bold. In quotes or brackets it must be the whole reply, since
+    '"yes" would be too kind' is no yes.
     """
     verdict = _VERDICT.match(after_thought(reply))
-    return None if verdict is None else verdict[1].lower() == "yes"
+    return None if verdict is None else (verdict[1] or verdict[2]).lower() == "yes"
 
 
 def question_of(example: Example) -> str:

@@ -12,6 +12,7 @@ from retrain.records.evaluation import Evaluation
 from retrain.rewards.guard import check_held_out
 from retrain.run.dialogues import SamplingPlan, Watcher
 from retrain.run.rollout import Sampler
+from retrain.run.step_record import judge_fields
 from retrain.types import Group, Prompt
 
 
@@ -56,4 +57,5 @@ def _problem(group: Group, step: int) -> EvaluationRecord:
         correct=group.correct,
         could_not_judge=len(group) - len(rewards),
         reward_mean=float(np.mean(rewards)) if rewards else None,
+        **judge_fields([group]),
     )

@@ -1,4 +1,4 @@
-"""Whoever the model talks to: a reward that scores one reply, or an environment's episode."""
+"""The interface to what answers a reply: a reward that scores it, or an environment's episode that may go on."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait

@@ -88,7 +88,7 @@ class StepObserver:
             **result_fields(step.result),
             **credit_fields(step.credit, len(groups) - len(step.credit.groups)),
             **reward_fields(rewards),
-            **judge_fields(step.rollout),
+            **judge_fields(step.rollout.drawn),
             **(environment_fields(step.rollout) if self.parts.stage else {}),
             **decision,
             running_correct_rate=state.correct / state.judged if state.judged else None,

@@ -1,4 +1,4 @@
-"""Back pressure within a run: what the controller is told of each step, what it says of the next, and what a resumed run is told again."""
+"""Back pressure within a run: measures each step for the controller, takes its batch size for the next, and replays both after a resume."""
 
 from collections.abc import Mapping
 from math import ceil

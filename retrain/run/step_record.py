@@ -1,6 +1,6 @@
 """The record of a step: the numbers of rollout, credit, learning and machine under the names of the records' fields."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
@@ -133,9 +133,9 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
     }
 
 
-def judge_fields(rollout: Rollout) -> dict[str, Any]:
-    """Return what the judge took for every draw of the step; nothing if none is used."""
-    usages = [member.score.usage for group in rollout.drawn for member in group.members if member.score.usage is not None]
+def judge_fields(groups: Iterable[Group]) -> dict[str, Any]:
+    """Return what the judge took for these groups, as the judge_ fields of their record; nothing where none is used."""
+    usages = [member.score.usage for group in groups for member in group.members if member.score.usage is not None]
     return {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()} if usages else {}
 
 

@@ -9,15 +9,28 @@ import pytest
 pytestmark = pytest.mark.environments
 pytest.importorskip("verifiers")
 
+from retrain import train  # noqa: E402
+from retrain.config import load_config  # noqa: E402
+from retrain.config.overrides import parse_overrides  # noqa: E402
 from retrain.config.schema import Environment as Settings  # noqa: E402
 from retrain.environments.verifiers import load_verifiers  # noqa: E402
 from retrain.errors import ConfigurationError, EnvironmentFailure  # noqa: E402
+from tests.runs import lines  # noqa: E402
 
 STAND_IN = """#!{python}
 # A stand-in for `prime env install owner/name`: it puts the environment's module where this Python looks.
 import pathlib, sys
-assert sys.argv[1:] == ["env", "install", "someone/fetched-env"], sys.argv
-pathlib.Path({target!r}, "fetched_env.py").write_text("from lab_sums import load_environment\\n")
+assert sys.argv[1:] == ["env", "install", {name!r}], sys.argv
+module = pathlib.Path({target!r}, {name!r}.rpartition("/")[2].replace("-", "_") + ".py")
+module.write_text("from lab_sums import load_environment as load\\ndef load_environment(split='train'): return load()\\n")
+"""
+SEED_BLOCK = """
+[environment]
+provider = "verifiers"
+id = "primeintellect/gsm8k"           # installed env id
+args = { split = "train" }             # native TOML object
+auto_install = true                    # install from Prime Hub if missing
+max_turns = 8                          # only used for multi-turn envs
 """
 
 
@@ -34,10 +47,23 @@ def command(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_fetched_environment_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    command(tmp_path / "bin", STAND_IN.format(python=sys.executable, target=str(tmp_path)), monkeypatch)
+    command(tmp_path / "bin", STAND_IN.format(python=sys.executable, target=str(tmp_path), name="someone/fetched-env"), monkeypatch)
     environment = load_verifiers(settings("someone/fetched-env"))
     assert len(environment.examples("train")) == 64
     environment.close()
+
+
+def test_the_environment_block_of_the_seeds_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stand-in for the hub, and the lab's sums for its problems."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "primeintellect/gsm8k"
+    command(tmp_path / "bin", STAND_IN.format(python=sys.executable, target=str(tmp_path), name=name), monkeypatch)
+    file = tmp_path / "seed.toml"
+    file.write_text(SEED_BLOCK + '[model]\nmodel = "lab"\nlora_rank = 4\n')
+    tiny = "--batch-size 2 --group-size 4 --max-tokens 48 --max-steps 1 --devices cpu"
+    train(load_config(file, parse_overrides([f"--log-dir={tmp_path / 'run'}", *tiny.split()])), quiet=True)
+    (record,) = lines(tmp_path / "run/metrics.jsonl")
+    assert {"right", "has_box"} <= record["environment_metrics"].keys()
 
 
 def test_a_failed_command_is_told_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
