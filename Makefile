@@ -37,11 +37,7 @@ test: $(STAMP) ## all tests with coverage and the ten slowest, one process per c
 	@echo "Left out: tests/servers, which need real inference servers (make test-servers), and tests/environments (make test-environments)."
 
 test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
-	@for setup in scripts/servers/*-setup.sh; do \
-		name=$$(basename "$$setup" -setup.sh); echo "$$name: $(SERVERS)/$$name"; \
-		mkdir -p "$(SERVERS)"; PYTHON="$(PYTHON)" "$$setup" "$(SERVERS)/$$name" || exit 3; \
-	done
-	RETRAIN_SERVERS="$(SERVERS)" $(BIN)/python -m pytest -m servers tests/servers -rP --durations=20
+	PYTHON="$(PYTHON)" $(BIN)/python scripts/test_servers.py
 
 test-max: $(STAMP) ## the same for Modular's MAX, whose first start compiles for minutes
 	@mkdir -p "$(SERVERS)"; PYTHON="$(PYTHON)" scripts/servers/max-install.sh "$(SERVERS)/max"

@@ -5,10 +5,10 @@
 
 Each probe prints one JSON line; one that fails says so in its line, and the others go on. The commands of a whole session of 30 minutes:
 
-    python benchmarks/gpu_first.py --output first.jsonl                                              # 8 minutes
-    python -m pytest -q tests/test_cuda_device.py tests/test_engine_options.py                       # 8 minutes; needs pydantic
-    compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only replay,learn
-    python benchmarks/cuda.py --output benchmarks/results                                            # 9 minutes; needs pydantic
+    python benchmarks/gpu_first.py --output first.jsonl                                                    # 8 minutes
+    python -m pytest -q tests/test_cuda_device.py tests/test_decode_kernels.py tests/test_engine_options.py      # 8 minutes; needs pydantic
+    compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only kernels,replay,learn
+    python benchmarks/cuda.py --output benchmarks/results                                                  # 9 minutes; needs pydantic
 """
 
 import argparse
@@ -37,9 +37,12 @@ from retrain.inference_engine.paged_run import PagedEngine, PagedRun
 from retrain.inference_engine.scheduler import DecodeRun, Job
 from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
 from retrain.model.budget import DecodeLimits
+from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head, score_tokens
+from retrain.model.kernels.steps import StepKernels, TorchKernels, TritonKernels, differences
 from retrain.model.packing import PackedAttention, Segment
+from retrain.model.projection import AdapterStack
 from retrain.model.varlen import PagedRows, Spans, flash_paged, has_flash, plain, plain_paged
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -154,6 +157,47 @@ def attention(machine: Machine) -> Found:
         found[f"paged, window {window}"] = float((together.float() - expected).abs().max())
         alone = paged(one[3:], keys, values, PagedRows.of(table[3:], lengths[3:], 256), 0.1, window)
         found[f"paged, window {window}, a row alone has the same bits"] = bool(torch.equal(alone[0], together[3]))
+    return found
+
+
+def kernels(machine: Machine) -> Found:
+    """The Triton kernels of a step: whether they agree with torch's operators, and, one by one beside these, microseconds and bandwidth."""
+    chosen: StepKernels = TritonKernels() if machine.cuda else TorchKernels()
+    found: Found = {"kernels": type(chosen).__name__, "wrong": differences(chosen, machine.device, machine.dtype)}
+    rows, shape = 128 if machine.big else 4, machine.shape
+    hidden, inner, size, vocabulary = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"], shape["vocab_size"]
+    heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["num_key_value_heads"]
+    make = lambda *of: torch.randn(*of, device=machine.device, dtype=machine.dtype)  # noqa: E731
+    stream, update, gates, qkv = (
+        make(rows, hidden),
+        make(rows, hidden + 16)[:, :hidden],
+        make(rows, 2 * inner),
+        make(rows, sum(heads) * size),
+    )
+    rotary, pages = (make(rows, 1, size), make(rows, 1, size)), (make(rows, 16, heads[1], size), make(rows, 16, heads[1], size))
+    norm, head_norm = Norm.of(make(hidden), 1e-6), Norm.of(make(heads[0] + heads[1], size), 1e-6)
+    places, slots = torch.arange(rows, device=machine.device) * 16, torch.arange(rows, device=machine.device) % 4 - 1
+    stack = AdapterStack.of({slot: (make(16, hidden), make(16, hidden)) for slot in range(3)}, 2)
+    reduced, logits = make(rows, 48), make(rows, vocabulary)
+    ones, halves = torch.ones(rows, device=machine.device), torch.full((rows,), 0.5, device=machine.device, dtype=torch.float64)
+    cuts = torch.full_like(places, 50), 0.9 * torch.ones_like(halves), torch.zeros_like(halves)
+    calls: dict[str, tuple[int, Callable[[StepKernels], object]]] = {
+        "add_norm": (4 * stream.nbytes, lambda of: of.add_norm(stream, update, norm)),
+        "turn_and_store": (2 * qkv.nbytes, lambda of: of.turn_and_store(qkv, heads, rotary, head_norm, pages, places)),
+        "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates)),
+        "add_row_updates": (2 * stream.nbytes + stack.up.nbytes, lambda of: of.add_row_updates(stream, reduced, stack, slots)),
+        "draw": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, None)),
+        "draw, truncated": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, cuts)),
+    }
+    for name, (moved, call) in calls.items():
+        try:
+            times = {}
+            for kind, of in (("us", chosen), ("torch_us", TorchKernels())):
+                call(of)
+                times[kind] = 1e3 * machine.clock(lambda call=call, of=of: call(of), 50 if machine.cuda else 1)
+            found[name] = times | {"GB_per_s": moved / times["us"] / 1e3}
+        except Exception as error:  # noqa: BLE001 - the other kernels go on
+            found[name] = f"{type(error).__name__}: {str(error)[:300]}"
     return found
 
 
@@ -298,7 +342,7 @@ def one_pass(
 
 
 PROBES: dict[str, Callable[[Machine], Found]] = {
-    "environment": environment, "attention": attention, "replay": replay, "decode": decode, "learn": learn,
+    "environment": environment, "attention": attention, "kernels": kernels, "replay": replay, "decode": decode, "learn": learn,
 }  # fmt: skip
 
 

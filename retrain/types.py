@@ -60,7 +60,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Completion:
-    """An engine's answer to one prompt. It holds no text: an engine knows token ids only."""
+    """An engine's answer to one prompt."""
 
     request: int
     """Index of the request in the call to `sample`."""
@@ -77,6 +77,10 @@ class Completion:
     """[T] the number of most probable tokens that each token was drawn from; None if that was the whole vocabulary."""
     kept_ids: tuple[Int32Array, ...] | None = None
     """[T] the ids of those tokens, if the engine returns them for a trainer elsewhere."""
+    text: str | None = None
+    """In an evaluation, what a server wrote that says no token ids: `token_ids` are this text encoded again, to be counted, and `logprobs`
+    are NaN. None otherwise, since an engine knows token ids only.
+    """
 
 
 _NO_TOKENS = np.zeros(0, np.int32)

@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,10 @@ from tests.stops import MOMENTS
 # The suite runs in as many processes as there are cores. Threads of one process that meet at every operator would wait for those of
 # another; child processes inherit the setting, so what they compute is the same to the last bit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Triton reads this when it is first imported, which transformers does. Where there is no GPU, its kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # How long an example takes says nothing about its property, and a busy machine is slow.
 settings.register_profile("untimed", deadline=None)

@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,29 +21,41 @@ ROOT = Path(__file__).resolve().parents[1]
 LAB = ROOT / "retrain" / "assets" / "lab"
 _START_S = 600
 """vLLM takes 30 s on two quiet cores, and more than 200 s on two that are shared by many."""
+_HEALTH = {"tinker": "/api/v1/healthz"}
 
 
 class RealServer:
-    """A server process in a session of its own, so that its workers end with it."""
+    """A server process that leads a session of its own, so that its workers end with it; it ends when the tests do, however they end."""
 
-    def __init__(self, name: str, log: Path, model: Path = LAB, flags: tuple[str, ...] = (), port: int = 0) -> None:
+    model = LAB
+
+    def __init__(self, name: str, log: Path, model: Path = LAB, flags: tuple[str, ...] = ()) -> None:
+        self.place(name, log)
+        self.model = model
         environment = Path(os.environ["RETRAIN_SERVERS"]) / name
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        command = [str(ROOT / "scripts" / "servers" / f"{name}-start.sh"), str(environment), str(model), str(self.port), *flags]
-        with log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        self.start([str(ROOT / "scripts" / "servers" / f"{name}-start.sh"), str(environment), str(model), str(self.port), *flags])
 
-    def wait(self, path: str = "/health") -> "RealServer":
+    def place(self, name: str, log: Path) -> None:
+        self.name, self.log, self.port = name, log, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self, command: list[str]) -> None:
+        guarded = [sys.executable, "-m", "retrain.inference_engine.guard", str(os.getpid()), *command]
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                guarded, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env={"HF_HUB_OFFLINE": "1"} | os.environ
+            )
+
+    def wait(self) -> None:
         """Until it is healthy."""
-        end = time.monotonic() + _START_S
+        end, health = time.monotonic() + _START_S, self.url + _HEALTH.get(self.name, "/health")
         while time.monotonic() < end and self.process.poll() is None:
             with suppress(httpx.HTTPError):
-                if httpx.get(self.url + path, timeout=5, trust_env=False).status_code == 200:
-                    return self
+                if httpx.get(health, timeout=5, trust_env=False).status_code == 200:
+                    return
             time.sleep(0.5)
-        raise AssertionError(f"{self.process.args} is not healthy; its last lines:\n{self.log.read_text()[-3000:]}")
+        found = f"was not healthy within {_START_S} s" if self.process.poll() is None else f"ended with {self.process.poll()}"
+        raise AssertionError(f"the {self.name} server {found}; its last lines:\n{self.log.read_text(errors='replace')[-3000:]}")
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -50,18 +63,41 @@ class RealServer:
         self.process.wait()
 
 
+class Printed(RealServer):
+    """Started by what `retrain serve` prints for the lab model at rank 12 and 64 new tokens."""
+
+    def __init__(self, engine: str, folder: Path) -> None:
+        self.place(engine, folder / "server.log")
+        config = folder / "lab.toml"
+        inference = f'[inference]\nengine = "{engine}"\nurl = "{self.url}"\n'
+        config.write_text(f'{inference}[model]\nmodel = "lab"\nlora_rank = 12\n[training]\nmax_tokens = 64\n[data]\nsource = "lab"\n')
+        python = Path(os.environ["RETRAIN_SERVERS"]) / engine / "bin" / "python"
+        arguments = [sys.executable, "-m", "retrain", "serve", engine, str(config), "--python", str(python)]
+        self.printed = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+        self.start(["bash", "-c", self.printed])
+
+
+@contextmanager
+def ended(server: RealServer) -> Iterator[RealServer]:
+    """Healthy inside, and gone after it."""
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
 @contextmanager
 def started(name: str, *variants: tuple[Path, tuple[str, ...]]) -> Iterator[list[RealServer]]:
     """Servers of (model, further flags), started together; LAB without flags where no variant is given."""
-    with TemporaryDirectory() as folder:
-        servers = [
-            RealServer(name, Path(folder) / f"{number}.log", model, flags) for number, (model, flags) in enumerate(variants or [(LAB, ())])
-        ]
-        try:
-            yield [server.wait() for server in servers]
-        finally:
-            for server in servers:
-                server.kill()
+    with TemporaryDirectory() as folder, ExitStack() as undo:
+        found = []
+        for number, (model, flags) in enumerate(variants or [(LAB, ())]):
+            found.append(RealServer(name, Path(folder) / f"{number}.log", model, flags))
+            undo.callback(found[-1].kill)
+        for server in found:
+            server.wait()
+        yield found
 
 
 def free_port() -> int:

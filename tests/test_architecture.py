@@ -123,9 +123,11 @@ def test_credit_knows_no_model(module: str) -> None:
     assert not {name.partition(".")[0] for name in house.imported(ast.walk(MODULES[module]))} & {"torch", "transformers", "peft"}
 
 
-@pytest.mark.parametrize("module", [name for name in modules_of("inference_engine") if name.rpartition(".")[2] not in ("mlx", "max")])
+@pytest.mark.parametrize(
+    "module", [name for name in modules_of("inference_engine") if name.rpartition(".")[2] not in ("texts", "mlx", "max")]
+)
 def test_an_engine_knows_no_text(module: str) -> None:
-    """But for mlx, whose server takes nothing else, and max, which tells the server that it starts where the model's files are."""
+    """But for texts, for servers that take nothing else, and mlx and max, which tell the server where the model's files are."""
     text = {"retrain.model.text", "retrain.model.vocabulary", "tokenizers"}
     assert not [name for name in house.imported(ast.walk(MODULES[module])) if house.enclosing(name, text) or "okenizer" in name]
 

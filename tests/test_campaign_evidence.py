@@ -237,3 +237,12 @@ def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
     assert config.campaign and planned_seeds(config.campaign) == (42, 7, 43, 44, 45)
     with pytest.raises(ConfigurationError, match="max_seeds = 2 is below the 3 seeds that are named"):
         config_from_toml('[campaign]\nseeds = [1, 2, 3]\nstop = "evidence"\nmax_seeds = 2')
+
+
+def test_the_report_shows_the_comparison_as_planned(decided: tuple[Path, Simulated, list[str]]) -> None:
+    from retrain.report.data import ReportRequest
+    from retrain.report.page import write_report
+
+    written = write_report(ReportRequest(decided[0]), decided[0] / "report.html")
+    page = written.page.read_text(encoding="utf-8")
+    assert "As planned before the first run" in page and "looked at after every seed" in page

@@ -30,6 +30,7 @@ def test_vllm_is_told_everything_that_a_run_relies_on() -> None:
     for line in (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
         "VLLM_CPU_KVCACHE_SPACE=1",
+        "TORCHDYNAMO_DISABLE=1",
         "/env/bin/python -m vllm.entrypoints.openai.api_server",
         "  --model /models/m",
         "  --host 127.0.0.1",

@@ -15,6 +15,8 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.fixed_step import FixedStep
 from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model.kernels import steps
+from retrain.model.kernels.steps import TritonKernels
 from retrain.types import Completion, Row
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -35,6 +37,18 @@ def row_of(one: Completion) -> Row:
     span = (len(prompt), len(prompt) + len(one.token_ids))
     advantages = np.full(len(one.token_ids), 1.0 - 2 * (one.sample % 2), np.float32)
     return Row(np.concatenate([prompt, one.token_ids]), (span,), one.logprobs, advantages, one.request)
+
+
+def test_a_step_takes_the_triton_kernels_and_draws_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe at the start found them right; log-probs differ by the rounding of bf16, so a token may differ now and then."""
+    backend = LocalBackend(config_for(**ON_GPU), eos_ids=[3])
+    assert backend._fused is not None and isinstance(backend._fused.kernels, TritonKernels), backend.notes
+    found = drawn(backend)
+    monkeypatch.setattr(steps, "TRITON_DEVICES", set())
+    expected = drawn(LocalBackend(config_for(**ON_GPU), eos_ids=[3]))
+    for key, one in expected.items():
+        assert abs(one.logprobs[0] - found[key].logprobs[0]) < 0.1
+    assert np.mean([np.array_equal(one.token_ids, found[key].token_ids) for key, one in expected.items()]) > 0.5
 
 
 def test_captured_steps_draw_what_called_ones_draw(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ def test_requests_that_are_no_longer_wanted_are_dropped(net: Net) -> None:
     assert dropped == [True]
     start = monotonic()
     pool.close()
-    assert monotonic() - start < 2
+    assert monotonic() - start < 30, "the request would have taken a minute"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from vllm_double import HastyVLLM, SleepyVLLM, VLLMDouble, doubles, first, lab, 
 
 from retrain import train
 from retrain.cli.main import main
-from retrain.config import dump_toml
+from retrain.config import dump_toml, replaced
 from retrain.errors import ConfigurationError, RunFailed, ServerFailure
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.openai import OpenAIEngine
@@ -248,15 +248,49 @@ def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(tmp_pa
     with closing(engine_of(config, OpenAIEngine)) as engine:
         engine.sync(lab().save_adapter, 0)
         assert len(list(engine.sample([request(3)]))) == 3
-    server.text_only = True
-    with pytest.raises(
-        ConfigurationError, match=r"cannot be trained with: it answers a prompt of token ids with 400 .* engine made for it"
-    ):
-        OpenAIEngine.preflight(config)
-    server.text_only = False
+    assert OpenAIEngine.preflight(config) == ""
     server.faults.append(first(9, (200, {"choices": [{"text": "6", "logprobs": None}]})))
-    with pytest.raises(ConfigurationError, match="it returns no token ids with log-probs"):
-        OpenAIEngine.preflight(config)
+    with pytest.raises(ConfigurationError, match="it returns no token ids with log-probs, and the loss needs"):
+        train(config, quiet=True)
+
+
+def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
+    tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its text is what a model in this process writes, and the count of tokens too, since the lab's tokens are bytes."""
+    server.replies_text = True
+    evaluation = {"max_examples": 6, "samples": 1, "temperature": 0.0}
+    toml, local = tmp_path / "run.toml", tmp_path / "local.toml"
+    config = served(tmp_path / "run", server.url, engine="openai", reward={"type": "match"}, evaluation=evaluation)
+    toml.write_text(dump_toml(config))
+    local.write_text(dump_toml(replaced(config, {"inference.engine": "pytorch"})))
+    assert main([str(toml)]) == 2
+    told = "can be evaluated and not trained with: it answers a prompt of token ids with 400 (prompt must be a string), and the loss needs"
+    assert told in capsys.readouterr().err
+    found = []
+    for file in (toml, local):
+        assert main(["eval", str(file), "--output", str(tmp_path / f"answers-{file.stem}"), "--json"]) == 0
+        printed = capsys.readouterr()
+        folder = Path(json.loads(printed.out.splitlines()[-1])["folder"])
+        found.append(
+            [
+                {key: line[key] for key in ("completion", "reward", "finish_reason", "num_tokens")}
+                for line in lines(folder / "samples.jsonl")
+            ]
+        )
+        assert ("encoded again to count its tokens" in printed.out + printed.err) is (file is toml)
+    assert found[0] == found[1] and len(found[0]) == 6
+    assert server.calls >= 6 and not server.adapters
+
+
+def test_a_trained_adapter_is_not_evaluated_on_a_server_that_cannot_load_it(
+    tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(small(tmp_path / "run", training={"max_steps": 1}), quiet=True)
+    server.replies_text = True
+    flags = ["--inference-engine", "openai", "--inference-url", server.url, "--output", str(tmp_path / "out")]
+    assert main(["eval", str(tmp_path / "run"), *flags]) == 2
+    assert "loads no adapters" in capsys.readouterr().err
 
 
 def test_the_name_of_the_base_model_must_be_one_that_the_server_has(tmp_path: Path, server: VLLMDouble) -> None:

@@ -1,5 +1,6 @@
 """The Tinker backend's own logic: shifted datums, one normalisation, real losses, what is asked for before what, and no torch anywhere."""
 
+import gzip
 import io
 import json
 import os
@@ -459,6 +460,43 @@ def test_an_archive_becomes_a_peft_folder_and_nothing_else(tmp_path: Path, monke
 def test_a_service_without_an_archive_gives_a_sentence(tmp_path: Path, status: int, body: bytes, words: str) -> None:
     with archive_server(status, body) as (url, _), pytest.raises(EnvironmentFailure, match=words):
         archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
+
+
+def odd_tar(kind: bytes, name: str = "adapter_config.json", size: int = 0) -> bytes:
+    """One member of a kind of its own, which says that it has `size` bytes."""
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname, member.size = kind, "/etc/passwd", size
+    return gzip.compress(member.tobuf(tarfile.GNU_FORMAT) + bytes(20 * 512))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (odd_tar(tarfile.SYMTYPE), "no adapter_config.json"),
+        (odd_tar(tarfile.LNKTYPE), "no adapter_config.json"),
+        (odd_tar(tarfile.FIFOTYPE), "no adapter_config.json"),
+        (odd_tar(tarfile.REGTYPE, size=1 << 40), "has 1099511627776 bytes"),
+        (odd_tar(tarfile.REGTYPE, "other", size=1 << 40), "other has 1099511627776 bytes"),
+        (tar(adapter_config__json=b"[" * 100_000, adapter_model__safetensors=b""), "RecursionError"),
+        (tar(adapter_config__json=b"[]", adapter_model__safetensors=b""), "holds no object"),
+    ],
+    ids=["link", "hard link", "pipe", "terabyte", "terabyte of another file", "deep", "list"],
+)
+def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(tmp_path: Path, body: bytes, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with archive_server(200, body) as (url, _), pytest.raises(EnvironmentFailure, match=words) as caught:
+        archive.download_adapter(url, "tinker://run/name", tmp_path / "folder", 10)
+    assert "holds no adapter" in str(caught.value) and "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert {path.name for path in (tmp_path / "folder").iterdir()} <= {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_an_archive_without_end_and_a_path_upwards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "_MOST_BYTES", 1000)
+    with archive_server(200, bytes(5000)) as (url, _), pytest.raises(EnvironmentFailure, match="which no adapter has"):
+        archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
+    with pytest.raises(EnvironmentFailure, match="is no path of a Tinker service"):
+        archive.download_adapter("http://127.0.0.1:1", "tinker://../name", tmp_path, 10)
 
 
 def test_metrics_of_a_run_are_written(double: Double, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_tracker_that_hangs_takes_no_time_and_no_more_memory_than_its_queue(
     began = time.monotonic()
     tell(tracker, 10_000)
     tracker.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "the tracker hangs for ever"
     assert tracker._events.qsize() <= 11 and sink.steps == []
     assert said == [
         f"recorder is 10 events behind and drops new ones until it catches up; the run continues, and {tmp_path} holds all of it."
@@ -114,7 +114,7 @@ def test_the_end_of_a_run_waits_for_a_tracker_no_longer_than_its_patience(
     tell(tracker, 1)
     began = time.monotonic()
     tracker.close()
-    assert 0.1 < time.monotonic() - began < 5
+    assert 0.1 < time.monotonic() - began < 30
     assert [line.partition(";")[0] for line in said] == ["recorder did not end within 0.2 s and is abandoned"]
 
 

@@ -19,6 +19,7 @@ from runs import small
 
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.http import Patience
+from retrain.inference_engine.texts import Texts
 from retrain.inference_engine.vllm import VLLMEngine
 from retrain.types import Completion, FinishReason, Row
 
@@ -60,6 +61,8 @@ class VLLMDouble:
         self.headers: list[dict[str, str]] = []
         self.faults: list[Callable[[str, Any], Answer | None]] = []
         """Each may answer a POST, or return None for the usual answer; an answer of status 0 breaks the connection."""
+        self.replies_text = False
+        """It says neither token ids nor log-probs, and loads no adapters, as a hosted service."""
         self.raw = self.base_only = self.text_only = self.token_strings = self.kept_sets = self.sleeps = False
         self.forgets_adapters_asleep = self.forgotten = self.asleep = False
         self.permuted: Any = None
@@ -135,7 +138,7 @@ class VLLMDouble:
         for fault in list(self.faults):
             if (answer := fault(path, body)) is not None:
                 return answer
-        if path == "/v1/load_lora_adapter":
+        if path == "/v1/load_lora_adapter" and not self.replies_text:
             self.adapters[body["lora_name"]] = Path(body["lora_path"])
             return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
         if path == "/v1/unload_lora_adapter":
@@ -156,13 +159,32 @@ class VLLMDouble:
     def complete(self, body: Any, prompt: Any, settings: Any) -> Answer:
         if body["model"] != "base" and body["model"] not in self.adapters:
             return error(404, f"The model `{body['model']}` does not exist.")
-        if not isinstance(prompt, list) or self.text_only:
-            return error(400, "prompt must be a string") if self.text_only else error(400, "a list of token ids")
+        if isinstance(prompt, list) is (self.text_only or self.replies_text):
+            return error(400, "prompt must be a string") if isinstance(prompt, list) else error(400, "a list of token ids")
+        if self.replies_text:
+            return self.write(body["model"], prompt, settings)
         self.calls += 1
         with self.lock:
             completions = sorted(self.sample(body["model"], prompt, settings), key=lambda one: one.sample)
             top = self.top_logprobs(prompt, settings) if settings.get("logprobs") else None
         return 200, {"choices": [self.choice(one, prompt, top) for one in completions]}
+
+    def write(self, model: str, prompt: str, settings: Any) -> Answer:
+        texts, ids = Texts(small(Path("nowhere")).model, "The double"), []
+        ids = texts.encode(prompt)
+        self.calls += 1
+        with self.lock:
+            found = sorted(self.sample(model, ids, settings), key=lambda one: one.sample)
+        choices = [
+            {
+                "index": one.sample,
+                "text": texts.decode([token for token in one.token_ids.tolist() if token not in lab()._eos_ids()]),
+                "finish_reason": "stop" if one.finish_reason is FinishReason.STOP else "length",
+                "logprobs": None,
+            }
+            for one in found
+        ]
+        return 200, {"choices": choices, "usage": {"prompt_tokens": len(ids)}}
 
     def sample(self, model: str, prompt: list[int], settings: Any) -> Iterator[Completion]:
         name = "base" if self.base_only or self.forgotten else model

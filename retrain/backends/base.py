@@ -177,3 +177,21 @@ class Backend(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release the engine and the device; safe to call twice."""
+
+
+class RemoteBackend(Backend):
+    """A backend whose model lies with a service: nothing is chosen, stored or counted on this machine."""
+
+    @property
+    def choices(self) -> None:
+        return None
+
+    @property
+    def half_precision(self) -> bool:
+        """A service does not say in what it computes; hosted ones use bf16."""
+        return True
+
+    @property
+    def num_trainable(self) -> int:
+        """No byte of the adapter is stored here between steps, so none is rehearsed."""
+        return 0

@@ -1,4 +1,4 @@
-"""At most so many calls to a service at a time, over all the processes of a campaign. For the Tinker backend, which is not built yet.
+"""At most so many calls to a service at a time, over all the processes of a campaign. The Tinker backend's calls go through it.
 
 A counting semaphore of file locks, one file a slot: the kernel lets go of a lock when its holder dies, however it dies, so a killed worker
 never keeps a slot.

@@ -7,6 +7,7 @@ before the look at its seed stays lost, since trying it again after seeing the o
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from math import ceil
 
 from retrain.analysis.compare import Comparison, compare_campaign
 from retrain.analysis.e_process import chance_to_decide, evidence
@@ -23,11 +24,11 @@ class EvidenceRule:
     """Looks as soon as it can, drops decided conditions, and says when nothing is left to decide."""
 
     def __init__(self, plan: CampaignPlan, manifest: Manifest, workers: int, say: Callable[[str], None]) -> None:
-        """`workers` run at a time. Seeds beyond the next one start early only where there are more workers than conditions."""
+        """`workers` run at a time. A worker that would be idle takes a run of a later seed, unless there is one worker for every run."""
         self._plan = plan
         self._manifest = manifest
         self._say = say
-        self._ahead = 1 if workers >= len(plan.runs) else max(1, workers // len(plan.conditions))
+        self._ahead = 1 if workers >= len(plan.runs) else 1 + ceil((workers - 1) / len(plan.conditions))
         self._looks = CampaignRecord.read(plan.folder).looks
         self._place = {seed: place for place, seed in enumerate(plan.seeds)}
 
@@ -68,8 +69,8 @@ class EvidenceRule:
         try:
             record = replace(CampaignRecord.read(self._plan.folder), looks=looks)
             comparison = compare_campaign(self._plan.folder, TestSettings(), record=record)
-        except ConfigurationError as error:
-            self._say(f"Look {len(looks)} (seed {seed}): {error}")
+        except ConfigurationError:  # no pair so far; the comparison at the end says why
+            self._say(f"Look {len(looks)} of at most {len(self._plan.seeds)} (seed {seed}): no pair yet, since runs failed.")
             return looks[-1]
         if comparison.test.rule != "evidence":
             self._say(f"Look {len(looks)} (seed {seed}) decides nothing. {comparison.planned}")

@@ -124,7 +124,7 @@ VLLM = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampl
 """The kept set only where the server was started with --return-sampling-mask, which is checked when a run begins."""
 
 OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
-"""What the training needs; a server that lacks any of it is refused when a run begins."""
+"""What the training needs; a server that lacks any of it is refused when a run begins, and serves an evaluation through text."""
 
 MLX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", token_ids_in=False, n=False, prefix_cache=True)
 
@@ -171,9 +171,12 @@ class InferenceEngine(ABC):
     unchecked = False
     """A server woke up or came back since the parity gate last looked; the run checks it before it learns, and clears this."""
 
-    @classmethod  # noqa: B027 - an engine in this process needs nothing
-    def preflight(cls, config: Any) -> None:
-        """Called before anything is loaded. Raises ConfigurationError or EnvironmentFailure where the engine could not work."""
+    @classmethod
+    def preflight(cls, config: Any) -> str | None:  # noqa: ARG003
+        """Called before anything is loaded. Returns why its completions are good for an evaluation alone, as a sentence; "" or None where
+        they can be trained on. Raises ConfigurationError or EnvironmentFailure where the engine could not work.
+        """
+        return ""
 
     @abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:

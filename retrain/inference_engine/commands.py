@@ -168,6 +168,8 @@ def _vllm(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerComma
     if needs.device == "cpu":
         space = ceil(_sequences(config) * needs.context * needs.kv_bytes / _GIB)
         command.environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
+        # Else the first request for log-probs compiles a function, and kills the engine on a machine without a C++ compiler.
+        command.environment["TORCHDYNAMO_DISABLE"] = "1"
         command.add("--enforce-eager")  # compiling takes longer than most runs on a CPU
     else:
         command.add("--enable-sleep-mode")

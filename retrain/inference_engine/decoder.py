@@ -110,6 +110,8 @@ class Decoder:
         training = [module for module in self._modules if module.training] if self.fused is None else []
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            if self.device.type == "cuda":  # events, graphs and Triton's kernels go to the current device
+                stack.enter_context(torch.cuda.device(self.device))
             if self.fused is None:
                 stack.enter_context(attention.plugged_in(self._base))
             if set(slots) == {BASE_MODEL} and hasattr(self._model, "disable_adapter"):

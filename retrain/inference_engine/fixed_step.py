@@ -161,8 +161,8 @@ class FixedStep:
         adapters = self._fused.under_row_adapters(state.adapter[:rows]) if variant.adapters == "mixed" else nullcontext()
         rotary = self._cos.index_select(0, position)[:, None], self._sin.index_select(0, position)[:, None]
         with adapters:
-            hidden = self._fused.hidden_states(state.token[:rows, None], position[:, None], batch, cache=batch, rotary=rotary)
-        drawn = self.draw(self._fused.logits(hidden)[:, 0], slice(rows), variant)
+            hidden = self._fused.step(state.token[:rows], rotary, batch)
+        drawn = self.draw(self._fused.logits(hidden), slice(rows), variant)
         state.ring[:, :rows].index_copy_(0, state.ring_place, drawn[None])
         self._take_over(drawn, active, slice(rows))
         state.ring_place.add_(1).remainder_(_RING)
@@ -180,6 +180,8 @@ class FixedStep:
         temperature, sampled = state.temperature[rows], state.sampled[rows]
         uniforms = state.noise[rows].gather(1, (sampled % NOISE_BLOCK)[:, None])[:, 0]
         cuts = state.top_k[rows], state.top_p[rows], state.min_p[rows]
+        if self._fused.kernels.draw is not None:
+            return self._fused.kernels.draw(logits, temperature, uniforms, cuts if variant.truncated else None)
         chunk = max(1, SAMPLING_CHUNK_BYTES.get(logits.device.type, SAMPLING_CHUNK_BYTES["cpu"]) // (4 * logits.shape[1]))
         parts = []
         for start in range(0, len(logits), chunk):

@@ -83,11 +83,11 @@ class MAXEngine(ServedEngine):
             raise
 
     @classmethod
-    def preflight(cls, config: "TrainConfig") -> None:
+    def preflight(cls, config: "TrainConfig") -> str:
         if config.inference.urls:
-            super().preflight(config)
-        else:
-            max_program()
+            return super().preflight(config)
+        max_program()
+        return ""
 
     def close(self) -> None:
         super().close()

@@ -5,15 +5,14 @@ by encoding it here, and by the number of prompt tokens in the answer.
 """
 
 import json
-from functools import cached_property, lru_cache
 from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import MLX, SampleRequest
 from retrain.inference_engine.http import Json, Server
 from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
+from retrain.inference_engine.texts import Texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,35 +29,13 @@ class MLXDialect(Dialect):
 
     def __init__(self, config: "TrainConfig", eos_ids: "Sequence[int]") -> None:
         super().__init__(config, eos_ids)
-        self.text_of = lru_cache(maxsize=4096)(self._text_of)  # every completion of a group asks for its prompt's
+        self.texts = Texts(config.model, self.title)
 
     async def look(self, server: Server) -> None:
         """One token: it loads the model, and shows that ids come back."""
         answer = await server.post(*self._completion("1", {"max_tokens": 1}))
         self.read_one(answer)
         server.facts["looked"] = True
-
-    # -- text ----------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from retrain.model.text import load_tokenizer
-
-        model = self.config.model
-        return load_tokenizer(model.model, model.revision, model.trust_remote_code)
-
-    def _decode(self, ids: "Sequence[int]") -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def _text_of(self, ids: tuple[int, ...]) -> str:
-        """The text that the server's tokenizer turns into exactly these ids; it puts a BOS in front where the model wants one."""
-        for text in (self._decode(ids), self._decode(ids[1:])):
-            if self._tokenizer.encode(text) == list(ids):
-                return text
-        raise ConfigurationError(
-            f"{self.title} takes prompts as text, and the prompt {self._decode(ids)[:60]!r} ({len(ids)} tokens) encodes to other token ids "
-            'than it was made of, so the model would see another prompt: use [inference] engine = "pytorch" or "vllm".'
-        )
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
@@ -67,9 +44,9 @@ class MLXDialect(Dialect):
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             # Beside the tokens that the server ends completions at by itself. No seed: with one, requests run one after the other.
-            "stop": [self._decode([token]) for token in self.eos_ids],
+            "stop": [self.texts.decode([token]) for token in self.eos_ids],
         }
-        return self._completion(self.text_of(tuple(request.prompt_ids.tolist())), settings, adapter)
+        return self._completion(self.texts.of(tuple(request.prompt_ids.tolist())), settings, adapter)
 
     def _completion(self, prompt: str, settings: Json, adapter: ServedAdapter | None = None) -> tuple[str, Json]:
         from retrain.model.text import resolve_model

@@ -90,16 +90,13 @@ class PagedTokens:
 
     def __init__(self, pool: PagePool, kernel: Kernel, places: Tensor, table: Tensor, lengths: Tensor) -> None:
         """`places` [R] of the new tokens; `table` [R, pages] int32 of each row; `lengths` [R] int32 with the new tokens."""
-        self._pool, self._attend = pool, kernel.paged
-        self._places, self._rows = places, PagedRows.of(table, lengths, pool.tokens)
-        self._layer = 0
+        self.places = places
+        self._pool, self._attend, self._rows = pool, kernel.paged, PagedRows.of(table, lengths, pool.tokens)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        self._layer = layer_idx
-        self._pool.write(layer_idx, self._places, key_states[:, :, 0], value_states[:, :, 0])
-        return key_states, value_states
+    def pages(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [P, T, H, D] of a layer."""
+        return self._pool.keys[number], self._pool.values[number]
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """[R, Hq, 1, D] from queries of the same shape."""
-        keys, values = self._pool.keys[self._layer], self._pool.values[self._layer]
-        return self._attend(query[:, :, 0], keys, values, self._rows, scaling, window).unsqueeze(2)
+    def attention(self, queries: Tensor, number: int, scaling: float, window: int | None) -> Tensor:
+        """[R, Hq, D] of queries [R, Hq, D] in layer `number`, over the tokens of their rows."""
+        return self._attend(queries, *self.pages(number), self._rows, scaling, window)

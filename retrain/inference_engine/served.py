@@ -62,6 +62,8 @@ class Sampled:
     """At an EOS; False at the limit."""
     kept: Sequence[int] | None = None
     """[T] sizes of the kept sets of a truncated request."""
+    text: str | None = None
+    """See `Completion.text`."""
 
 
 class Dialect(ABC):
@@ -88,7 +90,8 @@ class Dialect(ABC):
     async def look(self, server: Server) -> None:
         """Learn at the start what the server is: `facts["context"]`, the most tokens of a prompt and completion together, if it says so.
 
-        Raises ServerFailure or ConfigurationError in a sentence where it cannot do what the configuration asks for.
+        `facts["text_alone"]` is the sentence why its completions cannot be trained on. Raises ServerFailure or ConfigurationError in a
+        sentence where it cannot do what the configuration asks for.
         """
 
     @abstractmethod
@@ -154,11 +157,12 @@ class ServedEngine(InferenceEngine):
             raise
 
     @classmethod
-    def preflight(cls, config: "TrainConfig") -> None:
+    def preflight(cls, config: "TrainConfig") -> str:
         dialect, unsaid = cls.dialect_class(config, ()), list[str]()  # the engine itself says it
         pool = _pool(dialect, config, cls.patience, None, unsaid.append)
         try:
             pool.run(pool.connect(dialect.look))
+            return next((server.facts["text_alone"] for server in pool.alive if server.facts.get("text_alone")), "")
         finally:
             pool.close()
 
@@ -234,7 +238,7 @@ class ServedEngine(InferenceEngine):
         if len(sampled) != request.count:
             raise ServerFailure(f"{where} returned {len(sampled)} completions and was asked for {request.count}.")
         for one in sampled:
-            if problem := self._problem(one, request):
+            if one.text is None and (problem := self._problem(one, request)):
                 raise ServerFailure(f"{where} {problem}")
         return [
             Completion(
@@ -245,6 +249,7 @@ class ServedEngine(InferenceEngine):
                 entropies=None,
                 finish_reason=FinishReason.STOP if one.stopped else FinishReason.LENGTH,
                 kept=None if one.kept is None else np.array(one.kept, np.int32),
+                text=one.text,
             )
             for number, one in enumerate(sampled)
         ]
@@ -257,10 +262,10 @@ class ServedEngine(InferenceEngine):
             return f"returned {len(ids)} tokens with {len(one.logprobs)} log-probs."
         if others := [token for token in ids if type(token) is not int]:
             return f"returned {others[0]!r} as the id of a token, which is no whole number."
-        if (outside := next((token for token in ids if not 0 <= token < self._vocabulary), None)) is not None:
-            return f"sampled token {outside}, and the model has {self._vocabulary} tokens: it serves another model."
-        if (no_logprob := next((value for value in one.logprobs if not _is_logprob(value)), 0.0)) != 0.0:
-            return f"returned a log-prob of {no_logprob!r}, which no sampled token has: its weights or its settings are broken."
+        if outside := [token for token in ids if not 0 <= token < self._vocabulary]:
+            return f"sampled token {outside[0]}, and the model has {self._vocabulary} tokens: it serves another model."
+        if wrong := [value for value in one.logprobs if not _is_logprob(value)]:
+            return f"returned a log-prob of {wrong[0]!r}, which no sampled token has: its weights or its settings are broken."
         if eos.intersection(ids[:-1]) or (ids[-1] in eos) is not one.stopped:
             return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer."
         if not one.stopped and len(ids) != request.max_tokens:

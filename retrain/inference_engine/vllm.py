@@ -10,7 +10,7 @@ from retrain.inference_engine.base import VLLM, SampleRequest
 from retrain.inference_engine.http import LOOPBACK, Json, Refused, Server
 from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
 
-_COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
+COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
 _PROBE = [1, 2, 3, 4]
 """Any prompt: the probes look at the form of an answer, or compare two answers."""
 _SAME = 1e-3
@@ -64,7 +64,7 @@ class VLLMDialect(Dialect):
         prompt = request.prompt_ids.tolist()
         if truncates:
             return _GENERATE, {"model": model, "token_ids": prompt, "sampling_params": settings}
-        return _COMPLETIONS, {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
+        return COMPLETIONS, {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
         return [self._read_one(choice, request) for choice in answer["choices"]]
@@ -108,7 +108,7 @@ class VLLMDialect(Dialect):
 
     async def _top(self, server: Server, temperature: float) -> dict[str, float]:
         body = {"model": server.facts["base"], "prompt": _PROBE, "max_tokens": 1, "temperature": temperature, "logprobs": 5}
-        answer = await server.post(_COMPLETIONS, body)
+        answer = await server.post(COMPLETIONS, body)
         found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
         return found
 

@@ -24,6 +24,12 @@ class Norm:
         self.weight: Tensor = module.weight  # type: ignore[assignment]
         self.eps: float = module.variance_epsilon  # type: ignore[assignment]
 
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> "Norm":
+        norm = cls.__new__(cls)
+        norm.weight, norm.eps = weight, eps
+        return norm
+
     def scale(self, x: Tensor) -> Tensor:
         """[.., 1] float32, one over the root mean square of x [.., H]."""
         mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])

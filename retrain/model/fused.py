@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from retrain.errors import ConfigurationError
 from retrain.model.attention import AttentionBatch, FusedAttention
 from retrain.model.functions import Norm, gated_mlp, norm_project, normed, project, rotate
+from retrain.model.kernels.steps import TRITON_DEVICES, StepKernels, TorchKernels, step_kernels
 from retrain.model.packed import PackedWeight
 from retrain.model.projection import AdapterLayer, Projection, fusable
 
@@ -38,6 +39,21 @@ class Cache(Protocol):
         ...
 
 
+class PagedBatch(Protocol):
+    """One new token for each of N rows whose keys and values lie in pages."""
+
+    places: Tensor
+    """[N] of the new tokens, counted over the tokens of all pages."""
+
+    def pages(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [P, T, Hk, D] each."""
+        ...
+
+    def attention(self, queries: Tensor, number: int, scaling: float, window: int | None) -> Tensor:
+        """[N, Hq, D] of queries [N, Hq, D] over the tokens of their rows."""
+        ...
+
+
 class _Layer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -52,6 +68,17 @@ class _Layer:
         self.down = Projection([mlp.down_proj])
         self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
         self.head_norm = _head_norm(attention, self.heads)
+
+    def step(
+        self, hidden: Tensor, update: Tensor | None, rotary: tuple[Tensor, Tensor], batch: "PagedBatch", number: int, kernels: StepKernels
+    ) -> Tensor:
+        """What the MLP adds [N, H] to the residual stream [N, H], which takes `update` and what attention adds; without gradient."""
+        qkv, _ = self.qkv.product(kernels.add_norm(hidden, update, self.attention_norm))
+        queries = kernels.turn_and_store(qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.places)
+        attended = batch.attention(queries, number, self.scaling, self.window)
+        update, _ = self.output.product(attended.flatten(1))
+        gates, _ = self.gate_up.product(kernels.add_norm(hidden, update, self.mlp_norm))
+        return self.down.product(kernels.gate(gates))[0]
 
     @property
     def projections(self) -> list[Projection]:
@@ -114,6 +141,8 @@ class FusedDecoder:
         self._parameters = [parameter for projection in self._projections for parameter in projection.parameters]
         self._places = _places(model, self._projections)
         self.merge = merge
+        self.kernels: StepKernels = TorchKernels()
+        """Of decoding steps."""
         self._packed_head: PackedWeight | None = None
         """While a sampler reads the copy."""
         self._version: tuple[Any, ...] | None = None
@@ -134,6 +163,7 @@ class FusedDecoder:
             small = shrunken(model)
             difference = cls(small, merge=False)._difference(small.base_model)
         if difference <= 1:
+            fused._prepare_steps(say or (lambda _: None))
             return fused
         if say is not None:
             say(
@@ -141,6 +171,14 @@ class FusedDecoder:
                 f"{difference:.1e} times what rounding allows."
             )
         return None
+
+    def _prepare_steps(self, say: Callable[[str], None]) -> None:
+        """Choose the kernels of decoding steps, and lay the adapter under the weights where kernels are launched one by one."""
+        weight = self._embed.weight
+        self.kernels = step_kernels(weight.device, weight.dtype, say)
+        for projection in self._projections if weight.device.type in TRITON_DEVICES else ():
+            projection.lay_adapter_under_weight()
+            projection.add_row_updates = self.kernels.add_row_updates
 
     @property
     def adapter_copy_bytes(self) -> int:
@@ -232,23 +270,24 @@ class FusedDecoder:
         *,
         cache: Cache | None = None,
         checkpointed: bool = False,
-        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass.
-
-        `rotary`: cos and sin [N, 1, D] of the positions, where the caller has them.
-        """
+        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass."""
         rows = len(token_ids)
-        if rotary is None:
-            hidden, rotary = self._embedded(token_ids, positions)
-        else:
-            hidden = self._embed(token_ids).flatten(0, 1)
+        hidden, rotary = self._embedded(token_ids, positions)
         for number, layer in enumerate(self._layers):
             if checkpointed:
                 hidden = checkpoint(layer.forward, hidden, rotary, rows, batch, None, number, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = layer.forward(hidden, rotary, rows, batch, cache, number)
         return normed(hidden, self._norm).view(rows, -1, hidden.shape[-1])
+
+    @torch.no_grad()
+    def step(self, token_ids: Tensor, rotary: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
+        """[N, H] of one token of each row, ids [N], whose positions have cos and sin [N, 1, D]."""
+        hidden, update = self._embed(token_ids), None
+        for number, layer in enumerate(self._layers):
+            update = layer.step(hidden, update, rotary, batch, number, self.kernels)
+        return self.kernels.add_norm(hidden, update, self._norm)
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Residual stream [N, H], cos and sin [N, 1, D]."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from retrain.model.packed import PackedWeight
 
+_ALIGNED_ROWS = 16
+
 
 class AdapterLayer(Protocol):
     """The low-rank update of one linear layer: scale * b @ a."""
@@ -43,6 +45,38 @@ class _Factors(NamedTuple):
     """[R, O], scaled: block k holds adapter k's rows at its outputs, zeros elsewhere."""
 
 
+class AdapterStack(NamedTuple):
+    """Several adapters side by side."""
+
+    down: Tensor
+    """[R, I]"""
+    up: Tensor
+    """[R, O]"""
+    owners: Tensor
+    """[R] slot of each rank."""
+    first: Tensor
+    """Where the ranks of slot s begin, at place s + 1, for slots from -1, no adapter, to the last."""
+    counts: Tensor
+    """How many they are."""
+
+    @classmethod
+    def of(cls, held: Mapping[int, tuple[Tensor, Tensor]], last_slot: int) -> "AdapterStack":
+        """From the down and up factors of each slot; rows may name slots up to `last_slot`."""
+        slots = sorted(held)
+        downs, ups = zip(*(held[slot] for slot in slots), strict=True)
+        owners = torch.tensor([slot for slot, down in zip(slots, downs, strict=True) for _ in down], device=downs[0].device)
+        named = torch.arange(-1, last_slot + 1, device=owners.device)[:, None]
+        return cls(torch.cat(downs), torch.cat(ups), owners, (owners < named).sum(-1), (owners == named).sum(-1))
+
+
+def add_row_updates(y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
+    """`y` [N, O], to which the update of each row's own adapter is added, by a product over the ranks of all adapters; `slots` [N].
+
+    `reduced` [N, R] is the input times all down factors, and is changed. No shape depends on who uses which adapter.
+    """
+    return y.addmm_(reduced.masked_fill_(stack.owners != slots[:, None], 0.0), stack.up)
+
+
 def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
     """(the frozen layer, the peft layer around it or None)."""
     return (module.base_layer, module) if hasattr(module, "lora_A") else (module, None)
@@ -63,7 +97,8 @@ class Projection:
         self.modules = tuple(modules)
         bases, self._loras = zip(*map(lora_parts, modules), strict=True)
         self.outputs: list[int] = [base.out_features for base in bases]
-        self.weight = _share_storage([base.weight for base in bases])
+        self._weights: list[nn.Parameter] = [base.weight for base in bases]
+        self.weight = _share_storage(self._weights)
         """[O, I]"""
         self.bias = _joined_bias(bases)
         """[O] or None"""
@@ -85,12 +120,18 @@ class Projection:
         """The model's own adapter, as of the last `refresh`."""
         self._slots: dict[int, _Factors] = {}
         """Further adapters, by slot."""
+        self._last_slot = 0
+        """Of those of which some layer of the model has an adapter."""
         self.rows: Mapping[int, Tensor] | None = None
         """During a mixed batch: the rows under each adapter slot, 0 for the model's own."""
         self.row_slots: Tensor | None = None
         """The same as [N] slots on the device."""
-        self._stack: tuple[_Factors, Tensor] | None = None
-        """All adapters as one pair of factors, and the slot of each rank [R]."""
+        self._stack: AdapterStack | None = None
+        """All adapters, for `row_slots`."""
+        self.add_row_updates = add_row_updates
+        """Or a kernel that does the same."""
+        self._joined: tuple[Tensor, Tensor | None] | None = None
+        """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up factors take."""
 
     @property
     def adapted(self) -> bool:
@@ -116,6 +157,7 @@ class Projection:
         """Hold a further adapter as `slot`, replacing the one before; `layers` by their index in this projection."""
         updates = [(layer.a, layer.b, layer.scale, self._places[place]) for place, layer in layers.items()]
         self._slots.pop(slot, None)
+        self._last_slot = max(self._last_slot, slot)
         if updates:
             self._slots[slot] = self._stacked(updates)
 
@@ -126,13 +168,30 @@ class Projection:
         if not held:
             self._stack = None
             return
-        joined = _Factors(torch.cat([each.down for each in held.values()]), torch.cat([each.up for each in held.values()]))
-        owners = torch.tensor([slot for slot, each in held.items() for _ in range(len(each.down))], device=self.weight.device)
-        if self._stack is None or self._stack[0].down.shape != joined.down.shape:
-            self._stack = joined, owners
+        stack = AdapterStack.of(held, self._last_slot)
+        if self._stack is None or [part.shape for part in self._stack] != [part.shape for part in stack]:
+            self._stack = stack
             return
-        for old, new in zip((*self._stack[0], self._stack[1]), (*joined, owners), strict=True):
+        for old, new in zip(self._stack, stack, strict=True):
             old.copy_(new)
+
+    @torch.no_grad()
+    def lay_adapter_under_weight(self) -> None:
+        """Give the down factors the rows after the weight's own, so that products without gradient take both as one.
+
+        Padded to a multiple of 16 rows, so that the rows of a product begin where matrix kernels want them.
+        """
+        if not self.downs:
+            return
+        rank = sum(len(down) for down in self.downs)
+        outputs = len(self.weight)
+        below = -(-rank // _ALIGNED_ROWS) * _ALIGNED_ROWS
+        joined = _share_storage(self._weights, below)
+        self.weight = joined[:outputs]
+        if self.factors is None or self.factors.down.data_ptr() != joined[outputs:].data_ptr():
+            up = self.weight.new_zeros(rank, outputs) if self.factors is None else self.factors.up
+            self.factors = _Factors(joined[outputs : outputs + rank], up)
+        self._joined = joined, None if self.bias is None else F.pad(self.bias, (0, below))
 
     def _stacked(self, updates: Sequence[tuple[Tensor, Tensor, float, slice]], out: _Factors | None = None) -> _Factors:
         """All updates (a, b, scale, outputs) as one pair of factors, written into `out` if given."""
@@ -158,11 +217,14 @@ class Projection:
             return self._mixed_product(x, self.rows), None
         if self.adapted and self.copy is not None and self._merged:
             return self.copy.product(x), None
-        product = self._frozen_product(x)
         if not self.adapted:
-            return product, None
+            return self._frozen_product(x), None
         assert self.factors is not None
-        reduced = F.linear(x, self.factors.down)
+        if self._joined is not None and not torch.is_grad_enabled():
+            both, (rank, outputs) = F.linear(x, *self._joined), self.factors.up.shape
+            product, reduced = both[:, :outputs], both[:, outputs : outputs + rank]
+        else:
+            product, reduced = self._frozen_product(x), F.linear(x, self.factors.down)
         return product.addmm_(reduced, self.factors.up), reduced
 
     def _frozen_product(self, x: Tensor) -> Tensor:
@@ -179,12 +241,9 @@ class Projection:
         return y
 
     def _masked_product(self, x: Tensor, slots: Tensor) -> Tensor:
-        """The same by two products over the ranks of all adapters, of which a row uses its own: no shape depends on who uses which."""
+        """The same with one product over the ranks of all adapters, of which a row uses its own."""
         y = self._frozen_product(x)
-        if self._stack is None:
-            return y
-        factors, owners = self._stack
-        return y.addmm_(F.linear(x, factors.down).masked_fill_(owners != slots[:, None], 0.0), factors.up)
+        return y if self._stack is None else self.add_row_updates(y, F.linear(x, self._stack.down), self._stack, slots)
 
     def gradients(
         self, grad_output: Tensor, x: Callable[[], Tensor], reduced: Tensor | None, *, wants_input: bool = True, wants_params: bool = True
@@ -218,18 +277,23 @@ class Projection:
 
 
 @torch.no_grad()
-def _share_storage(weights: Sequence[nn.Parameter]) -> Tensor:
-    """Concatenate the weights and make each a view of the result. A second call finds them laid out so already."""
-    if len(weights) == 1:
+def _share_storage(weights: Sequence[nn.Parameter], below: int = 0) -> Tensor:
+    """Concatenate the weights and make each a view of the result, which has `below` more rows, zeros at first.
+
+    A second call finds them laid out so already.
+    """
+    if len(weights) == 1 and not below:
         return weights[0].data
     first = weights[0]
-    size = sum(weight.nbytes for weight in weights)
+    rows, inputs = sum(map(len, weights)), first.shape[1]
+    size = (rows + below) * inputs * first.element_size()
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     in_line = all(end == following.data_ptr() for end, following in zip(ends, weights[1:], strict=False))
-    if in_line and first.untyped_storage().nbytes() >= size:
-        return first.data.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
-    joined = torch.cat([weight.data for weight in weights])
-    for weight, part in zip(weights, torch.split(joined, [len(weight) for weight in weights]), strict=True):
+    storage = first.untyped_storage().nbytes()
+    if in_line and (storage == size and first.storage_offset() == 0 if below else storage >= size):
+        return first.data.as_strided((rows + below, inputs), first.stride())
+    joined = torch.cat([weight.data for weight in weights] + [first.new_zeros(below, inputs)] * bool(below))
+    for weight, part in zip(weights, torch.split(joined[:rows], [len(weight) for weight in weights]), strict=True):
         weight.data = part
     return joined
 

@@ -93,6 +93,7 @@ def _verdicts(comparison: Comparison) -> dict[str, Any]:
     """The variables of the template's section "verdicts"."""
     return {
         "answer": answer(comparison),
+        "planned": comparison.planned,
         "arm_table": arm_table(comparison),
         "contrasts": contrast_table(comparison),
         "seed_lines": [seed_line(contrast, comparison) for contrast in comparison.contrasts],

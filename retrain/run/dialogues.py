@@ -102,7 +102,7 @@ class Dialogues:
         """A reply is there: pass it on."""
         self._watcher.check()
         dialogue = self._asked.pop((completion.request, completion.sample))
-        dialogue.add(completion, self._text(completion.token_ids))
+        dialogue.add(completion, self._written(completion))
         self._exchanges[dialogue.key].reply(dialogue.reply, last=dialogue.ended_by_length)
         self._open.append(dialogue)
         if dialogue.replies == 1:  # progress is counted in trajectories
@@ -159,8 +159,11 @@ class Dialogues:
         assert isinstance(score, Score)  # the end of an exchange is a verdict
         trajectory = dialogue.trajectory
         alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
-        text = self._text(trajectory.token_ids) if alone or self._stage is None else self._stage.decode(dialogue.said)
+        text = self._written(trajectory.turns[0].completion) if alone or self._stage is None else self._stage.decode(dialogue.said)
         return Scored(trajectory, text, score)
+
+    def _written(self, completion: Completion) -> str:
+        return self._text(completion.token_ids) if completion.text is None else completion.text
 
     def _asked_for(self, dialogues: Sequence[Dialogue]) -> list[SampleRequest]:
         """A request for the next reply of each dialogue; samples that follow the same tokens share one."""

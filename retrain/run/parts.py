@@ -74,9 +74,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         raise ConfigurationError(problems)
     for note in capability_notes(config):
         say(note)
-    if config.backend.backend == "local" and config.inference.engine != "pytorch":
-        with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
-            engine_class(config).preflight(config)
+    _connect_engine(config, say, learns)
     text = load_text(config, say)
     credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config, name, world))
     for note in credit.notes:
@@ -109,6 +107,18 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k, limit) if held_out else None
     guard = FailureGuard(limit)
     return Parts(text, prompts, backend, scorer, judge, stage, guard, sampler, credit, SEPAController(config.sepa), evaluator)
+
+
+def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
+    """Before a model is loaded: an engine elsewhere can be reached, and can do what it is wanted for."""
+    if config.backend.backend != "local" or config.inference.engine == "pytorch":
+        return
+    with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
+        text_alone = engine_class(config).preflight(config)
+    if text_alone and learns:
+        raise ConfigurationError(text_alone)
+    if text_alone:
+        say(f"{text_alone} The text is scored as it comes, and encoded again to count its tokens.")
 
 
 def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineChoices | None, say: Say, world: World = ALONE) -> Backend:

@@ -11,19 +11,13 @@ from typing import Any
 import httpx
 import pytest
 from prime_counterpart import FileReceiver, Trainer
-from real_servers import RealServer, started
+from real_servers import RealServer
 from runs import small
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RealServer]:
-    with started("vllm") as (one,):
-        yield one
 
 
 @contextmanager
@@ -60,11 +54,11 @@ def admin_shim(target: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_steps_through_a_real_server_are_on_policy(tmp_path: Path, server: RealServer, temperature: float) -> None:
+def test_steps_through_a_real_server_are_on_policy(tmp_path: Path, vllm: RealServer, temperature: float) -> None:
     """What the trainer computes for each batch before its update is what the server sampled with: the adapter is the new one each time."""
     training = {"max_steps": 6, "batch_size": 4, "group_size": 4, "max_tokens": 48, "lr": 3e-3, "temperature": temperature}
     learner = LocalBackend(small(tmp_path / "learner", training=training))
-    with admin_shim(server.url) as url:
+    with admin_shim(vllm.url) as url:
         options = {"output_dir": str(tmp_path / "shared"), "sync_wait_s": 60, "sync_poll_s": 0.02}
         backend = {"backend": "prime_rl", "options": options}
         config = small(tmp_path / "run", training=training, backend=backend, inference={"url": url})

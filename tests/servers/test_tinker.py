@@ -1,34 +1,23 @@
-"""The Tinker backend with the real SDK, in an environment without torch, against a real server: SkyRL on a CPU with the lab model.
-
-`make test-servers` runs them. RETRAIN_SERVERS names the folder of the environments and of what JAX compiled (default: .servers);
-RETRAIN_TINKER_URL names a server of the same model that runs already.
-"""
+"""The Tinker backend with the real SDK, in an environment without torch, against a real server: SkyRL on a CPU with the lab model."""
 
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-from faulty_proxy import Fault, faulty_proxy, free_port
+from faulty_proxy import Fault, faulty_proxy
+from real_servers import LAB, ROOT, RealServer, free_port, started
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(1800)]  # a busy machine compiles for minutes
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "retrain" / "assets" / "lab"
-SCRIPTS = ROOT / "scripts" / "servers"
-HOME = Path(os.environ.get("RETRAIN_SERVERS", ROOT / ".servers")).resolve() / "tinker"
+CLIENT = Path(os.environ.get("RETRAIN_SERVERS", ".servers")).resolve() / "tinker-client"
 KEY = "tml-test-key-that-nobody-must-see"
 TOML = """
 [backend]
@@ -76,12 +65,6 @@ def score(response: str, reference: str) -> float:
 
 
 @dataclass(frozen=True)
-class Service:
-    url: str
-    process: "subprocess.Popen[bytes] | None"
-
-
-@dataclass(frozen=True)
 class Client:
     """The command line in an environment without torch."""
 
@@ -90,12 +73,12 @@ class Client:
     def write(self, url: str, *, steps: int = 3, save_every: int = 1, timeout: int = 600, more: str = "") -> Path:
         (self.folder / "even.py").write_text(EVEN)
         path = self.folder / "run.toml"
-        path.write_text(TOML.format(model=MODEL, url=url, steps=steps, save_every=save_every, timeout=timeout) + more)
+        path.write_text(TOML.format(model=LAB, url=url, steps=steps, save_every=save_every, timeout=timeout) + more)
         return path
 
     def start(self, *arguments: str | Path, key: str = KEY) -> "subprocess.Popen[str]":
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "PYTHON"))}
-        command = [str(HOME / "client" / "bin" / "python"), "-m", "retrain", *map(str, arguments)]
+        command = [str(CLIENT / "bin" / "python"), "-m", "retrain", *map(str, arguments)]
         return subprocess.Popen(
             command,
             cwd=self.folder,
@@ -114,7 +97,7 @@ class Client:
 
     def python(self, code: str, *arguments: str) -> None:
         subprocess.run(
-            [str(HOME / "client" / "bin" / "python"), "-c", code, *arguments],
+            [str(CLIENT / "bin" / "python"), "-c", code, *arguments],
             cwd=self.folder,
             env=os.environ | {"TINKER_API_KEY": KEY},
             check=True,
@@ -125,51 +108,19 @@ class Client:
         return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="session")
-def environments() -> None:
-    for script, folder in (("tinker-setup.sh", "server"), ("tinker-client.sh", "client")):
-        subprocess.run([str(SCRIPTS / script), str(HOME / folder)], check=True, env=os.environ | {"PYTHON": sys.executable})
+@pytest.fixture(scope="module")
+def environment() -> None:
+    subprocess.run([str(ROOT / "scripts" / "servers" / "tinker-client.sh"), str(CLIENT)], check=True, timeout=900)
 
 
-def started(work: Path) -> Service:
-    port = free_port()
-    command = [str(SCRIPTS / "tinker-start.sh"), str(HOME / "server"), str(MODEL), str(port), str(work)]
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "server.log").open("ab") as log:
-        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(HOME / "jax")}
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    service = Service(f"http://127.0.0.1:{port}", process)
-    patience = time.monotonic() + 180
-    while process.poll() is None and time.monotonic() < patience:
-        try:
-            if httpx.get(f"{service.url}/api/v1/healthz", timeout=5).status_code == 200:
-                return service
-        except httpx.HTTPError:
-            time.sleep(0.5)
-    raise AssertionError(f"the server did not start: {(work / 'server.log').read_text()[-3000:]}")
+@pytest.fixture(scope="module")
+def service(environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    with started("tinker", (LAB, (str(tmp_path_factory.mktemp("service")),))) as (one,):
+        yield one
 
 
-def end(service: Service) -> None:
-    assert service.process is not None
-    os.killpg(service.process.pid, signal.SIGTERM)
-    try:
-        service.process.wait(30)
-    except subprocess.TimeoutExpired:
-        os.killpg(service.process.pid, signal.SIGKILL)
-
-
-@pytest.fixture(scope="session")
-def service(environments: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    if running := os.environ.get("RETRAIN_TINKER_URL"):
-        yield Service(running, None)
-        return
-    found = started(tmp_path_factory.mktemp("server"))
-    yield found
-    end(found)
-
-
-@pytest.fixture(scope="session")
-def learned(service: Service, tmp_path_factory: pytest.TempPathFactory) -> tuple[Client, str]:
+@pytest.fixture(scope="module")
+def learned(service: RealServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Client, str]:
     """A finished run, and what it printed."""
     client = Client(tmp_path_factory.mktemp("learned"))
     code, output = client.run(client.write(service.url, steps=8, save_every=8))
@@ -185,10 +136,10 @@ def client(tmp_path: Path) -> Client:
 # -- a run ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_client_environment_has_neither_torch_nor_peft(environments: None) -> None:
+def test_the_client_environment_has_neither_torch_nor_peft(environment: None) -> None:
     code = "import importlib.util as u, retrain; assert not any(map(u.find_spec, ('torch', 'peft', 'jax'))); print(retrain.__file__)"
-    found = subprocess.run([str(HOME / "client" / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    assert str(HOME) in found.stdout  # the installed package, not this checkout
+    found = subprocess.run([str(CLIENT / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert str(CLIENT) in found.stdout  # the installed package, not this checkout
 
 
 def test_a_run_prints_the_lines_of_the_guide_and_its_reward_rises(learned: tuple[Client, str]) -> None:
@@ -247,7 +198,7 @@ def test_log_probs_loss_and_gradient_are_those_of_the_local_backend(learned: tup
     local = LocalBackend(
         config_from_mapping(
             {
-                "model": {"model": str(MODEL), "lora_rank": 8},
+                "model": {"model": str(LAB), "lora_rank": 8},
                 "lora": {"init_from": str(adapter), "alpha": int(settings["lora_alpha"]), "target_modules": settings["target_modules"]},
                 "training": {"temperature": 1.0, "lr": 1e-3, "max_tokens": 24},
                 "backend": {"devices": "cpu"},
@@ -288,7 +239,7 @@ def test_log_probs_loss_and_gradient_are_those_of_the_local_backend(learned: tup
 # -- kills and faults ----------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_run_continues_from_its_last_checkpoint_with_the_optimizer(service: Service, client: Client) -> None:
+def test_a_killed_run_continues_from_its_last_checkpoint_with_the_optimizer(service: RealServer, client: Client) -> None:
     process = client.start(client.write(service.url, steps=4))
     assert process.stdout is not None
     for line in process.stdout:
@@ -303,7 +254,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint_with_the_optimizer(serv
     assert "Step 0 " not in output and "Step 1 " not in output
 
 
-def test_transient_errors_are_waited_out_and_nothing_is_lost(service: Service, client: Client) -> None:
+def test_transient_errors_are_waited_out_and_nothing_is_lost(service: RealServer, client: Client) -> None:
     faults = (
         Fault("/asample", 429, times=2, after=12),
         Fault("/asample", 503, times=2, after=20),
@@ -321,7 +272,7 @@ def test_transient_errors_are_waited_out_and_nothing_is_lost(service: Service, c
     ("path", "status", "words"),
     [("/optim_step", 400, "refused the request (400: injected 400)"), ("/asample", 401, "refused the key in TINKER_API_KEY (401)")],
 )
-def test_a_refusal_is_one_sentence_and_the_run_resumes(service: Service, client: Client, path: str, status: int, words: str) -> None:
+def test_a_refusal_is_one_sentence_and_the_run_resumes(service: RealServer, client: Client, path: str, status: int, words: str) -> None:
     with faulty_proxy(service.url) as (url, traffic):
         process = client.start(client.write(url))
         assert process.stdout is not None
@@ -341,7 +292,7 @@ def test_a_refusal_is_one_sentence_and_the_run_resumes(service: Service, client:
     assert [line["step"] for line in client.metrics()] == [0, 1, 2]
 
 
-def test_a_dead_service_ends_the_run_and_another_address_resumes_it(service: Service, client: Client) -> None:
+def test_a_dead_service_ends_the_run_and_another_address_resumes_it(service: RealServer, client: Client) -> None:
     with faulty_proxy(service.url) as (url, _):
         process = client.start(client.write(url, timeout=45))
         assert process.stdout is not None
@@ -356,7 +307,7 @@ def test_a_dead_service_ends_the_run_and_another_address_resumes_it(service: Ser
     assert [line["step"] for line in client.metrics()] == [0, 1, 2]
 
 
-def test_an_absent_service_and_a_missing_key_are_told_at_once(client: Client, environments: None) -> None:
+def test_an_absent_service_and_a_missing_key_are_told_at_once(client: Client, environment: None) -> None:
     path = client.write(f"http://127.0.0.1:{free_port()}")
     began = time.monotonic()
     code, output = client.run(path)
@@ -387,7 +338,7 @@ at_end = false
 """
 
 
-def test_twelve_workers_of_a_campaign_share_four_places(service: Service, client: Client) -> None:
+def test_twelve_workers_of_a_campaign_share_four_places(service: RealServer, client: Client) -> None:
     with faulty_proxy(service.url) as (url, traffic):
         code, output = client.run(client.write(url, more=CAMPAIGN), "--log-dir", "logs/campaign")
     assert code == 0, output

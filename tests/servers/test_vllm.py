@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from faulty_proxy import faulty_proxy
 from real_servers import LAB, RealServer, started
 from runs import lines, small
 from safetensors.numpy import load_file, save_file
 
 from retrain import train
+from retrain.cli.main import main
+from retrain.config import dump_toml
 from retrain.errors import RunFailed, ServerFailure
 from retrain.inference_engine.base import SampleRequest
 from retrain.inference_engine.http import Json, Patience, Server
@@ -46,8 +49,10 @@ def permuted(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RealServer]:
-    with started("vllm") as (one,):
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """Another tokenizer's model, and vLLM's default log-probs, which are the right ones at temperature 1."""
+    model = permuted(tmp_path_factory.mktemp("strange") / "permuted")
+    with started("vllm", (model, ("--logprobs-mode", "raw_logprobs"))) as (one,):
         yield one
 
 
@@ -60,9 +65,9 @@ def largest_difference(record: Any) -> float:
     return max(abs(math.log(record.ratio_max)), abs(math.log(record.ratio_min))) if record.ratio_max else 0.0
 
 
-def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealServer) -> None:
+def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, vllm: RealServer) -> None:
     """Writes the table of docs/servers.md."""
-    through = train(served(tmp_path / "vllm", server.url, **LEARNING), quiet=True).metrics()
+    through = train(served(tmp_path / "vllm", vllm.url, **LEARNING), quiet=True).metrics()
     local = train(small(tmp_path / "local", **LEARNING), quiet=True).metrics()
     print("\n| step | largest difference, nats | correct, vllm | correct, pytorch | seconds sampling, vllm | pytorch |")
     print("|---|---|---|---|---|---|")
@@ -74,7 +79,7 @@ def test_ten_steps_learn_as_the_local_engine_does(tmp_path: Path, server: RealSe
     assert max(map(largest_difference, through)) < 1e-3
     # Two runs with other noise differ by luck: 0.17 was seen. A sampler of another policy or a reward of 0 is far below.
     assert np.mean([record.correct_rate for record in through[5:]]) > 0.25
-    models = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
+    models = httpx.get(f"{vllm.url}/v1/models", trust_env=False).json()["data"]
     assert [model["id"] for model in models] == ["base"], "no adapter is left behind"
 
 
@@ -142,42 +147,55 @@ class ImpatientVLLM(VLLMEngine):
     ],
     ids=["stale cache", "base model"],
 )
-def test_the_gate_stops_a_broken_reload_rule(tmp_path: Path, server: RealServer, engine: str, told: str) -> None:
+def test_the_gate_stops_a_broken_reload_rule(tmp_path: Path, vllm: RealServer, engine: str, told: str) -> None:
     with pytest.raises(RunFailed, match=told) as caught:
-        train(served(tmp_path / "run", server.url, engine=engine), quiet=True)
+        train(served(tmp_path / "run", vllm.url, engine=engine), quiet=True)
     print(f"\n{caught.value}")
-    httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
+    httpx.post(f"{vllm.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
 
 
-def test_the_gate_passes_the_reload_rules_that_hold(tmp_path: Path, server: RealServer) -> None:
+def test_the_gate_passes_the_reload_rules_that_hold(tmp_path: Path, vllm: RealServer) -> None:
     for engine in ("vllm", "servers.test_vllm.InPlaceVLLM"):
-        run = train(served(tmp_path / engine, server.url, engine=engine, training={"max_steps": 2, "temperature": 0.7}), quiet=True)
+        run = train(served(tmp_path / engine, vllm.url, engine=engine, training={"max_steps": 2, "temperature": 0.7}), quiet=True)
         gate = json.loads((run.folder / "environment.json").read_text())["parity_gate"]
         assert gate["max_difference"] < 1e-3 and gate["longest_prompt"] > 2 * 128
-    httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
+    httpx.post(f"{vllm.url}/v1/unload_lora_adapter", json={"lora_name": "current"}, trust_env=False)
 
 
-def test_the_gate_stops_raw_log_probs_and_a_run_outlives_one_of_two_servers(
-    tmp_path: Path, server: RealServer, capsys: pytest.CaptureFixture[str]
+def test_the_gate_stops_raw_log_probs(tmp_path: Path, strange: RealServer) -> None:
+    with pytest.raises(RunFailed, match=r"before the temperature, .* start it with --logprobs-mode processed_logprobs") as caught:
+        train(served(tmp_path, strange.url, training={"temperature": 0.7}, model={"model": str(strange.model)}), quiet=True)
+    print(f"\n{caught.value}")
+
+
+def test_the_gate_stops_a_server_with_another_tokenizer(tmp_path: Path, strange: RealServer) -> None:
+    with pytest.raises(RunFailed, match="Parity gate: engine and learner disagree") as caught:
+        train(served(tmp_path, strange.url), quiet=True)
+    print(f"\n{caught.value}")
+
+
+def test_a_service_of_text_alone_is_evaluated_as_the_local_engine_is(
+    tmp_path: Path, vllm: RealServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One with vLLM's default log-probs, which are the right ones at temperature 1; so it may be the second server of a run there."""
-    with started("vllm", (LAB, ("--logprobs-mode", "raw_logprobs"))) as (raw,):
-        with pytest.raises(RunFailed, match=r"before the temperature, .* start it with --logprobs-mode processed_logprobs") as caught:
-            train(served(tmp_path / "raw", raw.url, training={"temperature": 0.7}), quiet=True)
-        print(f"\n{caught.value}")
-        threading.Thread(target=kill_after, args=(tmp_path / "run", 1, raw), daemon=True).start()
-        config = served(tmp_path / "run", server.url, raw.url, engine="servers.test_vllm.ImpatientVLLM", training={"max_steps": 6})
-        run = train(config)
-    said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
-    print(said)
-    assert run.summary.steps == 6 and len(said) == 1 and raw.url in said[0]
+    """Greedily, so that both write the same but where two tokens are equally probable to the last digits."""
+    found = []
+    with faulty_proxy(vllm.url) as (url, traffic):
+        traffic.text_alone = True
+        for engine in ("openai", "pytorch"):
+            evaluation = {"max_examples": 32, "samples": 1, "temperature": 0.0, "max_tokens": 64}
+            config = served(tmp_path, url, engine=engine, reward={"type": "match"}, evaluation=evaluation)
+            (tmp_path / f"{engine}.toml").write_text(dump_toml(config))
+            assert main(["eval", str(tmp_path / f"{engine}.toml"), "--output", str(tmp_path / f"answers-{engine}")]) == 0
+            found.append(lines(tmp_path / f"answers-{engine}" / "samples.jsonl"))
+    assert "encoded again to count its tokens" in "".join(capsys.readouterr())
+    same = [
+        one["completion"] == other["completion"] and one["num_tokens"] == other["num_tokens"] for one, other in zip(*found, strict=True)
+    ]
+    print(f"\n{sum(same)} of {len(same)} greedy completions are equal")
+    assert sum(same) >= 28
 
 
-def test_the_gate_stops_a_server_with_another_tokenizer(tmp_path: Path) -> None:
-    with started("vllm", (permuted(tmp_path / "permuted"), ())) as (other,):
-        with pytest.raises(RunFailed, match="Parity gate: engine and learner disagree") as caught:
-            train(served(tmp_path / "other", other.url), quiet=True)
-        print(f"\n{caught.value}")
+# -- servers that die ----------------------------------------------------------------------------------------------------
 
 
 def await_steps(folder: Path, steps: int) -> None:
@@ -188,30 +206,41 @@ def await_steps(folder: Path, steps: int) -> None:
         threading.Event().wait(0.02)
 
 
-def kill_after(folder: Path, steps: int, server: RealServer) -> None:
-    await_steps(folder, steps)
-    server.kill()
+def test_a_run_outlives_one_of_two_servers(tmp_path: Path, vllm: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one is the first behind a proxy, which dies."""
+    with faulty_proxy(vllm.url) as (url, traffic):
+
+        def die() -> None:
+            await_steps(tmp_path, 1)
+            traffic.dead = True
+
+        threading.Thread(target=die, daemon=True).start()
+        run = train(served(tmp_path, vllm.url, url, engine="servers.test_vllm.ImpatientVLLM", training={"max_steps": 6}))
+    said = [line for line in capsys.readouterr().out.splitlines() if "servers left" in line]
+    print(said)
+    assert run.summary.steps == 6 and len(said) == 1 and url in said[0]
 
 
-def test_a_killed_server_costs_nothing_and_the_run_resumes_at_another_port(tmp_path: Path, server: RealServer) -> None:
-    """The last test of the sound server, which does not survive it: its engine dies first, as vLLM's did of prompt_logprobs beside LoRA."""
-    folder = tmp_path / "run"
+def test_a_killed_server_costs_nothing_and_the_run_resumes_at_another_port(
+    tmp_path: Path, vllm: RealServer, printed_vllm: RealServer
+) -> None:
+    """Its engine dies first, as vLLM's did of prompt_logprobs beside LoRA."""
     config = {"engine": "servers.test_vllm.ImpatientVLLM", "training": {"max_steps": 6, "save_every": 50}}
 
     def kill_the_engine() -> None:
-        await_steps(folder, 3)
+        await_steps(tmp_path, 3)
         with suppress(httpx.HTTPError):
-            body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 1, "prompt_logprobs": 0}
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=30, trust_env=False)
-        server.kill()
+            (model,) = httpx.get(f"{printed_vllm.url}/v1/models", trust_env=False).json()["data"][:1]
+            body = {"model": model["id"], "prompt": [1, 2, 3], "max_tokens": 1, "prompt_logprobs": 0}
+            httpx.post(f"{printed_vllm.url}/v1/completions", json=body, timeout=30, trust_env=False)
+        printed_vllm.kill()
 
     threading.Thread(target=kill_the_engine, daemon=True).start()
     with pytest.raises(
-        ServerFailure, match=rf"does not answer .* The run is saved after . steps: continue with --resume {folder}"
+        ServerFailure, match=rf"does not answer .* The run is saved after . steps: continue with --resume {tmp_path}"
     ) as caught:
-        train(served(folder, server.url, **config), quiet=True)
+        train(served(tmp_path, printed_vllm.url, **config), quiet=True)
     print(f"\n{caught.value}")
-    done = len(lines(folder / "metrics.jsonl"))
-    with started("vllm") as (another,):
-        run = train(served(folder, another.url, resume={"from": str(folder)}, **config), quiet=True)
+    done = len(lines(tmp_path / "metrics.jsonl"))
+    run = train(served(tmp_path, vllm.url, resume={"from": str(tmp_path)}, **config), quiet=True)
     assert 3 <= done < 6 and [record.step for record in run.metrics()] == list(range(6))

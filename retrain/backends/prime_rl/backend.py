@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.backends.base import PRIME_RL, Backend
+from retrain.backends.base import PRIME_RL, RemoteBackend
 from retrain.backends.prime_rl.broadcasts import Broadcasts, Policy
 from retrain.backends.prime_rl.engine import DEFAULT_URL, PrimeEngine
 from retrain.backends.prime_rl.transport import BATCHES, build_sender
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 STATE = "prime_rl.json"
 
 
-class PrimeRLBackend(Backend):
+class PrimeRLBackend(RemoteBackend):
     capabilities = PRIME_RL
 
     def __init__(self, config: "TrainConfig", choices: MachineChoices | None = None, *, eos_ids: Sequence[int]) -> None:  # noqa: ARG002
@@ -71,20 +71,8 @@ class PrimeRLBackend(Backend):
     # -- what the start-up lines and the gate ask for ----------------------------------------------------------------
 
     @property
-    def choices(self) -> None:
-        return None
-
-    @property
     def device_name(self) -> str:
         return "PRIME-RL's trainer"
-
-    @property
-    def half_precision(self) -> bool:
-        return True
-
-    @property
-    def num_trainable(self) -> int:
-        return 0
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         raise NotImplementedError("PRIME-RL's trainer answers no questions; `capabilities.scores_rows` says so.")

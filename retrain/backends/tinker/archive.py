@@ -4,64 +4,98 @@ SDK 0.38 has no call for it, and the hosted service hands out no archives of sam
 adapter_config.json and adapter_model.safetensors.
 """
 
-import io
 import json
 import os
 import re
+import shutil
 import tarfile
+import time
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING
+from urllib.parse import quote
 
 from retrain.errors import EnvironmentFailure, first_line
+
+if TYPE_CHECKING:
+    import httpx
 
 _PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?:sampler_weights/|weights/)?(?P<name>[^/]+)")
 _ADAPTED = re.compile(r"(?:.*\.)?([^.]+)\.lora_[AB]\.weight")
 _REDIRECTS = 3
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_FILES = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 32 << 30}
+"""Name -> most bytes."""
+_MOST_BYTES = sum(_FILES.values())
+"""Of the archive, packed and unpacked: a service must not fill the disk."""
 
 
 def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> None:
     """Write the two files of a PEFT adapter into `folder`. Raises EnvironmentFailure, one sentence, where the service offers none."""
     found = _PATH.fullmatch(path)
     address = base_url or os.environ.get("TINKER_BASE_URL", "")
-    if not found:
+    if not found or {found["run"], found["name"]} & {".", ".."}:
         raise EnvironmentFailure(f"{path} is no path of a Tinker service (tinker://RUN/sampler_weights/NAME).")
     if not address:
         raise EnvironmentFailure("the hosted service hands out no adapter files; the SDK's `tinker checkpoint` commands manage them.")
-    content = _fetch(f"{address.rstrip('/')}/api/v1/training_runs/{found['run']}/checkpoints/{found['name']}/archive", timeout)
-    _unpack(content, path, folder)
+    run, name = (quote(found[part], safe="") for part in ("run", "name"))
+    with TemporaryFile() as archive:
+        _fetch(f"{address.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{name}/archive", timeout, archive)
+        archive.seek(0)
+        _unpack(archive, path, folder)
 
 
-def _fetch(url: str, timeout: float) -> bytes:
+def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
+    """`timeout` bounds the whole download."""
     import httpx
 
     key = {"X-API-Key": os.environ.get("TINKER_API_KEY", "")}
+    ends, service, address = time.monotonic() + timeout, _origin(httpx.URL(url)), httpx.URL(url)
     try:
-        answer = httpx.get(url, timeout=timeout, headers=key)
-        for _ in range(_REDIRECTS):
-            if answer.next_request is None:
-                break
-            target = answer.next_request.url  # the key is for the service alone, and not for the store that it sends us to
-            answer = httpx.get(target, timeout=timeout, headers=key if target.host == httpx.URL(url).host else {})
-    except httpx.HTTPError as error:
+        with httpx.Client(timeout=timeout) as client:
+            for _ in range(1 + _REDIRECTS):
+                # The key is for the service alone, and not for the store that it sends us to.
+                with client.stream("GET", address, headers=key if _origin(address) == service else {}) as answer:
+                    if answer.next_request is not None:
+                        address = answer.next_request.url
+                        continue
+                    if answer.status_code != 200:
+                        raise EnvironmentFailure(f"this service offers no archive of it (status {answer.status_code}).")
+                    for part in answer.iter_bytes():
+                        into.write(part)
+                        if into.tell() > _MOST_BYTES:
+                            raise EnvironmentFailure(f"its archive has more than {_MOST_BYTES >> 30} GiB, which no adapter has.")
+                        if time.monotonic() > ends:
+                            raise EnvironmentFailure(f"its archive did not arrive within {timeout:g} s.")
+                    return
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EnvironmentFailure(f"its archive could not be fetched ({first_line(error)}).") from error
-    if answer.status_code != 200:
-        raise EnvironmentFailure(f"this service offers no archive of it (status {answer.status_code}).")
-    return answer.content
+    raise EnvironmentFailure(f"its archive could not be fetched (more than {_REDIRECTS} redirections).")
 
 
-def _unpack(content: bytes, path: str, folder: Path) -> None:
-    """Only the two files, whatever else the archive holds and wherever it wants to put it."""
+def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port
+
+
+def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
+    """Only the two files, whatever else the archive holds and wherever it wants to put it; links and sparse files are none."""
     from safetensors import SafetensorError
 
+    missing, unpacked = set(_FILES), 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
-            members = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
-            for name in _FILES:
-                source = archive.extractfile(members[name])
-                assert source is not None  # it is a file
-                (folder / name).write_bytes(source.read())
+        with tarfile.open(fileobj=content, mode="r|gz") as archive:
+            for member in archive:
+                name, unpacked = Path(member.name).name, unpacked + member.size
+                if unpacked > _MOST_BYTES or member.size > _FILES.get(name, _MOST_BYTES):
+                    raise ValueError(f"{name} has {member.size} bytes")
+                source = archive.extractfile(member) if member.isreg() and not member.issparse() and name in missing else None
+                if source is not None:
+                    with source, (folder / name).open("wb") as file:
+                        shutil.copyfileobj(source, file)
+                    missing.remove(name)
+        if missing:
+            raise ValueError(f"no {min(missing)}")
         _name_target_modules(folder)
-    except (tarfile.TarError, EOFError, KeyError, OSError, ValueError, SafetensorError) as error:
+    except (tarfile.TarError, EOFError, LookupError, OSError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise EnvironmentFailure(f"the archive of {path} holds no adapter ({type(error).__name__}: {first_line(error)}).") from error
 
 
@@ -69,11 +103,13 @@ def _name_target_modules(folder: Path) -> None:
     """SkyRL leaves target_modules null, for which peft would take its own default; the weights say which modules are adapted."""
     from safetensors import safe_open
 
-    path = folder / _FILES[0]
+    path = folder / "adapter_config.json"
     settings = json.loads(path.read_bytes())
+    if not isinstance(settings, dict):
+        raise TypeError("adapter_config.json holds no object")
     if settings.get("target_modules"):
         return
-    with safe_open(folder / _FILES[1], framework="numpy") as weights:
+    with safe_open(folder / "adapter_model.safetensors", framework="numpy") as weights:
         names = {_ADAPTED.fullmatch(name) for name in weights.keys()}  # noqa: SIM118 - no mapping
     settings["target_modules"] = sorted({found[1] for found in names if found})
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from retrain.backends.base import TINKER, Backend
+from retrain.backends.base import TINKER, RemoteBackend
 from retrain.backends.result import Update, step_result
 from retrain.backends.rows import check_rows, learning_rate, minibatch_split, num_completions, row_weights
 from retrain.backends.tinker.archive import download_adapter
@@ -53,7 +53,7 @@ class _Requested:
     """Futures of the pass and of the optimizer step."""
 
 
-class TinkerBackend(Backend):
+class TinkerBackend(RemoteBackend):
     capabilities = TINKER
 
     def __init__(self, config: "TrainConfig", *, eos_ids: Sequence[int], say: Callable[[str], None]) -> None:
@@ -95,22 +95,8 @@ class TinkerBackend(Backend):
     # -- what a start asks for ---------------------------------------------------------------------------------------
 
     @property
-    def choices(self) -> None:
-        return None
-
-    @property
     def device_name(self) -> str:
         return "tinker"
-
-    @property
-    def half_precision(self) -> bool:
-        """The service does not say in what it computes; hosted ones use bf16."""
-        return True
-
-    @property
-    def num_trainable(self) -> int:
-        """No byte of the adapter is stored here between steps, so none is rehearsed."""
-        return 0
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 import http.client
 import json
 import re
-import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -35,6 +34,8 @@ class Traffic:
     most_sampling: int = 0
     dead: bool = False
     """Connections are dropped without an answer, those that are open already too."""
+    text_alone: bool = False
+    """As a hosted service: prompts and completions are text, and no adapter is loaded."""
     lock: Any = field(default_factory=threading.Lock)
 
     def fault_for(self, path: str) -> int:
@@ -48,6 +49,21 @@ class Traffic:
                         self.injected[fault.status] += 1
                         return fault.status
         return 0
+
+    def withheld(self, path: str, request: bytes) -> tuple[int, str] | None:
+        """The refusal of a service of text alone."""
+        if self.text_alone and path.endswith("_lora_adapter"):
+            return 404, "Not Found"
+        if self.text_alone and path.endswith("/completions") and isinstance(json.loads(request)["prompt"], list):
+            return 400, "the prompt is no text"
+        return None
+
+    def shown(self, path: str, answer: bytes) -> bytes:
+        if not (self.text_alone and path.endswith("/completions")):
+            return answer
+        content = json.loads(answer)
+        choices = [{name: choice[name] for name in ("index", "text", "finish_reason")} for choice in content["choices"]]
+        return json.dumps(content | {"choices": choices}).encode()
 
     def note(self, path: str, request: bytes, status: int, answer: bytes) -> None:
         if status != 200:
@@ -77,6 +93,9 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
             if status := traffic.fault_for(path):
                 self.answer(status, [("content-type", "application/json")], json.dumps({"detail": f"injected {status}"}).encode())
                 return
+            if refusal := traffic.withheld(path, request):
+                self.answer(refusal[0], [("content-type", "application/json")], json.dumps({"detail": refusal[1]}).encode())
+                return
             connection = http.client.HTTPConnection(target, timeout=120)
             headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
             try:
@@ -86,7 +105,7 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
             finally:
                 connection.close()
             traffic.note(path, request, response.status, answer)
-            self.answer(response.status, [(n, v) for n, v in response.getheaders() if n.lower() not in _HOP], answer)
+            self.answer(response.status, [(n, v) for n, v in response.getheaders() if n.lower() not in _HOP], traffic.shown(path, answer))
 
         def answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
             self.send_response(status)
@@ -112,9 +131,3 @@ def faulty_proxy(upstream: str, *faults: Fault) -> Iterator[tuple[str, Traffic]]
         traffic.dead = True
         server.shutdown()
         server.server_close()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -1,0 +1,177 @@
+"""What a decoding step computes between its matrix products and its attention, in torch's operators or in Triton kernels.
+
+Triton is taken on CUDA where it compiles and agrees with torch on a probe. Both round where transformers' operators do: the residual sum,
+the normed value before and after its weight, the product with the cosine, the activation; between these, and in sums, they are float32.
+Shape letters: N rows with one token each, H hidden size, Q and K query and key-value heads, D head size, R ranks, O outputs.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retrain.model.functions import Norm, normed, rotate
+from retrain.model.projection import AdapterStack, add_row_updates
+
+TRITON_DEVICES = {"cuda"}
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Largest difference of a kernel on the probe, whose numbers are about 1: two roundings apart."""
+
+Cuts = tuple[Tensor, Tensor, Tensor]
+"""top_k, top_p, min_p of rows."""
+
+
+class StepKernels(Protocol):
+    def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        """The normed sum [N, H] of `residual` [N, H], which becomes the sum, and `update` [N, H]."""
+        ...
+
+    def turn_and_store(
+        self,
+        qkv: Tensor,
+        heads: Sequence[int],
+        rotary: tuple[Tensor, Tensor],
+        norm: Norm | None,
+        pages: tuple[Tensor, Tensor],
+        places: Tensor,
+    ) -> Tensor:
+        """Queries [N, Q, D] of [N, (Q + 2 K) D], normed and turned by cos and sin [N, 1, D]; keys and values [K, D] of each row go to
+        `places` [N] of `pages`, which are [P, T, K, D].
+        """
+        ...
+
+    def gate(self, gates: Tensor) -> Tensor:
+        """silu(gate) * up [N, I] of both side by side."""
+        ...
+
+    def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
+        """`y` [N, O], to which the update of each row's own adapter is added, from `reduced` [N, R] of all adapters."""
+        ...
+
+    @property
+    def draw(self) -> Callable[[Tensor, Tensor, Tensor, Cuts | None], Tensor] | None:
+        """(logits [N, V], temperatures [N], uniforms [N], cuts) to [N, 4] token, log-prob, entropy, tokens kept; None leaves it to the
+        sampler's own function.
+        """
+        ...
+
+
+class TorchKernels:
+    """The reference of every kernel."""
+
+    draw = None
+
+    def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        return normed(residual if update is None else residual.add_(update), norm)
+
+    def turn_and_store(
+        self,
+        qkv: Tensor,
+        heads: Sequence[int],
+        rotary: tuple[Tensor, Tensor],
+        norm: Norm | None,
+        pages: tuple[Tensor, Tensor],
+        places: Tensor,
+    ) -> Tensor:
+        queries, keys = heads[:2]
+        fused = qkv.view(len(qkv), -1, pages[0].shape[-1])
+        turned = rotate(fused[:, : queries + keys], *rotary, norm)
+        for stored, new in zip(pages, (turned[:, queries:], fused[:, queries + keys :]), strict=True):
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, places, new)
+        return turned[:, :queries]
+
+    def gate(self, gates: Tensor) -> Tensor:
+        gate, up = gates.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
+        return add_row_updates(y, reduced, stack, slots)
+
+
+class TritonKernels:
+    """One kernel each, and two for a draw, four where it is truncated."""
+
+    def __init__(self) -> None:
+        from retrain.model.kernels import activation, adapters, norm, rotary, sampler
+
+        self.gate, self.add_row_updates, self.draw = activation.gate, adapters.add_row_updates, sampler.draw
+        self._add_norm, self._turn_and_store = norm.add_norm, rotary.turn_and_store
+
+    def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        return self._add_norm(residual, update, norm.weight, norm.eps)
+
+    def turn_and_store(
+        self,
+        qkv: Tensor,
+        heads: Sequence[int],
+        rotary: tuple[Tensor, Tensor],
+        norm: Norm | None,
+        pages: tuple[Tensor, Tensor],
+        places: Tensor,
+    ) -> Tensor:
+        return self._turn_and_store(qkv, heads, rotary, None if norm is None else (norm.weight, norm.eps), pages, places)
+
+
+def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> StepKernels:
+    """Those of `device`. `say` is told in a line why Triton's were not taken on a device that has them."""
+    if device.type not in TRITON_DEVICES:
+        return TorchKernels()
+    if importlib.util.find_spec("triton") is None:
+        say("Decoding uses torch's operators: the package triton, which joins them in fewer kernels, is not installed.")
+        return TorchKernels()
+    try:
+        kernels = TritonKernels()
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            wrong = differences(kernels, device, dtype)
+    except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
+        say(f"Decoding uses torch's operators: Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]}).")
+        return TorchKernels()
+    if wrong:
+        say(f"Decoding uses torch's operators: on a probe Triton's kernels differ from them ({', '.join(wrong)}).")
+        return TorchKernels()
+    return kernels
+
+
+@torch.no_grad()
+def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Names of the kernels that differ from torch's operators on a probe by more than rounding."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    residual, update, qkv, rotary = make(3, 40), make(3, 48)[:, :40], make(3, 70)[:, :64], (make(3, 1, 8), make(3, 1, 8))
+    norm, head_norm = Norm.of(make(40), 1e-6), Norm.of(make(6, 8), 1e-6)
+    places, slots = torch.tensor([5, 0, 7], device=device), torch.tensor([1, -1, 0], device=device)
+    stack = AdapterStack.of({0: (make(4, 40), make(4, 20)), 1: (make(2, 40), make(2, 20))}, 1)
+    y, reduced = make(3, 26)[:, :20], make(3, 6)
+
+    def results(of: StepKernels) -> dict[str, list[Tensor]]:
+        pages, total = (make(3, 4, 2, 8).zero_(), make(3, 4, 2, 8).zero_()), residual.clone()
+        normed_sum = of.add_norm(total, update, norm)
+        queries = of.turn_and_store(qkv, (4, 2, 2), rotary, head_norm, pages, places)
+        return {
+            "add_norm": [total, normed_sum],
+            "turn_and_store": [queries, *pages],
+            "gate": [of.gate(qkv)],
+            "add_row_updates": [of.add_row_updates(y.clone(), reduced, stack, slots)],
+        }
+
+    found, expected = results(kernels), results(TorchKernels())
+    wrong = [name for name, values in found.items() if not all(map(_near, values, expected[name]))]
+    if kernels.draw is not None:
+        logits, ones = make(3, 5000), torch.ones(3, device=device)
+        drawn = kernels.draw(logits, ones, ones.double() / 2, None)
+        expected_logprobs = torch.log_softmax(logits.double(), -1).gather(1, drawn[:, :1].long())
+        below = torch.softmax(logits.double(), -1).cumsum(-1).gather(1, drawn[:, :1].long())
+        if not ((drawn[:, 1:2] - expected_logprobs).abs() < 1e-4).all() or not ((below > 0.4999) & (below < 0.51)).all():
+            wrong.append("draw")
+    return wrong
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found.float(), expected.float(), rtol=_TOLERANCE[found.dtype], atol=_TOLERANCE[found.dtype])

@@ -1,0 +1,89 @@
+"""Looking after every seed: the e-process is a fair game at every look, and benchmarks/looking.py in seconds."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from benchmarks import looking
+from retrain.analysis.confidence_sequence import confidence_sequence
+from retrain.analysis.e_process import adjust, anytime_p, capital, chance_to_decide, evidence
+
+
+@pytest.mark.parametrize("sizes", [[1.0, 2.0, 0.5, 2.0, 0.0, 3.0, 1e-9], [0.1] * 7, [5.0, 1.0, 0.2, 0.1, 9.0, 9.0, 1.0]])
+def test_over_all_signs_of_any_sizes_the_capital_is_1_on_average_at_every_look(sizes: list[float]) -> None:
+    signs = np.array(list(product([1, -1], repeat=len(sizes))))
+    after = capital(signs * np.array(sizes))
+    assert (after >= 0).all() and after.mean(axis=0) == pytest.approx(np.ones(len(sizes)))
+    # Not only on average over the past: after any past, the next factor is fair.
+    pasts = after.reshape(2**3, -1, len(sizes))
+    assert pasts[:, :, 3].mean(axis=1) == pytest.approx(pasts[:, 0, 2])
+
+
+def test_a_bet_never_depends_on_what_comes_later() -> None:
+    rng = np.random.default_rng(0)
+    whole = rng.normal(0.5, 1.0, (50, 12))
+    for seeds in (1, 4, 11):
+        assert capital(whole)[:, :seeds] == pytest.approx(capital(whole[:, :seeds]))
+
+
+def test_scale_order_of_contrasts_and_missing_seeds_change_nothing_else() -> None:
+    d = np.random.default_rng(1).normal(0.5, 1.0, (3, 10))
+    assert capital(1e-6 * d) == pytest.approx(capital(d))
+    assert capital(-d) == pytest.approx(capital(d))
+    gap = np.insert(d, 4, np.nan, axis=1)
+    assert np.delete(capital(gap), 4, axis=1) == pytest.approx(capital(d))
+    assert adjust(capital(d[::-1])) == pytest.approx(adjust(capital(d))[::-1])
+
+
+def test_evidence_over_a_family_is_the_least_mean_of_any_part_of_it() -> None:
+    rng = np.random.default_rng(2)
+    for contrasts in (1, 2, 3, 4):
+        capitals = rng.exponential(10.0, (contrasts, 1))
+        for contrast in range(contrasts):
+            parts = [part for part in product([False, True], repeat=contrasts) if part[contrast]]
+            least = min(float(capitals[list(part), 0].mean()) for part in parts)
+            assert adjust(capitals)[contrast, 0] == pytest.approx(least)
+
+
+def test_a_decided_contrast_stays_decided_and_p_is_one_over_the_evidence() -> None:
+    family = [{1: 1.0, 2: 1.2, 3: 0.9, 4: 1.1, 5: 1.0, 6: 1.3, 7: 0.8, 8: -9.0, 9: -9.0}]
+    found = [evidence(family, range(1, count)) for count in (7, 8, 9, 10)]
+    assert found == sorted(found) and found[0][0] > 20
+    assert anytime_p(found[0][0]) < 0.05 and anytime_p(0.2) == 1.0
+
+
+def test_of_null_campaigns_with_a_look_after_every_seed_no_more_than_alpha_end_in_a_verdict() -> None:
+    trials = 4000
+    for draw in (looking.normal, looking.heavy_tails, looking.growing):
+        for contrasts in (1, 4):
+            wrong = round(trials * looking.false_rate(draw, trials, contrasts, 16))
+            assert 0 < wrong <= stats.binom.ppf(0.999, trials, looking.ALPHA)
+    assert looking.false_rate_beside_a_winner(looking.normal, trials, 4, 12) < looking.ALPHA + 0.015
+
+
+def test_the_fixed_test_with_peeking_is_wrong_more_often() -> None:
+    drawn = looking.normal(np.random.default_rng(0), 2000, 1, 16)
+    assert looking.peeked(drawn).mean() > 1.5 * looking.decided(drawn)[:, 0, -1].mean()
+
+
+def test_large_effects_end_a_campaign_early() -> None:
+    found, mean, _ = looking.seeds_used(2.0, 1000, 1, 16)
+    assert found > 0.95 and mean < 8
+
+
+def test_the_confidence_sequence_covers_the_centre_at_all_looks_together() -> None:
+    rng, missed, trials = np.random.default_rng(3), 0, 40
+    for _ in range(trials):
+        d = rng.normal(1.0, 1.0, 9)
+        intervals = [interval for count in (6, 7, 8, 9) if (interval := confidence_sequence(d[:count]))]
+        missed += any(not low <= 1.0 <= high for low, high in intervals)
+        assert not intervals or intervals[-1][0] < np.median(d) < intervals[-1][1]
+    assert missed <= stats.binom.ppf(0.999, trials, 0.05)
+    assert confidence_sequence([1.0, 2.0, 3.0]) is None
+
+
+def test_the_chance_to_decide_rises_with_the_effect() -> None:
+    small, large = ([mean, mean + 0.5, mean - 0.5, mean] for mean in (0.1, 2.0))
+    assert chance_to_decide(small, 4, 20) < 0.3 < 0.9 < chance_to_decide(large, 4, 20)

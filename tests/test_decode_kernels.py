@@ -1,0 +1,270 @@
+"""Triton's kernels of a decoding step against the torch forms that they stand in for: on a GPU, or in Triton's interpreter."""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_engine_decoding import assert_same, requests, run, tiny, with_adapter
+from torch import Tensor
+
+from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
+from retrain.inference_engine.sampling import draw_scaled
+from retrain.inference_engine.torch_engine import TorchEngine
+from retrain.model import fused as fused_decoder
+from retrain.model.devices import EngineOptions
+from retrain.model.functions import Norm
+from retrain.model.fused import FusedDecoder
+from retrain.model.kernels import steps
+from retrain.model.kernels.steps import StepKernels, TorchKernels, TritonKernels, differences, step_kernels
+from retrain.model.projection import AdapterStack
+from retrain.model.truncation import FixedKeptSets
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py turns the interpreter on
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-6}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9}}
+"""A last bit of bfloat16, where a sum in float32 came out on the other side of a rounding."""
+
+
+@pytest.fixture(autouse=True)
+def _on_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
+
+
+@pytest.fixture
+def kernels() -> StepKernels:
+    return TritonKernels()
+
+
+def make(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed + sum(shape)), device="cpu").to(DEVICE, dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, **TOLERANCE[expected.dtype])
+    assert (found == expected).float().mean() > (0.9 if expected.dtype == torch.bfloat16 else 0), "rounded at other places"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [32, 77])
+def test_a_sum_and_its_norm(kernels: StepKernels, dtype: torch.dtype, size: int) -> None:
+    norm, apart = Norm.of(make(size, dtype=dtype), 1e-6), make(3, size + 5, dtype=dtype)[:, :size]
+    for update in (None, apart):
+        found, expected = make(3, size, dtype=dtype, seed=2), make(3, size, dtype=dtype, seed=2)
+        assert_near(kernels.add_norm(found, update, norm), TorchKernels().add_norm(expected, update, norm))
+        assert torch.equal(found, expected), "the residual stream is the rounded sum"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "keys", "size", "has_norm"), [(4, 2, 8, True), (14, 2, 20, True), (3, 1, 6, False)])
+def test_heads_are_normed_turned_and_stored(
+    kernels: StepKernels, dtype: torch.dtype, queries: int, keys: int, size: int, has_norm: bool
+) -> None:
+    heads, width = (queries, keys, keys), (queries + 2 * keys) * size
+    qkv = make(3, width + 3, dtype=dtype)[:, :width]
+    half = make(3, 1, size // 2, dtype=torch.float32)
+    rotary = torch.cat([half.cos(), half.cos()], -1).to(dtype), torch.cat([half.sin(), half.sin()], -1).to(dtype)
+    norm = Norm.of(make(queries + keys, size, dtype=dtype), 1e-6) if has_norm else None
+    places = torch.tensor([9, 4, 11])
+    found, expected = ([torch.full((3, 4, keys, size), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2))
+    turned = kernels.turn_and_store(qkv, heads, rotary, norm, tuple(found), places)
+    assert_near(turned, TorchKernels().turn_and_store(qkv, heads, rotary, norm, tuple(expected), places))
+    assert_near(found[0], expected[0])
+    assert torch.equal(found[1], expected[1]), "values are copied, and other places are left alone"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [48, 1030])
+def test_the_gated_activation(kernels: StepKernels, dtype: torch.dtype, size: int) -> None:
+    gates = make(2, 2 * size + 1, dtype=dtype)[:, : 2 * size] * 3
+    assert_near(kernels.gate(gates), TorchKernels().gate(gates))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_row_gets_its_own_adapter(kernels: StepKernels, dtype: torch.dtype) -> None:
+    """Of rank 18 in two portions, of rank 3, one that this layer does not have, and none."""
+    held = {0: (make(18, 8, dtype=dtype), make(18, 300, dtype=dtype)), 3: (make(3, 8, dtype=dtype), make(3, 300, dtype=dtype))}
+    stack, slots = AdapterStack.of(held, 4), torch.tensor([3, -1, 0, 2, 4])
+    y, reduced = make(5, 310, dtype=dtype)[:, :300], make(5, 21, dtype=dtype)
+    expected = [
+        y[row].float() + (0 if slot not in held else reduced[row].float()[stack.owners == slot] @ held[slot][1].float())
+        for row, slot in enumerate(slots.tolist())
+    ]
+    for of in (kernels, TorchKernels()):
+        assert_near(of.add_row_updates(y.clone(), reduced.clone(), stack, slots), torch.stack(expected).to(dtype))
+
+
+# -- the sampler -----------------------------------------------------------------------------------------------------------
+
+
+def by_torch(logits: Tensor, temperatures: Tensor, uniforms: Tensor, cuts: tuple[Tensor, ...] | None) -> Tensor:
+    """What FixedStep.draw computes where no kernel draws."""
+
+    def keep(z: Tensor, weights: Tensor) -> FixedKeptSets:
+        assert cuts is not None
+        return FixedKeptSets.of_device_cuts(z, weights.sum(-1, dtype=torch.float64), *cuts)
+
+    greedy = temperatures == 0
+    z = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
+    return torch.cat([column.double() for column in draw_scaled(z, uniforms, greedy, None if cuts is None else keep)], dim=1)
+
+
+def sharp(rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    """Logits of which a few tokens have most of the probability, in a tensor whose rows lie apart."""
+    return make(rows, vocabulary + 3, dtype=torch.float32)[:, :vocabulary].mul(3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5, 2048, 5003])
+def test_a_draw_is_that_of_the_torch_form(kernels: StepKernels, dtype: torch.dtype, vocabulary: int) -> None:
+    """Vocabularies of less than a block, of one, and of several that they do not fill; greedy rows and others."""
+    logits, uniforms = sharp(6, vocabulary, dtype), torch.linspace(0.05, 0.97, 6, dtype=torch.float64)
+    temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3, 0.2, 0.0])
+    found, expected = kernels.draw(logits, temperatures, uniforms, None), by_torch(logits, temperatures, uniforms, None)
+    torch.testing.assert_close(found[:, :3], expected, rtol=0, atol=2e-6)
+    assert not found[:, 3].any()
+
+
+def test_a_greedy_row_takes_the_lowest_id_of_the_largest(kernels: StepKernels) -> None:
+    logits = torch.zeros(2, 5003)
+    logits[0, [4500, 2300, 2301]] = 9.0
+    found = kernels.draw(logits, torch.zeros(2), torch.full((2,), 0.9, dtype=torch.float64), None)
+    assert found[:, 0].tolist() == [2300, 0] and not found[:, 1:3].any()
+
+
+def test_a_token_of_probability_zero_is_never_drawn(kernels: StepKernels) -> None:
+    """Tokens at -inf, tokens far below the largest, whole blocks of them, and uniforms at both ends."""
+    logits = torch.full((4, 5003), -torch.inf)
+    logits[:, [7, 4999]] = torch.tensor([1.0, 1.5])
+    logits[:, 2048:4000] = -200.0
+    uniforms = torch.tensor([1e-300, 0.3, 0.999999, 1 - 1e-16], dtype=torch.float64)
+    found, expected = (of(logits, torch.ones(4), uniforms, None) for of in (kernels.draw, by_torch))
+    assert found[:, 0].tolist() == [7, 7, 4999, 4999]
+    torch.testing.assert_close(found[:, :3], expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_numbers_that_are_not_finite_show_in_the_log_prob(kernels: StepKernels, bad: float, temperature: float) -> None:
+    """One NaN or +inf among others, or -inf everywhere; the next row is as it was, and the token is one of the vocabulary."""
+    logits = sharp(2, 3000, torch.float32).clone()
+    expected = by_torch(logits, torch.ones(2), torch.full((2,), 0.5, dtype=torch.float64), None)
+    logits[0, 2500 if bad != -torch.inf else slice(None)] = bad
+    for cuts in (None, (torch.tensor([5, 0]), torch.ones(2).double(), torch.zeros(2).double())):
+        found = kernels.draw(logits, torch.tensor([temperature, 1.0]), torch.full((2,), 0.5, dtype=torch.float64), cuts)
+        assert not found[0, 1:3].isfinite().all() and 0 <= found[0, 0] < 3000
+        torch.testing.assert_close(found[1, :3], expected[1], rtol=0, atol=2e-6)
+
+
+CUTS: list[dict[str, Any]] = [{}, {"top_k": 9999}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9}]
+CUTS += [{"top_k": 30, "min_p": 0.01, "top_p": 0.95}, {"top_p": 1e-9}]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_sets_are_those_of_a_sorted_vocabulary(kernels: StepKernels, dtype: torch.dtype) -> None:
+    """In bfloat16 many tokens are equal, and the lower ids come first."""
+    logits, count = sharp(len(CUTS), 1500, dtype), len(CUTS)
+    top_k = torch.tensor([cut.get("top_k", 0) for cut in CUTS])
+    top_p = torch.tensor([cut.get("top_p", 1.0) for cut in CUTS], dtype=torch.float64)
+    min_p = torch.tensor([cut.get("min_p", 0.0) for cut in CUTS], dtype=torch.float64)
+    temperatures, uniforms = torch.tensor([1.0, 0.7, 0.0])[torch.arange(count) % 3], torch.linspace(0.999, 0.03, count).double()
+    found, expected = (of(logits, temperatures, uniforms, (top_k, top_p, min_p)) for of in (kernels.draw, by_torch))
+    assert found[:, 3].tolist() == expected[:, 3].tolist()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+def test_equal_tokens_are_cut_by_their_id(kernels: StepKernels) -> None:
+    """Five equal tokens in two blocks, of which three are kept: the last of these is drawn by a uniform near 1."""
+    logits = torch.full((1, 4000), -3.0)
+    logits[0, [10, 900, 2047, 2048, 3999]] = 5.0
+    cuts = torch.tensor([3]), torch.ones(1).double(), torch.zeros(1).double()
+    found = kernels.draw(logits, torch.ones(1), torch.tensor([0.9999], dtype=torch.float64), cuts)[0]
+    assert found[0] == 2047 and found[3] == 3
+    np.testing.assert_allclose(found[1], -np.log(3), atol=1e-6)
+
+
+# -- where they are used ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_probe_passes_kernels_that_are_right(kernels: StepKernels, dtype: torch.dtype) -> None:
+    assert differences(kernels, torch.device(DEVICE), dtype) == []
+
+
+def test_a_kernel_that_is_wrong_is_not_used(kernels: StepKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "TRITON_DEVICES", {DEVICE})
+    said: list[str] = []
+    assert isinstance(step_kernels(torch.device(DEVICE), torch.float32, said.append), TritonKernels) and not said
+    right = TritonKernels()
+    right.gate = lambda gates: TorchKernels().gate(gates) * 1.01  # type: ignore[method-assign]
+    monkeypatch.setattr(steps, "TritonKernels", lambda: right)
+    assert isinstance(step_kernels(torch.device(DEVICE), torch.float32, said.append), TorchKernels)
+    assert "differ" in said[0] and "gate" in said[0]
+
+
+def drawn(model: Any, asked: list[SampleRequest], *, merge: bool = False, layers: Any = None) -> Any:
+    fused = FusedDecoder.of(getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model, merge=merge)
+    assert fused is not None
+    engine = TorchEngine(model, [], DEVICE, options=EngineOptions(paged=True, page_tokens=8), fused=fused)
+    if layers is not None:
+        engine.load_adapter(4, layers)
+    return fused, run(engine, asked)
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (steps, fused_decoder):
+        monkeypatch.setattr(module, "TRITON_DEVICES", {DEVICE})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
+def test_a_whole_decode_with_kernels_draws_the_same(family: str, on_triton: None) -> None:
+    """With norms of heads and without, with a bias, in a window; an adapter under the weights; the prompts fill a page and a part."""
+    model, asked = with_adapter(tiny(family)).to(DEVICE), requests(count=1, many=2, max_tokens=4, temperature=0.7)
+    fused, found = drawn(model, asked)
+    assert isinstance(fused.kernels, TritonKernels) and fused._projections[0]._joined is not None
+    assert_same(found, run(TorchEngine(with_adapter(tiny(family)).to(DEVICE), [], DEVICE), asked), atol=1e-4)
+
+
+def test_rows_of_several_adapters_truncated_and_greedy_draw_the_same(on_triton: None, tmp_path: Any) -> None:
+    from retrain.squeeze.adapter import read_adapter
+
+    with_adapter(tiny()).to(DEVICE).save_pretrained(tmp_path)
+    layers, model = read_adapter(tmp_path).layers, with_adapter(tiny()).to(DEVICE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.mul_(-0.5)
+    prompt, cuts = np.arange(3, 9, dtype=np.int32), (Truncation(), Truncation(top_k=9), Truncation(top_p=0.7))
+    asked = [
+        SampleRequest(prompt, 1, 2, temperature, NoiseKey(1, 0, 0, number), 0, slot, truncation=cut)
+        for number, (slot, temperature, cut) in enumerate(zip((BASE_MODEL, 0, 4), (0.8, 0.0, 1.0), cuts, strict=True))
+    ]
+    _, found = drawn(model, asked, layers=layers)
+    plain = TorchEngine(model, [], DEVICE)
+    plain.load_adapter(4, layers)
+    assert_same(found, run(plain, asked), atol=1e-4)
+
+
+def test_the_adapter_under_the_weights_follows_the_learner(on_triton: None) -> None:
+    """The model's own weights stay what they were, the step sees a change of the adapter, and a second look finds the same layout."""
+    model = with_adapter(tiny()).to(DEVICE)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    fused, first = drawn(model, requests(count=1, many=1, max_tokens=4))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    again, _ = drawn(model, requests(count=1, many=1, max_tokens=1))
+    assert again._projections[0].weight.data_ptr() == fused._projections[0].weight.data_ptr()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.neg_()
+    asked, pages = requests(count=1, many=1, max_tokens=4), EngineOptions(paged=True, page_tokens=8)
+    changed = run(TorchEngine(model, [], DEVICE, options=pages, fused=fused), asked)
+    expected = run(TorchEngine(model, [], DEVICE, fused=again), asked)
+    assert_same(changed, expected, atol=1e-4)
+    assert not np.allclose(changed[0, 0].logprobs, first[0, 0].logprobs)
