@@ -20,6 +20,7 @@ from retrain.config.schema import Model
 from retrain.data.chat import ChatRenderer
 from retrain.environments import Environment, Episode, Observation, Result
 from retrain.environments.base import Split
+from retrain.environments.bridge import BridgedEpisode, EventLoop, Telephone
 from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.lab import NumberGuessing
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
@@ -371,6 +372,28 @@ def test_a_hanging_episode_costs_only_itself(what: str) -> None:
         episode.reply("a", last=False)
     outcomes = [episode.answer(lambda: None) for episode in (hanging, fine)]
     assert [one.outcome for one in outcomes if not isinstance(one, Observation)] == [Outcome.COULD_NOT_JUDGE, Outcome.RIGHT]
+
+
+class SelfPlaying(Misbehaving):
+    """Calls the model itself, on one event loop for all of its episodes."""
+
+    def __init__(self) -> None:
+        self.loop = EventLoop()
+
+    def episode(self) -> Episode:
+        async def rollout(line: Telephone, example: Example, seed: int) -> Result:
+            reply = await line.ask([ChatMessage(role="user", content="?")], [])
+            if example.reference == "exit":
+                sys.exit(3)
+            return Result(float(reply == example.reference))
+
+        return BridgedEpisode(self.loop, rollout)
+
+
+def test_a_rollout_that_exits_leaves_the_loop_to_the_others() -> None:
+    host = EpisodeHost(SelfPlaying(), max_turns=0, timeout_s=2, correct_threshold=0.5)
+    assert "failed with SystemExit: 3" in play(host, Example("?", "exit"), ["a"]).reason
+    assert play(host, Example("?", "a"), ["a"]).outcome is Outcome.RIGHT
 
 
 def test_failed_trajectories_stay_in_their_group_and_out_of_training(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def load(settings: "Settings") -> Environment:
             f'[environment] id = "{settings.id}" could not be loaded with args {dict(settings.args)}: {reason}; if it downloads data, it '
             "needs the network, else check its args."
         ) from error
-    if settings.max_turns > 0 and hasattr(environment, "max_turns"):
+    if settings.max_turns > 0 and hasattr(environment, "max_turns") and not isinstance(environment, vf.SingleTurnEnv):
         environment.max_turns = settings.max_turns
     return VerifiersV0(environment)
 
