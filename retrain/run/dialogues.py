@@ -86,7 +86,7 @@ class Dialogues:
         self._requests = 0
         self.scored: dict[DialogueKey, Scored] = {}
         self.seconds_waited = 0.0
-        """For answers, with nothing decoding, or with no row to lose by it."""
+        """Seconds spent waiting for environments and scores."""
 
     def more(self, idle: bool) -> list[SampleRequest]:
         """The next replies to sample; see `RequestFeed`."""
