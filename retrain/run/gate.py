@@ -324,24 +324,25 @@ def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled
 def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: _Sampled) -> float:
     """The trial adapter's mean effect in nats. Raises RunFailed where part of it is missing from the engine's log-probs.
 
-    A group's effect is what the learner's log-probs lose without the group. The whole adapter counts as one more group.
+    A group's effect is what the learner's log-probs lose without the group, on the completions that the whole adapter changes most. The
+    whole adapter counts as one more group, on all completions.
     """
     trial.set(0.0)
-    without = _learner_logprobs(inputs, sampled.rows)
-    longest = sorted(zip(sampled.rows, sampled.learner, without, strict=True), key=lambda item: -item[0].num_actions)[:_PROBED]
-    rows = [row for row, _, _ in longest]
-    own = np.concatenate([logprobs for _, logprobs, _ in longest])
-    difference = np.concatenate([row.logprobs for row in rows]) - own
-    effects = {_WHOLE: own - np.concatenate([logprobs for _, _, logprobs in longest])}
+    whole = [own - without for own, without in zip(sampled.learner, _learner_logprobs(inputs, sampled.rows), strict=True)]
+    probed = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))[:_PROBED]
+    rows, own = [sampled.rows[number] for number in probed], np.concatenate([sampled.learner[number] for number in probed])
+    effects = {}
     for group in trial.groups:
         trial.set(strength, without=group)
         effects[group] = own - np.concatenate(_learner_logprobs(inputs, rows))
     trial.set(strength)
-    fits = _fits(difference, effects)
+    differences = sampled.differences
+    fits = _fits(np.concatenate(differences), {_WHOLE: np.concatenate(whole)})
+    fits += _fits(np.concatenate([differences[number] for number in probed]), effects)
     missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error and fit.missing > _ROUNDING]
     if missing:
         raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained), inputs.consequence))
-    return float(np.abs(np.concatenate(sampled.learner) - np.concatenate(without)).mean())
+    return float(np.abs(np.concatenate(whole)).mean())
 
 
 @dataclass(frozen=True)
