@@ -80,7 +80,7 @@ def differing_keys(pairs: Sequence[Pair]) -> list[str]:
 
 
 def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
-    """What differs between two recorded environments, in words such as "torch (2.12.0, 2.13.0)"."""
+    """Yield each difference between two recorded environments in words such as "torch (2.12.0, 2.13.0)"."""
     ours, theirs = one.environment, other.environment
     for name, words in _RECORDED.items():
         if ours.get(name) != theirs.get(name):

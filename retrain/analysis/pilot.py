@@ -42,7 +42,7 @@ class HeldOutVariances:
 
 @dataclass(frozen=True)
 class Pilot:
-    """What earlier runs show about the spread of differences between two arms."""
+    """The spread of differences between two arms, estimated from earlier runs."""
 
     metric: Metric
     sd: float

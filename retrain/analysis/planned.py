@@ -21,7 +21,7 @@ ALPHA = 0.05
 
 @dataclass(frozen=True)
 class AnalysisPlan:
-    """What is decided before the first run."""
+    """The analysis of a campaign, fixed before its first run."""
 
     baseline: str
     conditions: tuple[str, ...]
@@ -44,7 +44,7 @@ class AnalysisPlan:
 
 @dataclass(frozen=True)
 class Look:
-    """One look: what was known after a seed, and what followed."""
+    """One look at the evidence, after a seed, and the conditions that it decided."""
 
     seed: int
     evidence: Mapping[str, float]

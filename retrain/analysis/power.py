@@ -191,7 +191,10 @@ def evaluation_sd(problems: int, samples: int) -> float:
 def design_line(
     seeds: int, comparisons: int, problems: int, samples: int, alpha: float = 0.05, power: float = 0.8, correction: Correction = "maxt"
 ) -> str:
-    """What a campaign can conclude when every condition is compared with the first; `problems` is 0 where their number is not known."""
+    """A line on the effects that a campaign can find, every condition being compared with the first.
+
+    `problems` is 0 where their number is not known.
+    """
     family = counted(comparisons, "comparison")
     units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons, correction)
     if units is None:

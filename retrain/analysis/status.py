@@ -48,7 +48,10 @@ LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED})
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is not known is None. `correct_rate`, `mean_reward` and `loss` belong to the last step, the medians to the last _WINDOW."""
+    """The state of one run; a field that is not known is None.
+
+    `correct_rate`, `mean_reward` and `loss` belong to the last step, the medians to the last _WINDOW.
+    """
 
     path: Path
     condition: str
@@ -258,7 +261,7 @@ def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> s
 
 
 def loss_note(record: StepRecord) -> str:
-    """What a step's loss means if it is near 0 or missing; "" for any other loss."""
+    """Explain a step's loss that is near 0 or missing; return "" for any other loss."""
     if record.loss_is_placeholder:
         return "The backend trains asynchronously, so its loss is a placeholder and says nothing about learning."
     if record.num_datums == 0:

@@ -39,7 +39,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class TestSettings:
-    """What is decided before looking at the results."""
+    """Settings of the test, fixed before looking at the results."""
 
     __test__ = False  # its name is not that of a test case
 
@@ -120,7 +120,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What the differences of one contrast show, in the metric's units. What needs two pairs is None for a single pair."""
+    """The result for one contrast, in the metric's units. Fields that need two pairs are None for a single pair."""
 
     pairs: int
     mean: float

@@ -35,7 +35,7 @@ class Case:
     name: str
     """Of the rewriting or fault."""
     answer: str
-    """What the completion gives as its answer; for the worst examples."""
+    """The answer that the completion gives; for the worst examples."""
     response: str
 
     @property

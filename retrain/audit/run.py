@@ -42,7 +42,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rate:
-    """How a reward did on some of the cases, all of which are right or all of which are wrong."""
+    """The errors of a reward on some of the cases, all of which are right or all of which are wrong."""
 
     name: str
     cases: Sequence[Judged]
@@ -132,7 +132,7 @@ class Audit:
 
     @property
     def usage(self) -> JudgeUsage:
-        """What the language model took, where one judges."""
+        """The tokens and the cost of the language model, where one judges."""
         return sum((item.score.usage for item in self.judged if item.score.usage), JudgeUsage())
 
     def worst(self, most: int) -> list[Judged]:

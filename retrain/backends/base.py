@@ -15,7 +15,7 @@ ALL_LOSSES = ("importance_sampling", "ppo", "gspo", "cispo")
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """What a backend declares on its class, so that a configuration can be checked before anything is loaded."""
+    """The abilities that a backend declares on its class, so that a configuration can be checked before anything is loaded."""
 
     per_token_advantages: bool
     """False: only one advantage per completion reaches the loss, so token-varying transforms are refused."""

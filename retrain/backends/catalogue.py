@@ -17,7 +17,7 @@ from retrain.inference_engine.base import ENGINES, EngineCapabilities
 
 @dataclass(frozen=True)
 class KeyRow:
-    """What becomes of one key."""
+    """The outcome of one key."""
 
     key: str
     """As "section.key"."""
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def keys(self) -> list[KeyRow]:
-        """What it does with every key of its sections, in the order of the schema."""
+        """The outcome of every key of its sections, in the order of the schema."""
         table, sections = (
             (BACKEND_KEYS[self.name], BACKEND_SECTIONS) if self.kind == "backend" else (ENGINE_KEYS[self.name], ENGINE_SECTIONS)
         )

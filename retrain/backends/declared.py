@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
-    """What `[inference] engine` names, other than pytorch. Raises ConfigurationError for a plugin that cannot be loaded or declares
-    nothing.
+    """The class that `[inference] engine` names, other than pytorch.
+
+    Raises ConfigurationError for a plugin that cannot be loaded or declares nothing.
     """
     if config.inference.engine in ENGINE_CLASSES:
         module, _, name = ENGINE_CLASSES[config.inference.engine].rpartition(".")
@@ -68,7 +69,7 @@ def incapable(config: "TrainConfig") -> list[str]:
 
 
 def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
-    """What a plugin's declaration rules out; of a built-in backend, `config/support.py` says more."""
+    """Sentences on the keys that a plugin's declaration rules out; of a built-in backend, `config/support.py` says more."""
     if config.backend.backend in BACKENDS:
         return
     loss, where = config.loss, f'backend "{config.backend.backend}"'
@@ -106,7 +107,7 @@ def _uncertainty(config: "TrainConfig") -> str:
 
 
 def capability_notes(config: "TrainConfig") -> Iterator[str]:
-    """What a run says about an engine or a backend that does less than the local ones, one sentence each."""
+    """Lines that a run prints about an engine or a backend that does less than the local ones, one sentence each."""
     backend, engine = declared_backend(config), declared_engine(config)
     if not backend.synchronous_loss:
         yield f'[backend] backend = "{config.backend.backend}" reports a placeholder for the loss: read the rewards instead.'

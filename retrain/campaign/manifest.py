@@ -32,7 +32,7 @@ TIMESTAMP = "%Y%m%d_%H%M%S"
 
 
 class Status(StrEnum):
-    """Where a run stands."""
+    """The status of a run."""
 
     PENDING = "pending"
     RUNNING = "running"

@@ -32,7 +32,7 @@ def check(plan: CampaignPlan) -> Checked:
 
 
 def _design(plan: CampaignPlan) -> list[str]:
-    """What the campaign can conclude, said before it costs anything."""
+    """Lines on what the campaign can conclude, printed before its first run."""
     comparisons = len(plan.conditions) - 1
     if comparisons == 0:
         return []

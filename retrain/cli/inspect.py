@@ -19,7 +19,7 @@ class Format(StrEnum):
 
 
 class By(StrEnum):
-    """What colours a token; it repeats retrain.inspect.shading.Quantity, whose module imports numpy."""
+    """The quantity that colours a token; it repeats retrain.inspect.shading.Quantity, whose module imports numpy."""
 
     ADVANTAGE = "advantage"
     SURPRISAL = "surprisal"

@@ -12,7 +12,7 @@ from retrain.config.values import MAX_SEED, MOST_COMPLETIONS, OpenName, check_de
 
 
 class Backend(Section):
-    """Where the model is trained."""
+    """The backend that trains the model."""
 
     traits = Traits(own_to_a_run=True, sizes_memory=True)
 
@@ -66,7 +66,7 @@ class Backend(Section):
 
 
 class PrimeRLOptions(Section):
-    """What `[backend.options]` may hold with backend = "prime_rl"."""
+    """The keys of `[backend.options]` with backend = "prime_rl"."""
 
     transport: Literal["filesystem", "zmq"] = key("filesystem", "How batches reach the trainer.")
     zmq_host: str = key("localhost", "Host of the ZMQ transport.", min_length=1)
@@ -83,7 +83,7 @@ class PrimeRLOptions(Section):
 
 
 class TinkerOptions(Section):
-    """What `[backend.options]` may hold with backend = "tinker"."""
+    """The keys of `[backend.options]` with backend = "tinker"."""
 
     base_model: str = key("", "Name of the base model at the service; empty means [model] model.")
     loss_reduction: Literal["sum", "mean"] = key(
@@ -116,7 +116,7 @@ class Model(Section):
 
 
 class Algorithm(Section):
-    """How rewards become token advantages."""
+    """The algorithm that turns rewards into token advantages."""
 
     algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key(
         "",
@@ -148,7 +148,7 @@ class Algorithm(Section):
 
 
 class Plugins(Section):
-    """How plugins are found."""
+    """The search for plugins."""
 
     search_paths: Strings = key(["plugins"], "Module prefixes searched before normal imports.")
     strict: bool = key(True, "Stop when a plugin fails its shape probe; false prints a warning.")
@@ -337,7 +337,7 @@ class Sepa(Section):
 
 
 class Planning(Section):
-    """Which tokens are planning."""
+    """The detector of planning tokens."""
 
     detector: Literal["regex", "semantic"] = key("regex", "How planning tokens are found.")
     model: str = key("all-MiniLM-L6-v2", "Sentence-transformers model of the semantic detector: its name or folder.", min_length=1)

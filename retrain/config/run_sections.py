@@ -87,7 +87,7 @@ ServerURL = Annotated[str, AfterValidator(check_server_url)]
 
 
 class Inference(Section):
-    """What samples the completions."""
+    """The engine that samples the completions."""
 
     traits = Traits(sizes_memory=True)
 
@@ -168,7 +168,7 @@ RewardType = Annotated[str, OpenName("reward")]
 
 
 class Reward(Section):
-    """How a completion is judged."""
+    """The reward of a completion."""
 
     type: RewardType | Annotated[list[RewardType], Field(min_length=1)] = key(
         "match", "Reward, or a list of rewards whose weighted sum is used."
@@ -289,7 +289,7 @@ class Resume(Section):
 
 
 class Logging(Section):
-    """What a run writes."""
+    """The files and trackers that a run writes to."""
 
     traits = Traits(may_change_at_resume=True, own_to_a_run=True)
 

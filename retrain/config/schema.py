@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a configuration came from: its file, and what gave each value."""
+    """The origin of a configuration: its file, and the source of each value."""
 
     path: Path | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class TrainConfig(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where each value comes from: "section.key" to "default", "file", "environment NAME" or "flag --name"."""
+        """The source of each value: "section.key" to "default", "file", "environment NAME" or "flag --name"."""
         from retrain.config.keys import all_keys
 
         given = self._provenance.origins

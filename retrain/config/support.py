@@ -22,7 +22,7 @@ ENGINE_SECTIONS = ("inference",)
 
 @dataclass(frozen=True)
 class Support:
-    """What becomes of some keys. The first row that covers a key and its value holds."""
+    """The outcome of some keys. The first row that covers a key and its value holds."""
 
     use: Use
     keys: tuple[str, ...]

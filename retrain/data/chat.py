@@ -151,7 +151,7 @@ class ChatRenderer:
     def continued(
         self, text: str, history: Sequence[ChatMessage], new: Sequence[ChatMessage], last_token: int, tools: Sequence[Any] = ()
     ) -> Continuation:
-        """What follows the reply that ends `history`.
+        """The tokens and text that follow the reply which ends `history`.
 
         `text`: the conversation before that reply, as the template wrote it; `last_token`: the reply's last token. It restarts where the
         template writes the earlier conversation otherwise than before, as those do that drop old reasoning; white space does not count.

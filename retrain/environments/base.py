@@ -15,7 +15,7 @@ Split = Literal["train", "evaluation"]
 
 @dataclass(frozen=True)
 class Observation:
-    """What the model is given before its next reply."""
+    """Messages for the model before its next reply."""
 
     messages: list[ChatMessage]
     """The messages since its last reply; with `rewrites` the whole conversation."""
@@ -39,9 +39,9 @@ class Result:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else was measured; means over a step are logged."""
+    """Other measures by name; means over a step are logged."""
     turn_rewards: Sequence[float] = ()
-    """What each reply was worth, if the environment says; logged, the credit is given for `reward`."""
+    """The worth of each reply, if the environment says; logged, the credit is given for `reward`."""
 
 
 class Episode(ABC):
@@ -56,7 +56,7 @@ class Episode(ABC):
 
     @abstractmethod
     def step(self, reply: str) -> list[ChatMessage] | Observation | None:
-        """What is said to the model's reply; None ends the episode."""
+        """The messages that answer the model's reply; None ends the episode."""
 
     @abstractmethod
     def result(self) -> Result:

@@ -30,7 +30,7 @@ class _Live:
 
     episode: Episode
     seconds: float = 0.0
-    """What the environment has taken so far."""
+    """The environment's time so far."""
     replies: int = 0
 
 
@@ -165,7 +165,7 @@ def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int 
 
 
 def _checked(said: object, method: str) -> Observation:
-    """What the environment's `method` returned. Raises TypeError or ValueError for what no chat template could write."""
+    """Check the value that the environment's `method` returned. Raises TypeError or ValueError for what no chat template could write."""
     given = said if isinstance(said, Observation) else Observation(said)  # type: ignore[arg-type]  # it is looked at here
     if not is_conversation(given.messages):
         raise TypeError(f"{method} returned {type(said).__name__}, and must return a list of messages {{role, content}} of text, or None")

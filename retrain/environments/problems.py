@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def environment_name(config: "TrainConfig") -> str:
-    """How sentences call the environment: verifiers "my-env"."""
+    """The environment's name in sentences: verifiers "my-env"."""
     settings = config.environment
     return f'{settings.provider} "{settings.id}"' if settings.id else f'"{settings.provider}"'
 

@@ -17,7 +17,7 @@ class Job:
         self.started: float | None = None
         """Monotonic seconds; None while it waits for a thread."""
         self.seconds = 0.0
-        """How long it took."""
+        """The time that it took."""
 
     def run(self) -> None:
         self.started = monotonic()

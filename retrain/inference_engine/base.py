@@ -28,7 +28,7 @@ class NoiseKey:
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which tokens the sampled distribution keeps (`truncation.py` has the definition); it is renormalised over them."""
+    """The tokens that the sampled distribution keeps (`truncation.py` has the definition); it is renormalised over them."""
 
     top_k: int = 0
     """0 is off."""
@@ -91,7 +91,7 @@ class Once:
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine declares on its class, so that a configuration can be checked before anything is loaded."""
+    """The abilities that an engine declares on its class, so that a configuration can be checked before anything is loaded."""
 
     in_process: bool
     """It computes with the learner's own weights, in this process."""
@@ -205,7 +205,7 @@ class InferenceEngine(ABC):
         """Give the device's memory to the learner until the next `sync`. Called when the sampling of a step has ended."""
 
     def why_it_differs(self) -> str:
-        """What the engine finds out about itself where its log-probs are not the learner's, as part of a sentence; "" if nothing."""
+        """The reason that the engine itself finds where its log-probs are not the learner's, as part of a sentence; "" if nothing."""
         return ""
 
     def close(self) -> None:  # noqa: B027

@@ -28,7 +28,7 @@ class Variable(str):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a server must be told, beside the configuration."""
+    """Facts that a server must be told beside the configuration."""
 
     model: str
     """Folder or hub id."""

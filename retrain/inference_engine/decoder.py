@@ -84,7 +84,7 @@ class Decoder:
         return self.fused is not None
 
     def adapters_of(self, slots: Collection[int]) -> Literal["own", "none", "mixed"]:
-        """What rows under the adapters `slots` need."""
+        """The kind of adapter pass that rows under the adapters `slots` need."""
         if is_mixed(slots):
             return "mixed"
         return "none" if set(slots) == {BASE_MODEL} else "own"

@@ -38,7 +38,7 @@ def bucket_of(rows: int) -> int:
 
 
 class Variant(NamedTuple):
-    """What of a step is decided when it is captured."""
+    """The choices of a step that are fixed when it is captured."""
 
     greedy: bool
     """Some rows may be greedy."""
@@ -98,7 +98,7 @@ class StepBuffers:
         self.done.index_fill_(0, upload(rows, self.device), True)
 
     def read_later(self, rows: int) -> "Drawn":
-        """What the step just launched draws for the first `rows` rows; the copy to the host is under way when this returns."""
+        """The draws of the step just launched for the first `rows` rows; the copy to the host is under way when this returns."""
         place = self._steps % _RING
         self._steps += 1
         return Drawn(self.ring[place, :rows], self._host_ring[place, :rows])

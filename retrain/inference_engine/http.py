@@ -34,7 +34,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a request is retried, with exponential backoff and jitter between `first_s` and `most_s`."""
+    """The limits of retrying a request, with exponential backoff and jitter between `first_s` and `most_s`."""
 
     total_s: float = 60.0
     attempts: int = 10
@@ -79,17 +79,17 @@ class Server:
     timeout_s: float
     """From the first byte of a request to the last one of its answer."""
     secrets: tuple[str, ...] = ()
-    """What no sentence may repeat, should the server say it."""
+    """Secrets, which no sentence may repeat if the server says them."""
     alive: bool = True
     in_flight: int = 0
     turn: int = 0
-    """When it was last chosen."""
+    """The number of the choice that took it last."""
     looked_at: float = 0.0
     taking_back: asyncio.Lock = field(default_factory=asyncio.Lock)
     problem: str = ""
     """Why it is left out."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What a dialect learned about it."""
+    """Facts that a dialect learned about it."""
 
     async def get(self, path: str, timeout: float | None = None) -> Any:
         return await self._send("GET", path, None, timeout)

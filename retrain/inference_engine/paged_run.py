@@ -120,7 +120,7 @@ class _Row:
 
 
 class PagedEngine:
-    """What outlives one call: pages, buffers, captured steps, and the prompts of the newest calls."""
+    """The state that outlives one call: pages, buffers, captured steps, and the prompts of the newest calls."""
 
     def __init__(
         self, decoder: Decoder, limits: DecodeLimits, eos_ids: npt.NDArray[np.int64], context: int, page_tokens: int, *, keeps_prompts: bool

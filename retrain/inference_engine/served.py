@@ -67,7 +67,7 @@ class Sampled:
 
 
 class Dialect(ABC):
-    """How one kind of server is spoken to. It holds no state of a run; what it learns about a server goes to `Server.facts`."""
+    """The protocol of one kind of server. It holds no state of a run; what it learns about a server goes to `Server.facts`."""
 
     title: ClassVar[str]
     """Names the server in sentences: "The vllm server"."""
@@ -275,7 +275,7 @@ class ServedEngine(InferenceEngine):
         return ""
 
     def _speak(self) -> None:
-        """What the other thread had to say."""
+        """Pass on the lines of the other thread."""
         while self._lines:
             self.say(self._lines.popleft())
 

@@ -54,7 +54,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class TurnText:
-    """Where a reply begins, and what the environment said before it."""
+    """The place at which a reply begins, and what the environment said before it."""
 
     start: int
     """The place of the reply's first token among the T tokens."""
@@ -240,7 +240,10 @@ def _detected(planning: "Planning", table: TokenTable, pieces: Pieces, model: st
 
 
 def agreement(masks: Mapping[str, npt.NDArray[np.bool_]]) -> str:
-    """How often two masks [n] agree, and Cohen's kappa: the agreement beyond that of two independent masks of the same rates."""
+    """The share of tokens on which two masks [n] agree, and Cohen's kappa.
+
+    Kappa is the agreement beyond that of two independent masks of the same rates.
+    """
     (one, first), (two, second) = masks.items()
     if not len(first):
         return "The step has no tokens to compare the planning detectors on."

@@ -72,7 +72,7 @@ class _Layer:
     def step(
         self, hidden: Tensor, update: Tensor | None, rotary: tuple[Tensor, Tensor], batch: "PagedBatch", number: int, kernels: StepKernels
     ) -> Tensor:
-        """What the MLP adds [N, H] to the residual stream [N, H], which takes `update` and what attention adds; without gradient."""
+        """The MLP's update [N, H] of the residual stream [N, H], which takes `update` and what attention adds; without gradient."""
         qkv, _ = self.qkv.product(kernels.add_norm(hidden, update, self.attention_norm))
         queries = kernels.turn_and_store(qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.places)
         attended = batch.attention(queries, number, self.scaling, self.window)

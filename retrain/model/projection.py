@@ -55,9 +55,9 @@ class AdapterStack(NamedTuple):
     owners: Tensor
     """[R] slot of each rank."""
     first: Tensor
-    """Where the ranks of slot s begin, at place s + 1, for slots from -1, no adapter, to the last."""
+    """The first rank of slot s, at place s + 1, for slots from -1, no adapter, to the last."""
     counts: Tensor
-    """How many they are."""
+    """The number of ranks of each slot."""
 
     @classmethod
     def of(cls, held: Mapping[int, tuple[Tensor, Tensor]], last_slot: int) -> "AdapterStack":
@@ -111,7 +111,7 @@ class Projection:
         ends = [sum(self.outputs[: index + 1]) for index in range(len(modules))]
         self._places = [slice(end - outputs, end) for end, outputs in zip(ends, self.outputs, strict=True)]
         self.slices = [place for place, lora in zip(self._places, self._loras, strict=True) if lora is not None]
-        """Where the outputs of each adapter lie in O."""
+        """The place of each adapter's outputs in O."""
         self.copy: PackedWeight | None = None
         """[O, I] for products without gradient, while a sampler reads it."""
         self._merged = False

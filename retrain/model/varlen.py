@@ -20,7 +20,7 @@ _OLDEST_GPU = (8, 0)
 
 @dataclass(frozen=True)
 class Spans:
-    """Where sequences begin and end. The queries of a sequence are the last of its keys."""
+    """The boundaries of sequences laid end to end. The queries of a sequence are the last of its keys."""
 
     queries: Tensor
     """[S + 1] int32: 0, and where the queries of each sequence end."""

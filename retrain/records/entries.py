@@ -86,7 +86,7 @@ class StepRecord(_Record):
     running_correct_rate: float | None = better("higher")
     """The same over all steps so far, so it lags behind the policy."""
     sepa_lambda: float | None = better(None)
-    """How strongly SEPA pooled the uncertainty of execution tokens in this step, from 0 to 1."""
+    """The strength, from 0 to 1, with which SEPA pooled the uncertainty of execution tokens in this step."""
     sepa_gate_open: bool | None = None
     """Whether SEPA's gate, `[sepa] correct_rate_gate`, had been opened by the end of the step."""
     sepa_gate_step: int | None = better(None)
@@ -285,7 +285,7 @@ class SampleRecord(_Record):
     reason: str
     """The reason why it could not be judged; empty otherwise."""
     finish_reason: str
-    """How it ended: by a stop token or by length."""
+    """The reason of its end: a stop token, or the length."""
     num_tokens: int
     """Sampled tokens."""
 
@@ -311,7 +311,7 @@ class GenerationRecord(_Record):
     advantage: float | None
     """The advantage of the whole completion, before any token transform; null if it was not trained on."""
     finish_reason: str
-    """How it ended: by a stop token or by length."""
+    """The reason of its end: a stop token, or the length."""
     num_tokens: int
     """Sampled tokens."""
     turns: int | None = None

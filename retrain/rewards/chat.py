@@ -104,7 +104,7 @@ class ChatClient:
         return _reply(answer, self.host)
 
     def _failure(self, answer: Answer) -> Exception:
-        """What a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
+        """The error that a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
         said = f"it redirects to {answer.leads_to}" if 300 <= answer.status < 400 else answer.said
         sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip() + (f": {said}" if said else "")
         if answer.status == 400 and self._without(_blamed(answer.content)):

@@ -46,7 +46,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Stage:
-    """What dialogues of several turns need."""
+    """The environment, chat template and limits of dialogues of several turns."""
 
     host: EpisodeHost
     renderer: ChatRenderer

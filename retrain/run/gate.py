@@ -56,7 +56,7 @@ _WHOLE = "all layers"
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate measured; environment.json keeps it."""
+    """The gate's measurements, kept in environment.json."""
 
     tokens: int
     max_difference: float | None
@@ -159,7 +159,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
 
 
 def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """What can be checked of a sampler alone: that it answers in the model's tokens, and that gold answers are rewarded."""
+    """Check a sampler alone: that it answers in the model's tokens, and that gold answers are rewarded."""
     _sync(inputs)
     completions = list(inputs.backend.engine.sample(_requests(inputs, prompts, _FEW_TOKENS)))
     logprobs = np.concatenate([completion.logprobs for completion in completions])

@@ -185,15 +185,14 @@ class Session:
         return backend.capabilities.scores_rows and not backend.engine.capabilities.in_process
 
     def _check_again(self) -> None:
-        """Where a server woke up or came back since the last look."""
+        """Check the engine again where a server woke up or came back since the last look."""
         engine = self.parts.backend.engine
         if engine.unchecked and self._compares and not self._skip_parity:
             check_again(self.config, self.parts, self.state.step)
         engine.unchecked = False
 
     def _watch(self, label: str, completions: int) -> Watcher:
-        """Return what shows progress, and stops between two completions if a signal asks for it. Several processes would wait for each
-        other, so none of them stops alone.
+        """Return a watcher that shows progress, and stops between two completions if a signal asks for it.
 
         Several processes would wait for each other, so none of them stops alone.
         """

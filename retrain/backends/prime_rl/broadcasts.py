@@ -84,7 +84,7 @@ class Broadcasts:
             self.newest, self._receipts = policy, self._receipts + 1
 
     def _versions(self) -> Iterator[tuple[int, Path]]:
-        """What the trainer has offered, lowest first."""
+        """The policies that the trainer has offered, lowest version first."""
         found = ((folder.name.removeprefix("step_"), folder) for folder in self.folder.glob("step_*"))
         yield from sorted((int(digits), folder) for digits, folder in found if digits.isdigit() and (folder / OFFERED).exists())
 

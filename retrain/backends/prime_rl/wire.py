@@ -82,7 +82,7 @@ def _tokens(pack: Sequence[Sample]) -> int:
 
 
 def encode(micro_batches: Sequence[Sequence[Sample]], temperature: float) -> bytes:
-    """What one data rank of the trainer receives for one step."""
+    """The batch that one data rank of the trainer receives for one step."""
     import msgspec
 
     return msgspec.msgpack.encode([_micro_batch(pack, temperature) for pack in micro_batches])

@@ -128,7 +128,7 @@ def _reason(error: BaseException, seconds: float) -> str:
 
 
 def _detail(error: BaseException) -> str:
-    """What the service said, without the SDK's words around it."""
+    """The service's own sentence, without the SDK's words around it."""
     body = getattr(error, "body", None)
     detail = body.get("detail") if isinstance(body, dict) else None
     return str(detail) if detail else first_line(error)

@@ -33,7 +33,7 @@ def _divisor(temperatures, row):
 
 @triton.jit
 def _depth(z, most):
-    """How far z lies below the largest, as an integer of the same order: the bits of a float32 >= 0."""
+    """The distance of z below the largest, as an integer of the same order: the bits of a float32 >= 0."""
     below = z - most
     below = tl.where(below <= _SMALLEST, _FLOOR, below)
     return below.to(tl.int32, bitcast=True) & 0x7FFFFFFF
