@@ -212,6 +212,18 @@ def test_a_kernel_that_is_wrong_is_not_used(kernels: StepKernels, monkeypatch: p
     assert "differ" in said[0] and "gate" in said[0]
 
 
+def test_the_probe_sees_a_truncated_draw_that_forgets_a_cut(kernels: StepKernels) -> None:
+    right = kernels.draw
+    assert right is not None
+    for forgotten in range(3):
+        off = (0, 1.0, 0.0)[forgotten]
+        wrong = TritonKernels()
+        wrong.draw = lambda logits, temperatures, uniforms, cuts, place=forgotten, value=off: right(
+            logits, temperatures, uniforms, cuts and tuple(torch.full_like(cut, value) if n == place else cut for n, cut in enumerate(cuts))
+        )
+        assert differences(wrong, torch.device(DEVICE), torch.float32) == ["draw"]
+
+
 def drawn(model: Any, asked: list[SampleRequest], *, merge: bool = False, layers: Any = None) -> Any:
     fused = FusedDecoder.of(getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model, merge=merge)
     assert fused is not None

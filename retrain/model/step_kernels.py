@@ -25,6 +25,10 @@ Cuts = tuple[Tensor, Tensor, Tensor]
 """top_k, top_p, min_p of rows."""
 
 
+Draw = Callable[[Tensor, Tensor, Tensor, Cuts | None], Tensor]
+"""(logits [N, V], temperatures [N], uniforms [N], cuts) to [N, 4] token, log-prob, entropy, tokens kept."""
+
+
 class StepKernels(Protocol):
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """The normed sum [N, H] of `residual` [N, H], which becomes the sum, and `update` [N, H]."""
@@ -53,10 +57,8 @@ class StepKernels(Protocol):
         ...
 
     @property
-    def draw(self) -> Callable[[Tensor, Tensor, Tensor, Cuts | None], Tensor] | None:
-        """(logits [N, V], temperatures [N], uniforms [N], cuts) to [N, 4] token, log-prob, entropy, tokens kept; None leaves it to the
-        sampler's own function.
-        """
+    def draw(self) -> Draw | None:
+        """None leaves it to the sampler's own function."""
         ...
 
 
@@ -166,14 +168,33 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype) 
 
     found, expected = results(kernels), results(TorchKernels())
     wrong = [name for name, values in found.items() if not all(map(_near, values, expected[name]))]
-    if kernels.draw is not None:
-        logits, ones = make(3, 5000), torch.ones(3, device=device)
-        drawn = kernels.draw(logits, ones, ones.double() / 2, None)
-        expected_logprobs = torch.log_softmax(logits.double(), -1).gather(1, drawn[:, :1].long())
-        below = torch.softmax(logits.double(), -1).cumsum(-1).gather(1, drawn[:, :1].long())
-        if not ((drawn[:, 1:2] - expected_logprobs).abs() < 1e-4).all() or not ((below > 0.4999) & (below < 0.51)).all():
-            wrong.append("draw")
+    if kernels.draw is not None and not _draws_right(kernels.draw, make(3, 5000)):
+        wrong.append("draw")
     return wrong
+
+
+def _draws_right(draw: Draw, logits: Tensor) -> bool:
+    """Whether draws at half of the distribution, of everything and of the rows' kept sets, have the token and log-prob that they should."""
+    count, vocabulary = logits.shape
+    ones, halves = torch.ones(count, device=logits.device), torch.full((count,), 0.5, device=logits.device, dtype=torch.float64)
+    falling = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
+    probabilities = torch.softmax(falling.values, dim=-1)
+    top_k, top_p, min_p = torch.tensor([7, 0, 0]), torch.tensor([1.0, 0.5, 1.0]), torch.tensor([0.0, 0.0, 0.2])
+    cut = [7, int((probabilities[1].cumsum(0) < 0.5).sum()) + 1, int((probabilities[2] >= 0.2 * probabilities[2, 0]).sum())]
+    cuts = top_k.to(logits.device), top_p.to(halves), min_p.to(halves)
+    for kept, drawn in (([vocabulary] * count, draw(logits, ones, halves, None)), (cut, draw(logits, ones, halves, cuts))):
+        for row, (size, (token, logprob, _, told)) in enumerate(zip(kept, drawn.double().tolist(), strict=True)):
+            if size < vocabulary and abs(told - size) > 1:  # a sum of probabilities may round to the other side
+                return False
+            ids = falling.indices[row, : int(told) if size < vocabulary else size].sort().values
+            own = torch.log_softmax(logits[row].double()[ids], dim=0)
+            place = (ids == int(token)).nonzero()
+            if not len(place) or abs(float(own[place[0, 0]]) - logprob) > 1e-4:
+                return False
+            below = float(own.exp()[: place[0, 0] + 1].sum())
+            if not 0.4999 < below < 0.5001 + float(own.exp()[place[0, 0]]):
+                return False
+    return True
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:
