@@ -9,6 +9,7 @@ from scipy import stats
 from benchmarks import looking
 from retrain.analysis.confidence_sequence import confidence_sequence
 from retrain.analysis.e_process import adjust, anytime_p, capital, chance_to_decide, evidence
+from retrain.analysis.headline import p_words
 
 
 @pytest.mark.parametrize("sizes", [[1.0, 2.0, 0.5, 2.0, 0.0, 3.0, 1e-9], [0.1] * 7, [5.0, 1.0, 0.2, 0.1, 9.0, 9.0, 1.0]])
@@ -87,3 +88,10 @@ def test_the_confidence_sequence_covers_the_centre_at_all_looks_together() -> No
 def test_the_chance_to_decide_rises_with_the_effect() -> None:
     small, large = ([mean, mean + 0.5, mean - 0.5, mean] for mean in (0.1, 2.0))
     assert chance_to_decide(small, 4, 20) < 0.3 < 0.9 < chance_to_decide(large, 4, 20)
+
+
+@pytest.mark.parametrize(
+    ("p", "words"), [(0.0497, "0.0497"), (0.04999, "0.04999"), (0.05, "0.05"), (0.0504, "0.05"), (0.0078125, "0.0078"), (1.0, "1")]
+)
+def test_rounding_carries_no_p_across_the_level(p: float, words: str) -> None:
+    assert p_words(p) == words

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.measures import Metric
+from retrain.analysis.planned import ALPHA
 from retrain.analysis.verdict import Interval, Verdict
 from retrain.records.printing import counted
 
@@ -149,6 +150,10 @@ def _points(value: float, sign: str) -> str:
 
 
 def p_words(value: float | None) -> str:
+    """A p value in two digits, or in as many as it takes to stay on its side of ALPHA; "" for None."""
     if value is None:
         return ""
-    return "<0.0001" if value < 1e-4 else f"{value:.2g}" if value < 0.995 else "1"
+    if value < 1e-4:
+        return "<0.0001"
+    digits = next(digits for digits in range(2, 18) if (float(f"{value:.{digits}g}") < ALPHA) == (value < ALPHA))
+    return f"{value:.{digits}g}" if value < 0.995 else "1"
