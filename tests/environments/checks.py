@@ -34,7 +34,7 @@ def scripted(host: EpisodeHost, example: Example, replies: Sequence[str], tools:
 
 def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None:
     """A short run learns: its records hold turns and metrics, the tokens of every turn have ratio 1, and their ids render."""
-    sections = {"training": {"max_steps": 2, "batch_size": 4, "max_tokens": 60}, "evaluation": {"at_end": True, "max_examples": 2}}
+    sections = {"training": {"max_steps": 2, "batch_size": 4, "max_tokens": 128}, "evaluation": {"at_end": True, "max_examples": 2}}
     logging = {"tokens_every": 1, "generations_per_step": 99}
     train(small(folder, environment=environment, logging=logging, **sections), quiet=True)
     first, records = lines(folder / "metrics.jsonl")[0], lines(folder / "emergence/generations.jsonl")
@@ -51,3 +51,11 @@ def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None
         spoken = record["prompt"] + record["completion"]
         ids = text.tokenizer(spoken, add_special_tokens=False)["input_ids"]
         assert text.decode(np.array(ids)) == spoken
+
+
+def check_learns(folder: Path, environment: dict[str, Any]) -> None:
+    """A game whose number is always 1, with two guesses, is won by a third at first and nearly always after five updates."""
+    training = {"max_steps": 6, "group_size": 16, "max_tokens": 64, "lr": 5e-3}
+    train(small(folder, environment=environment, training=training, algorithm={"advantage_mode": "grpo"}), quiet=True)
+    rewards = [record["mean_reward"] for record in lines(folder / "metrics.jsonl")]
+    assert rewards[-1] > rewards[0] + 0.25, rewards
