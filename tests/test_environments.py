@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,12 +24,13 @@ from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.lab import NumberGuessing
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.model.text import TextModel, load_text_model
-from retrain.records.token_table import TokenTable, read_tokens
+from retrain.records.token_table import read_tokens
 from retrain.run.dialogue import Dialogue
 from retrain.run.dialogues import environment_seed
 from retrain.run.session import Session
-from retrain.types import ChatMessage, Completion, Example, FinishReason, Int32Array, Outcome, Prompt, Row, Trajectory, Turn
+from retrain.types import ChatMessage, Completion, Example, FinishReason, Outcome, Prompt, Row, Trajectory, Turn
 from tests.runs import lines, small, timeless
+from tests.trajectories import replies_of_rendered
 
 GUESSING: dict[str, Any] = {
     "environment": {"provider": "retrain.environments.lab.NumberGuessing", "args": {"largest": 10, "turns": 3}},
@@ -59,47 +59,9 @@ def text() -> TextModel:
 # -- a run -----------------------------------------------------------------------------------------------------------------
 
 
-def sequences(table: TokenTable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """For every trajectory the (context, actions) of its turns, the prompt in front of the first."""
-    assert table.turns is not None and table.prompt_offsets is not None and table.prompt_token_ids is not None
-    turns, slots = table.turns, list(dict.fromkeys(table.slot.tolist()))
-    found = []
-    for number, slot in enumerate(table.slot.tolist()):
-        place, start, pairs = slots.index(slot), int(table.offsets[number]), []
-        prompt = table.prompt_token_ids[table.prompt_offsets[place] : table.prompt_offsets[place + 1]]
-        for turn in range(turns.offsets[number], turns.offsets[number + 1]):
-            context = turns.context_token_ids[turns.context_offsets[turn] : turns.context_offsets[turn + 1]]
-            if turn == turns.offsets[number]:
-                context = np.concatenate([prompt, context])
-            stop = start + int(turns.actions[turn])
-            pairs.append((context, table.token_ids[start:stop]))
-            start = stop
-        found.append(pairs)
-    return found
-
-
 def test_every_trajectorys_ids_are_what_the_chat_template_renders(straight: Path, text: TextModel) -> None:
-    """The lab's tokenizer has a token per byte, so the rendered text of a conversation has the ids of the trajectory."""
-    replies = []
-    for step in range(4):
-        for pairs in sequences(read_tokens(straight / f"tokens/step_{step}.safetensors")):
-            ids = np.concatenate([piece for pair in pairs for piece in pair])
-            messages = conversation(text, pairs)
-            rendered = text.tokenizer.apply_chat_template(messages, tokenize=False)
-            spoken = text.decode(ids)
-            assert rendered.startswith(spoken) and rendered.removeprefix(spoken) in ("", "\n", "<|im_end|>\n")
-            replies.append(len(pairs))
+    replies = [count for step in range(4) for count in replies_of_rendered(text, straight / f"tokens/step_{step}.safetensors")]
     assert max(replies) == 3 and min(replies) < 3
-
-
-def conversation(text: TextModel, pairs: list[tuple[Int32Array, Int32Array]]) -> list[dict[str, str]]:
-    """The messages of a trajectory, read from its tokens."""
-    messages = []
-    for context, actions in pairs:
-        said = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text.decode(context), re.DOTALL)
-        messages += [{"role": role, "content": content} for role, content in said]
-        messages.append({"role": "assistant", "content": text.decode(actions).removesuffix("<|im_end|>")})
-    return messages
 
 
 def test_the_ratio_is_one_on_policy_in_every_turn(straight: Path) -> None:
