@@ -14,6 +14,7 @@ from campaigns import problems, write_run
 
 from retrain.analysis.compare import compare_campaign
 from retrain.analysis.comparison_text import to_text
+from retrain.analysis.e_process import evidence
 from retrain.analysis.planned import CampaignRecord
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.launch import EndedJob, RunOutcome
@@ -104,6 +105,11 @@ def execute(plan: CampaignPlan, launcher: Any) -> list[str]:
 def looks(folder: Path) -> list[dict[str, Any]]:
     stored: list[dict[str, Any]] = json.loads((folder / "manifest.json").read_text())["looks"]
     return stored
+
+
+def evidence_of(folder: Path) -> list[float]:
+    """Of maxrl+none, after each look that says it."""
+    return [look["evidence"].get("maxrl+none", 1.0) for look in looks(folder)]
 
 
 def statuses(folder: Path) -> dict[str, Status]:
@@ -204,14 +210,56 @@ def test_a_decided_condition_is_dropped_and_the_others_go_on(tmp_path: Path) -> 
     assert verdicts["rloo+none"].verdict is Verdict.INCONCLUSIVE and verdicts["rloo+none"].pairs == 10
 
 
-def test_a_run_that_failed_before_its_look_stays_lost(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "c")
-    execute(plan, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
-    before = looks(plan.folder)
+def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_path: Path) -> None:
+    few = planned(tmp_path / "c", max_seeds=4)
+    execute(few, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
+    assert [(look["seed"], look["missing"]) for look in looks(few.folder)] == [(1, []), (2, ["maxrl+none"]), (3, []), (4, [])]
+    before = evidence_of(few.folder)
+    assert before[1] == before[0]  # nothing is bet on a missing pair
     launcher = Simulated(BETTER)
+    said = execute(few, launcher)
+    assert launcher.started == ["maxrl+none_s2"] and evidence_of(few.folder)[:4] == before
+    assert [look["seed"] for look in looks(few.folder)] == [1, 2, 3, 4, 2] and "whose failed run was tried again" in said[0]
+    in_this_order = dict(enumerate([(BETTER["maxrl+none"][seed - 1] - BETTER["grpo+none"][seed - 1]) / ASKED for seed in (1, 3, 4, 2)]))
+    assert evidence_of(few.folder)[-1] == pytest.approx(evidence([in_this_order], 4)[0], rel=1e-4)
+    (contrast,) = compare_campaign(few.folder, TestSettings()).contrasts
+    assert list(contrast.differences) == [1, 3, 4, 2]
+    assert execute(few, Simulated(BETTER))[-1:] == [] and len(looks(few.folder)) == 5
+
+
+def test_a_run_that_fails_again_stays_missing_and_one_of_a_decided_condition_is_not_tried(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c", conditions=CONDITIONS)
+    failing = frozenset({"maxrl+none_s2", "rloo+none_s2"})
+    execute(plan, Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=failing))
+    taken = looks(plan.folder)
+    assert taken[1]["missing"] == ["maxrl+none", "rloo+none"] and any("maxrl+none" in look["decided"] for look in taken)
+    launcher = Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=failing)
     execute(plan, launcher)
-    assert looks(plan.folder) == before and launcher.started == []
+    assert launcher.started == ["rloo+none_s2"] and looks(plan.folder) == taken
     assert statuses(plan.folder)["maxrl+none_s2"] is Status.FAILED
+
+
+def test_a_campaign_whose_runs_all_failed_starts_over_at_a_resume(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c")
+    everything = frozenset(run.name for run in plan.runs if run.condition == "grpo+none")
+    said = execute(plan, Simulated(BETTER, failing=everything))
+    assert said[0] == "Look 1 (seed 1): no pair yet, since runs failed."
+    execute(plan, Simulated(BETTER))
+    assert any(look["decided"] == {"maxrl+none": "improvement"} for look in looks(plan.folder))
+
+
+def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path) -> None:
+    whole, killed = planned(tmp_path / "whole", max_seeds=5), planned(tmp_path / "killed", max_seeds=5)
+    for plan in (whole, killed):
+        execute(plan, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
+        execute(plan, Simulated(BETTER))
+    content = json.loads((killed.folder / "manifest.json").read_text())
+    content["looks"] = content["looks"][:-1]
+    (killed.folder / "manifest.json").write_text(json.dumps(content))
+    (contrast,) = compare_campaign(killed.folder, TestSettings()).contrasts
+    assert 2 not in contrast.differences  # the run is done and not looked at yet
+    execute(killed, Simulated(BETTER))
+    assert looks(killed.folder) == looks(whole.folder)
 
 
 def test_more_workers_than_conditions_take_later_seeds_and_the_looks_stay_in_order(tmp_path: Path) -> None:

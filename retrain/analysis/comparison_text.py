@@ -230,7 +230,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "power": test.power,
         "correction": test.rule,
         "planned": comparison.planned or None,
-        "looks": list(test.looks) or None,
+        "looks": [look.to_json() for look in comparison.looks] or None,
         "failed": test.failed,
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,

@@ -193,7 +193,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
     over = f", adjusted over {family} by {adjusted}" if several else ""
     if test.rule == "evidence":
         yield (
-            f"p: 1 / the evidence of an e-process, looked at after each of {counted(len(test.looks), 'seed')}{over}; valid at every look. "
+            f"p: 1 / the evidence of an e-process after {counted(test.looks, 'look')}, one for each seed{over}; valid at every look. "
             "Interval: its confidence sequence, not adjusted. Both assume what the exact test assumes, that a difference is as likely as "
             "its negative where nothing differs."
         )
