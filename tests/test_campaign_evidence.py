@@ -16,13 +16,18 @@ from retrain.analysis.compare import compare_campaign
 from retrain.analysis.comparison_text import to_text
 from retrain.analysis.e_process import evidence
 from retrain.analysis.planned import CampaignRecord
+from retrain.analysis.status import overview
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.launch import EndedJob, RunOutcome
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign, planned_seeds
 from retrain.campaign.runner import _Execution
+from retrain.cli.status import lines
 from retrain.config import config_from_mapping, config_from_toml
 from retrain.errors import ConfigurationError
+from retrain.records.entries import EvaluationRecord
+from retrain.report.data import ReportRequest
+from retrain.report.page import write_report
 
 CONDITIONS = [
     {"advantage_mode": "grpo", "transform_mode": "none"},
@@ -46,6 +51,8 @@ class Simulated:
     failing: frozenset[str] = frozenset()
     until: int = 10_000
     workers: int = 1
+    halfway: bool = False
+    """Evaluate after the first of the two steps too, where half as many answers are right."""
     started: list[str] = field(default_factory=list)
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
@@ -55,10 +62,15 @@ class Simulated:
         if run.name in self.failing:
             return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
         count = self.right[run.condition][run.seed - 1]
-        write_run(run.folder, run.seed, held_out=problems([1] * count + [0] * (ASKED - count)), algorithm=_modes(run.condition))
+        half = {1: answers(count // 2)} if self.halfway else {}
+        write_run(run.folder, run.seed, held_out=answers(count), before=half, algorithm=_modes(run.condition))
         return EndedJob(RunOutcome(Status.DONE))
 
     def close(self) -> None: ...
+
+
+def answers(right: int) -> list[EvaluationRecord]:
+    return problems([1] * right + [0] * (ASKED - right))
 
 
 def _modes(condition: str) -> dict[str, str]:
@@ -262,6 +274,34 @@ def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path)
     assert looks(killed.folder) == looks(whole.folder)
 
 
+def test_what_a_run_in_progress_foretells_is_recorded_and_decides_nothing(tmp_path: Path) -> None:
+    with_curves, without = planned(tmp_path / "curves", max_seeds=6), planned(tmp_path / "none", max_seeds=6)
+    execute(with_curves, Simulated(BETTER, halfway=True))
+    execute(without, Simulated(BETTER))
+    taken = looks(with_curves.folder)
+    assert [{**look, "foreseen": {}} for look in taken] == looks(without.folder)
+    assert [list(look["foreseen"]) for look in taken] == [[]] * 4 + [["maxrl+none"]] * 2
+    (foreseen,) = taken[4]["foreseen"]["maxrl+none"]
+    assert foreseen["step"] == 1 and foreseen["difference"] == (32 // 2 - 10 // 2) / ASKED
+    assert foreseen["interval"][0] < foreseen["expected"] < foreseen["interval"][1]
+    text = to_text(compare_campaign(with_curves.folder, TestSettings()), 200)
+    assert re.search(r"Look 5 \(seed 5\): maxrl\+none: evidence .* \(after 1 step \+\d+\.\d pp were foreseen and \d+%", text)
+
+
+def test_status_and_report_say_what_the_running_seed_foretells(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c")
+    with pytest.raises(Killed):
+        execute(plan, Simulated(BETTER, halfway=True, until=9))  # the baseline of seed 5 has ended, its partner runs
+    run = next(run for run in plan.runs if run.name == "maxrl+none_s5")
+    write_run(run.folder, 5, rates=[0.5], before={1: answers(16)}, finished=False, max_steps=2, algorithm=_modes(run.condition))
+    before = (plan.folder / "manifest.json").read_bytes()
+    said = " ".join(lines(overview(plan.folder)))
+    assert re.search(r"Foreseen: maxrl\+none, seed 5, \+27\.5 pp after 1 step; at the end \+\d+\.\d pp .* It stops nothing\.", said)
+    write_report(ReportRequest(plan.folder), tmp_path / "report.html")
+    assert "Foreseen: maxrl+none, seed 5" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (plan.folder / "manifest.json").read_bytes() == before
+
+
 def test_more_workers_than_conditions_take_later_seeds_and_the_looks_stay_in_order(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c")
     execute(plan, Simulated(BETTER, workers=6))
@@ -288,9 +328,6 @@ def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
 
 
 def test_the_report_shows_the_comparison_as_planned(decided: tuple[Path, Simulated, list[str]]) -> None:
-    from retrain.report.data import ReportRequest
-    from retrain.report.page import write_report
-
     written = write_report(ReportRequest(decided[0]), decided[0] / "report.html")
     page = written.page.read_text(encoding="utf-8")
     assert "As planned before the first run" in page and "looked at after every seed" in page

@@ -18,7 +18,6 @@ import numpy as np
 from retrain.analysis.e_process import capital
 from retrain.analysis.held_out import AnswerDifference
 from retrain.analysis.runs import StoredRun
-from retrain.analysis.statistics import Floats
 
 FEWEST = 3
 """Differences without which there is no chance to tell."""

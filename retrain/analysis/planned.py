@@ -15,6 +15,7 @@ from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import StoredRun
 from retrain.errors import RunFailed
 from retrain.parsing import read_object
+from retrain.records.printing import counted
 
 if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings
@@ -183,3 +184,19 @@ def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
     if plan.rule == "evidence":
         return f"{line} {which} The evidence stays valid."
     return f"{line} {which} If results were seen before, the exact test is no longer exact: its p is too small."
+
+
+def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[str]:
+    """What the evaluations of the seed that is next to be looked at foretell, one sentence for each undecided condition."""
+    following = next((seed for seed in record.seeds if seed not in record.looked), None)
+    if following is None or record.plan is None:
+        return []
+    from retrain.analysis.headline import difference_words, interval_words
+
+    metric, found = choose_metric(record.plan.metric, []), record.foresee(runs, following)
+    return [
+        f"Foreseen: {condition}, seed {following}, {difference_words(last.difference, metric)} after {counted(last.step, 'step')}; at the end "
+        f"{difference_words(last.expected, metric)} (80%: {interval_words(last.interval, metric)}); {100 * last.chance:.0f}% to decide by the "
+        "last seed. It stops nothing."
+        for condition, (*_, last) in found.items()
+    ]
