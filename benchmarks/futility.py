@@ -92,8 +92,8 @@ def paragraphs(campaigns: int) -> Iterator[str]:
     yield table(["luck", "chance foretold", "campaigns", "mean chance", "decided by the last seed"], reliability(campaigns))
     yield "## What the running pair's curve adds"
     yield (
-        "Mean squared error of the chance (0.25 is that of saying 50% always), and how often the pair ended in the 80% interval that half of "
-        "its steps had given."
+        "Mean squared error of the chance (0.25 is that of saying 50% always), and how often the pair ended in the 80% interval that half "
+        "of its steps had given."
     )
     head = [
         "luck",

@@ -195,8 +195,8 @@ def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[st
 
     metric, found = choose_metric(record.plan.metric, []), record.foresee(runs, following)
     return [
-        f"Foreseen: {condition}, seed {following}, {difference_words(last.difference, metric)} after {counted(last.step, 'step')}; at the end "
-        f"{difference_words(last.expected, metric)} (80%: {interval_words(last.interval, metric)}); {100 * last.chance:.0f}% to decide by the "
-        "last seed. It stops nothing."
+        f"Foreseen: {condition}, seed {following}, {difference_words(last.difference, metric)} after {counted(last.step, 'step')}; at the "
+        f"end {difference_words(last.expected, metric)} (80%: {interval_words(last.interval, metric)}); {100 * last.chance:.0f}% to decide "
+        "by the last seed. It stops nothing."
         for condition, (*_, last) in found.items()
     ]
