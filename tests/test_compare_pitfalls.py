@@ -1,6 +1,7 @@
 """What a run's own files contradict is not asserted: unjudged answers, failed runs, other data, other evaluations, few pairs."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -251,3 +252,18 @@ def test_pass_at_k_comes_from_the_stored_samples_whatever_k_was_reported(tmp_pat
         write_run(tmp_path / arm, 1, held_out=problems(right, samples=4))
     result = compared(capsys, tmp_path / "one", "--baseline", tmp_path / "two", "--metric", "pass@2")
     assert result["arms"][1]["mean"] == pytest.approx((0.5 + 0 + 1) / 3)
+
+
+@pytest.mark.parametrize(("baseline", "candidate", "said"), [(50, 60, True), (40, 50, True), (20, 60, False)])
+def test_an_improvement_says_which_collapse_rate_would_undo_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], baseline: int, candidate: int, said: bool
+) -> None:
+    shifts = [-2, 1, 0, 2, -1, 1, -1, 0]
+    text = shown(capsys, write_campaign(tmp_path / "c", {BASE: [baseline] * 8, BETTER: [candidate + shift for shift in shifts]}))
+    assert f"{BETTER} beats {BASE}" in text
+    found = re.search(r"if (\d+)% of the runs of maxrl\+none fell to 0, .* and 8 pairs do not rule out up to (\d+)%", text)
+    assert bool(found) is said
+    if found:
+        undoing, unseen = (int(percent) / 100 for percent in found.groups())
+        assert candidate * (1 - undoing) == pytest.approx(baseline, abs=0.006 * candidate)  # what is left of it equals the baseline
+        assert (1 - unseen) ** 8 == pytest.approx(0.05, abs=0.01)  # so many collapses show none in 8 pairs once in twenty campaigns
