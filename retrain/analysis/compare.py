@@ -25,7 +25,7 @@ from retrain.analysis.likeness import Shared
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.notes import comparison_notes
 from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
-from retrain.analysis.planned import CampaignRecord, deviations, planned_line
+from retrain.analysis.planned import CampaignRecord, Look, deviations, planned_line
 from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
 from retrain.analysis.two_way import TwoWay
@@ -98,6 +98,8 @@ class Comparison:
     notes: Sequence[str]
     planned: str = ""
     """Whether it is as planned before the first run, in a sentence; "" where no plan was recorded."""
+    looks: Sequence[Look] = ()
+    """Those of the campaign, where the comparison is as planned."""
 
     @property
     def seeds_to_conclude(self) -> int:
@@ -187,8 +189,8 @@ def _compare(
     family = [pair for ours, theirs in wanted if (pair := pair_up(arms[ours], arms[theirs], metric, worst)).differences]
     differing = list(deviations(record, baseline=baseline, pairs=wanted, metric=metric.name, test=test)) if record else []
     if record and record.looks and not differing:
-        test = replace(test, correction="evidence", looks=record.looked)
-        family = [seen for pair in family if (seen := pair.of_seeds(record.seeds_of(pair.candidate.label))).differences]
+        test = replace(test, correction="evidence", looks=len(record.looks))
+        family = [seen for pair in family if (seen := pair.at_looks(record.looks_of(pair.candidate.label))).differences]
     if not family:
         raise ConfigurationError(_no_pair(arms[baseline], list(arms.values())[1:], left_out) + _advice(grouped, alike, metric))
     return Comparison(
@@ -204,6 +206,7 @@ def _compare(
         left_out=left_out,
         notes=[*notes, *comparison_notes(grouped, arms, baseline, family, metric, test, asked=asked)],
         planned=planned_line(record, differing) if record else "",
+        looks=record.looks if record and test.rule == "evidence" else (),
     )
 
 

@@ -179,6 +179,28 @@ def _of(count: int, total: int) -> str:
     return "no" if count == 0 else "all" if count == total else f"{count} of {total}"
 
 
+def looks_taken(comparison: Comparison) -> Iterator[str]:
+    """A sentence for each look: the evidence, the chance to decide, and what the seed's last evaluation before its end had foretold."""
+    metric, differences = comparison.metric, {contrast.condition: contrast.differences for contrast in comparison.contrasts}
+    for number, look in enumerate(comparison.looks, start=1):
+        parts = []
+        for condition, value in look.evidence.items():
+            words = f"{condition}: evidence {value:.3g} of {1 / comparison.test.alpha:g}"
+            if condition in look.decided:
+                words += f", {look.decided[condition]}"
+            elif condition in look.chance:
+                words += f", {100 * look.chance[condition]:.0f}% to decide by the last seed"
+            if condition in look.foreseen and (ended := differences.get(condition, {}).get(look.seed)) is not None:
+                last = look.foreseen[condition][-1]
+                words += (
+                    f" (after {counted(last.step, 'step')} {difference_words(last.expected, metric)} were foreseen and "
+                    f"{100 * last.chance:.0f}%; it ended at {difference_words(ended, metric)})"
+                )
+            parts.append(words)
+        parts += [f"{condition} without this seed, of which a run had failed" for condition in look.missing]
+        yield f"Look {number} (seed {look.seed}): {'; '.join(parts)}."
+
+
 def computed(comparison: Comparison) -> Iterator[str]:
     """Sentences on how the numbers were computed."""
     metric, test = comparison.metric, comparison.test
@@ -193,7 +215,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
     over = f", adjusted over {family} by {adjusted}" if several else ""
     if test.rule == "evidence":
         yield (
-            f"p: 1 / the evidence of an e-process, looked at after each of {counted(len(test.looks), 'seed')}{over}; valid at every look. "
+            f"p: 1 / the evidence of an e-process after {counted(test.looks, 'look')}, one for each seed{over}; valid at every look. "
             "Interval: its confidence sequence, not adjusted. Both assume what the exact test assumes, that a difference is as likely as "
             "its negative where nothing differs."
         )

@@ -55,8 +55,8 @@ class TestSettings:
     """None: as the campaign planned it, else joint sign flips."""
     failed: Literal["exclude", "worst"] = "exclude"
     """Leave pairs with a failed run out, or give that run the worst value."""
-    looks: tuple[int, ...] = ()
-    """The seeds in the order of the looks, for the correction "evidence"."""
+    looks: int = 0
+    """The number of looks, for the correction "evidence"."""
 
     @property
     def rule(self) -> Correction:
@@ -81,9 +81,8 @@ class TestSettings:
 
     def interval(self, differences: Mapping[int, float]) -> Interval | None:
         """Of the mean, by Student; at looks, of the centre, by the confidence sequence. None where there is none yet."""
-        ordered = [differences[seed] for seed in self.looks if seed in differences]
         if self.rule == "evidence":
-            return confidence_sequence(ordered, 1 - self.alpha) if ordered else None
+            return confidence_sequence([differences[look] for look in sorted(differences)], 1 - self.alpha)
         return statistics.t_interval([*differences.values()], 1 - self.alpha) if len(differences) > 1 else None
 
     def seeds_to_conclude(self, comparisons: int) -> int:
@@ -96,6 +95,7 @@ class Paired:
     """The differences of one contrast, one pair or more."""
 
     by_seed: Mapping[int, float]
+    """With the correction "evidence", by the number of the look."""
     least: Mapping[int, float] | None = None
     """With every unjudged answer counted against the candidate; None where all answers were judged."""
     most: Mapping[int, float] | None = None
