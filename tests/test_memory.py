@@ -16,10 +16,11 @@ from retrain import train
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
+from retrain.model.budget import PROMPT_ALLOWANCE, longest_row
 from retrain.model.footprint import footprint
-from retrain.model.machine import PROMPT_ALLOWANCE, Machine, activation_bytes, budgets, longest_row, plan
+from retrain.model.machine import Machine, activation_bytes, budgets, plan
 from retrain.model.memory import GIB, Memory, predict_memory
-from retrain.model.text import load_model_config, resolve_model
+from retrain.model.text import context_length, load_model_config, resolve_model
 from retrain.types import Row
 
 QWEN3_4B: dict[str, Any] = {
@@ -75,7 +76,7 @@ def test_a_dialogue_has_room_for_what_its_environment_says() -> None:
 
     def longest(max_tokens: int = 64, **environment: Any) -> int:
         config = TrainConfig.model_validate({"model": {"model": "lab"}, "training": {"max_tokens": max_tokens}, "environment": environment})
-        return longest_row(config, load_model_config(resolve_model(config.model.model)), 100)
+        return longest_row(config, context_length(load_model_config(resolve_model(config.model.model))), 100)
 
     assert longest() == longest(provider="reasoning_gym", id="chain_sum") == longest(provider="my.Mine", max_turns=1) == 164
     assert longest(provider="my.Mine") == longest(provider="my.Mine", max_turns=3) == 164 + PROMPT_ALLOWANCE

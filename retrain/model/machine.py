@@ -15,7 +15,7 @@ import torch
 
 from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure
-from retrain.model.budget import PREFILL_TOKENS, plan_decode
+from retrain.model.budget import PREFILL_TOKENS, PROMPT_ALLOWANCE, longest_row, plan_decode
 from retrain.model.devices import engine_options
 from retrain.model.footprint import Footprint, footprint
 from retrain.model.head import chunk_bytes_on
@@ -47,8 +47,6 @@ completions then has work for two workers."""
 _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
 """Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it when other work arrives later."""
-PROMPT_ALLOWANCE = 1024
-"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of an environment's answers."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 16384}
 """Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens and its prompt. A GPU computes no faster
 with more (an estimate), and what they would take may hold pages."""
@@ -122,7 +120,7 @@ def plan(
     """
     _check_adapter(config, size, machine)
     spare = max(0, machine.usable - size.weights)
-    longest = longest_row(config, model_config)
+    longest = longest_row(config, context_length(model_config))
     learning, decoding = budgets(config, size, machine)
     tokens, checkpointing = _learning_choices(config, size, longest, machine.device_type, learning)
     decode = plan_decode(
@@ -191,7 +189,7 @@ def learning_leaves(config: "TrainConfig", base: "BaseModel", choices: MachineCh
 def activation_bytes(config: "TrainConfig", model_config: Any, size: Footprint, choices: MachineChoices) -> int:
     """Bytes at most of one micro-batch, or of the longest row where that alone is more."""
     kept = size.checkpointed_per_token if choices.gradient_checkpointing else size.kept_per_token
-    return max(choices.micro_batch_tokens, longest_row(config, model_config)) * (kept + size.gradients_per_token)
+    return max(choices.micro_batch_tokens, longest_row(config, context_length(model_config))) * (kept + size.gradients_per_token)
 
 
 def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> None:
@@ -203,17 +201,6 @@ def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> 
             f"{learned / 2**30:,.0f} GiB with their gradient and two moments, and {machine.device_type} has "
             f"{machine.memory / 2**30:,.0f} GiB; lower lora_rank."
         )
-
-
-def longest_row(config: "TrainConfig", model_config: Any, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
-    """Tokens of the longest prompt and completion that must fit; where prompts are not known, an allowance is made.
-
-    What an environment says between the replies is known beforehand nowhere, so all of it together has the same allowance.
-    """
-    environment = config.environment
-    answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
-    wanted = config.training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
-    return min(wanted, context_length(model_config) or wanted)
 
 
 def _learning_choices(config: "TrainConfig", size: Footprint, longest: int, device_type: str, memory: int) -> tuple[int, bool]:

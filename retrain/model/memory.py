@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrain.distributed import ALONE, World
-from retrain.model.budget import PAGE_TOKENS, PREFILL_TOKENS, SAMPLING_CHUNK_BYTES, STORE_SHARE, DecodeLimits, kv_bytes_per_token
+from retrain.model.budget import (
+    PAGE_TOKENS,
+    PREFILL_TOKENS,
+    PROMPT_ALLOWANCE,
+    SAMPLING_CHUNK_BYTES,
+    STORE_SHARE,
+    DecodeLimits,
+    kv_bytes_per_token,
+    longest_row,
+)
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
 from retrain.model.head import chunk_bytes_on
-from retrain.model.machine import PROMPT_ALLOWANCE, Machine, decodes_in_pages, longest_row, plan, prompt_pass_bytes
+from retrain.model.machine import Machine, decodes_in_pages, plan, prompt_pass_bytes
 from retrain.model.packed import computes_bf16
+from retrain.model.text import context_length
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -177,7 +187,7 @@ class _Estimate:
 
     @property
     def longest(self) -> int:
-        return longest_row(self.config, self.model_config, self.prompt_tokens)
+        return longest_row(self.config, context_length(self.model_config), self.prompt_tokens)
 
     @property
     def completions(self) -> int:
