@@ -170,6 +170,7 @@ def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(decided: tu
         ({"metric": "correct_rate"}, "metric (correct_rate, planned pass@1)"),
         ({"test": TestSettings(alpha=0.01)}, "alpha (0.01, planned 0.05)"),
         ({"test": TestSettings(correction="holm")}, "correction (holm, planned evidence)"),
+        ({"test": TestSettings(margin=0.1)}, "margin (0.1, none planned)"),
     ],
 )
 def test_another_comparison_is_exploratory(decided: tuple[Path, Simulated, list[str]], options: dict[str, Any], what: str) -> None:
@@ -295,6 +296,7 @@ def test_status_and_report_say_what_the_running_seed_foretells(tmp_path: Path) -
     run = next(run for run in plan.runs if run.name == "maxrl+none_s5")
     write_run(run.folder, 5, rates=[0.5], before={1: answers(16)}, finished=False, max_steps=2, algorithm=_modes(run.condition))
     before = (plan.folder / "manifest.json").read_bytes()
+    assert "undecided" in (text := to_text(compare_campaign(plan.folder, TestSettings()))) and "cannot conclude" not in text
     said = " ".join(lines(overview(plan.folder)))
     assert re.search(r"Foreseen: maxrl\+none, seed 5, \+27\.5 pp after 1 step; at the end \+\d+\.\d pp .* It stops nothing\.", said)
     write_report(ReportRequest(plan.folder), tmp_path / "report.html")

@@ -32,6 +32,8 @@ from retrain.analysis.two_way import TwoWay
 from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
 
+_SHOWN = 3
+"""Of the runs that were left out, in the sentence of an error."""
 PairOfLabels = tuple[str, str]
 """(candidate, baseline)"""
 
@@ -130,6 +132,11 @@ def compare_campaign(
     for label in (label for pair in pairs for label in pair):
         if label not in grouped.conditions:
             raise ConfigurationError(f"--contrast names {label}, which is no condition of {folder}; they are {', '.join(labels)}.")
+    if len({frozenset(pair) for pair in pairs}) < len(pairs):
+        again = next(pair for place, pair in enumerate(pairs) if {*pair} in [{*other} for other in pairs[:place]])
+        raise ConfigurationError(f"--contrast {':'.join(again)} compares two conditions for the second time; name each pair once.")
+    if len(labels) == 1:
+        raise ConfigurationError(f"{folder} has one condition, {labels[0]}, and a comparison takes two or more.")
     if control:
         baseline = control_label(grouped.conditions, folder)
     elif pairs and baseline is None:
@@ -264,7 +271,8 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
 def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
     seeds = {arm.label: ", ".join(map(str, arm.values)) or "none" for arm in (base, *others)}
     found = "; ".join(f"{label}: {values}" for label, values in seeds.items())
-    because = f" Left out: {' '.join(left_out)}" if left_out else ""
+    more = f" {len(left_out) - _SHOWN} more runs were left out, for such reasons." if len(left_out) > _SHOWN else ""
+    because = f" Left out: {' '.join(left_out[:_SHOWN])}{more}" if left_out else ""
     return f"there is no pair to compare: no usable run shares its seed with a usable run of the baseline (seeds of {found}).{because}"
 
 

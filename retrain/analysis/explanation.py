@@ -54,11 +54,14 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
             f"The judged answers alone differ significantly (adjusted p {p_words(found.p_adjusted)}), but those that could not be judged "
             f"leave {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not significant."
         )
-    wide = interval_words(contrast.wide.interval if contrast.wide else None, metric)
+    problems = counted(comparison.problems, "problem")
+    agree = f"The seeds agree (adjusted p {p_words(found.p_adjusted)})"
+    if contrast.wide is None:
+        return f"{agree}, but {problems} with so few judged answers have no interval for new problems. Evaluate on more."
     adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
     return (
-        f"The seeds agree (adjusted p {p_words(found.p_adjusted)}), but the interval for new problems, {wide}{adjusted}, contains 0: with "
-        f"{comparison.problems:,} problems, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
+        f"{agree}, but the interval for new problems, {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with "
+        f"{problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
     )
 
 
@@ -164,6 +167,8 @@ def _about_spread(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 def sharing(contrast: Contrast) -> str:
     """A sentence on the prompts and the noise that the two runs of a pair shared, and on the environments where they differ."""
     shared = contrast.shared
+    if not shared.pairs:
+        return "No pair has two runs that finished."
     if shared.noise == shared.prompts == shared.pairs:
         words = "The arms of every pair saw the same prompts and shared their sampling noise."
     else:

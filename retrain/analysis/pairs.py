@@ -88,7 +88,8 @@ class Pairs:
         wide = self.wide_interval(1 - alpha / family)
         few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
         least, most = (None if end is None else self._keyed(end) for end in (self.least, self.most))
-        return Paired(self._keyed(self.differences), least, most, wide.interval if wide and few else None)
+        unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
+        return Paired(self._keyed(self.differences), least, most, (wide.interval if wide else unbounded) if few else None)
 
     def _keyed(self, values: Mapping[int, float]) -> Mapping[int, float]:
         return values if self.looks is None else {self.looks[seed]: value for seed, value in values.items()}

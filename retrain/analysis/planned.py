@@ -162,6 +162,8 @@ def deviations(
     ):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
+    if record.looks and test.margin is not None:
+        yield f"margin ({test.margin:g}, none planned)"
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
