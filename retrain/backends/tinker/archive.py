@@ -55,7 +55,9 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
     """`timeout` bounds the whole download."""
     import httpx
 
-    key = {"X-API-Key": os.environ.get("TINKER_API_KEY", "")}
+    from retrain.web import key_from
+
+    key = {"X-API-Key": key_from("TINKER_API_KEY")}
     ends, service, address = time.monotonic() + timeout, _origin(httpx.URL(url)), httpx.URL(url)
     try:
         with httpx.Client(timeout=timeout) as client:
