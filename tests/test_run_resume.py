@@ -146,7 +146,7 @@ def test_a_run_with_everything_at_once_that_is_killed_again_and_again_has_the_sa
         )
     assert killed(tmp_path / "cut.toml", cut, STEPS, 240) == 0
     assert len({record["batch_size"] for record in lines(whole / "metrics.jsonl")}) > 1
-    assert any(record["redrawn_groups"] for record in lines(whole / "metrics.jsonl"))
+    assert any(record["groups_redrawn"] for record in lines(whole / "metrics.jsonl"))
     assert_same_run(whole, cut)
 
 
