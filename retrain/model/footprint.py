@@ -18,6 +18,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
 from retrain.model.attention import Kernel, missing, plugged_in
 from retrain.model.devices import attention_of
+from retrain.model.float8 import hold_layers_in_float8, widened_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel
@@ -41,9 +42,9 @@ class NotPredictable(EnvironmentFailure):
 @dataclass(frozen=True)
 class Footprint:
     dtype: torch.dtype
-    """Bytes of the frozen weights."""
+    """Of what is computed."""
     weights: int
-    """Bytes of the frozen weights that a process holds."""
+    """Bytes of the frozen weights that a process holds, and of layers in 8 bits as long as they are widened."""
     num_frozen: int
     layer_weights: int
     """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them and of the head; else 0."""
@@ -77,7 +78,7 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     text: Any = base.model.config.get_text_config()
     return Footprint(
         dtype=base.dtype,
-        weights=held_bytes(base) - (_saved_by_four_bits(base) if four_bits else 0),
+        weights=held_bytes(base) + widened_bytes(base.decoder) - (_saved_by_four_bits(base) if four_bits else 0),
         num_frozen=sum(parameter.numel() for parameter in frozen),
         layer_weights=fused.layer_weight_bytes if fused else 0,
         head_weights=base.head.weight.nbytes,
@@ -101,6 +102,8 @@ def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = 
             warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers deprecates
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=name.trust_remote_code)
             model.requires_grad_(False).eval()
+            if name.dtype == "fp8":
+                hold_layers_in_float8(model.base_model, name.model)
             base = BaseModel(model, model.base_model, Head(model.get_output_embeddings().weight), _META, dtype, shards)
             get_peft_model(base.model, lora_config(base, config), low_cpu_mem_usage=True)
     except ConfigurationError:

@@ -175,10 +175,12 @@ class FusedDecoder:
     def _prepare_steps(self, say: Callable[[str], None]) -> None:
         """Choose the kernels of decoding steps, and lay the adapter under the weights where kernels are launched one by one."""
         weight = self._embed.weight
-        self.kernels = step_kernels(weight.device, weight.dtype, say)
+        narrow = any(projection.scale is not None for projection in self._projections)
+        self.kernels = step_kernels(weight.device, weight.dtype, say, narrow=narrow)
         for projection in self._projections if weight.device.type in TRITON_DEVICES else ():
             projection.lay_adapter_under_weight()
             projection.add_row_updates = self.kernels.add_row_updates
+            projection.scaled_product = self.kernels.scaled_product
 
     @property
     def adapter_copy_bytes(self) -> int:
@@ -188,7 +190,7 @@ class FusedDecoder:
     @property
     def layer_weight_bytes(self) -> int:
         """Bytes of a copy of the frozen layers with the adapter merged in."""
-        return sum(projection.weight.nbytes for projection in self._projections)
+        return sum(projection.weight.numel() * projection.dtype.itemsize for projection in self._projections)
 
     def refresh(self, *, sampling: bool = False, mixed: bool = False) -> None:
         """Follow the adapter, for the learner or for products without gradient; costs nothing while neither has changed.

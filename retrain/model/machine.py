@@ -135,12 +135,13 @@ def plan(
         paged=decodes_in_pages(config, size, machine.device_type),
     )
     multiplies = size.dtype == torch.float32 or computes_bf16()
-    merges = machine.device_type == "cpu" and multiplies and size.weights <= spare * _MERGED_SHARE
+    copied = max(size.weights, size.layer_weights + size.head_weights)  # more than the weights where these are in 8 bits
+    merges = machine.device_type == "cpu" and multiplies and copied <= spare * _MERGED_SHARE
     rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
     kept = size.checkpointed_per_token if checkpointing else size.kept_per_token
     fitting = [decode.tokens // (rows * longest), learning // (kept * max(tokens, longest))]
     if merges:
-        fitting.append(int(spare * _MERGED_SHARE) // size.weights)
+        fitting.append(int(spare * _MERGED_SHARE) // copied)
     workers = min(machine.threads, *fitting)
     # torchrun's processes share the work already, and a sampler beside the learner computes at the same time
     alone = world.size == 1 and len(config.backend.device_list) == 1

@@ -196,6 +196,8 @@ class _Estimate:
         """With the second copy where the sampler computes in another dtype."""
         size, total = self.size, self.size.weights
         note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else _dtype_name(size.dtype)}"
+        if self.config.model.dtype == "fp8":
+            note += ", the blocks' products in 8 bits"
         if self.shards > 1:
             note += f", 1/{self.shards} of every layer and two layers whole"
         if self.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
