@@ -323,6 +323,30 @@ def test_seeds_added_later_are_named_and_the_exact_test_is_no_longer_exact(tmp_p
     assert CampaignRecord.read(plan.folder).plan.seeds == (1, 2, 3, 4, 5, 6)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"max_steps": 4}, r"max_steps = 4: .* looked at 6 times with 2; restore that"),
+        ({"conditions": CONDITIONS}, "conditions = .*rloo"),
+        ({"conditions": CONDITIONS[1::-1]}, r"conditions = \["),
+        ({"seeds": [3, 1, 2]}, r"seeds = \[3, 1, 2, 4, 5, 6\]: .* with \[1, 2, 3, 4, 5, 6\]"),
+    ],
+    ids=["steps", "another condition", "another baseline", "another order"],
+)
+def test_what_would_give_the_looks_another_meaning_is_refused(
+    decided: tuple[Path, Simulated, list[str]], change: dict[str, Any], told: str
+) -> None:
+    folder = decided[0]
+    with pytest.raises(ConfigurationError, match=told):
+        execute(planned(folder, **change), Simulated(BETTER))
+
+
+def test_a_campaign_that_was_to_be_tested_once_is_not_looked_at(tmp_path: Path) -> None:
+    execute(planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1]), Simulated(BETTER))
+    with pytest.raises(ConfigurationError, match="was planned to be tested once"):
+        execute(planned(tmp_path / "c", seeds=[1]), Simulated(BETTER))
+
+
 def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
     config = config_from_toml('[campaign]\nseeds = [42, 7]\nstop = "evidence"\nmax_seeds = 5')
     assert config.campaign and planned_seeds(config.campaign) == (42, 7, 43, 44, 45)

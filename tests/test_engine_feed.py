@@ -88,8 +88,7 @@ def test_a_reply_that_follows_the_same_tokens_again_loses_no_pages(model: Any) -
     engine = paged(model, EOS)
     for position in range(3):
         asked = [
-            SampleRequest(prompt, 2, 1, 0.8, NoiseKey(1, 0, 0, number), first_position=position, may_go_on=True)
-            for number, prompt in enumerate(prompts(3))
+            SampleRequest(p, 2, 1, 0.8, NoiseKey(1, 0, 0, i), first_position=position, may_go_on=True) for i, p in enumerate(prompts(3))
         ]
         assert len(list(engine.sample(asked))) == 6
     engine.release()

@@ -178,7 +178,9 @@ def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
         stopped = " The campaign stopped when its evidence decided, so that an exact test's p is too small." if record.looks else ""
         return f"Exploratory: differs from the plan ({plan.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
     when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
-    line = f"As planned before the first run ({plan.sha256[:8]}): {plan.metric} at {plan.alpha:g}, {len(plan.seeds)} seeds, {when}."
+    line = (
+        f"As planned before the first run ({plan.sha256[:8]}): {plan.metric} at {plan.alpha:g}, {counted(len(plan.seeds), 'seed')}, {when}."
+    )
     added = [seed for seed in record.seeds if seed not in plan.seeds]
     if not added:
         return line

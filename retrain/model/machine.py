@@ -122,7 +122,7 @@ def plan(
     spare = max(0, machine.usable - size.weights)
     longest = longest_row(config, context_length(model_config))
     learning, decoding = budgets(config, size, machine)
-    tokens, checkpointing = _learning_choices(config, size, longest, machine.device_type, learning)
+    tokens, checkpointing, offloading = _learning_choices(config, size, longest, machine.device_type, learning)
     decode = plan_decode(
         model_config,
         device_type=machine.device_type,
@@ -133,12 +133,13 @@ def plan(
         paged=decodes_in_pages(config, size, machine.device_type),
     )
     multiplies = size.dtype == torch.float32 or computes_bf16()
-    merges = machine.device_type == "cpu" and multiplies and size.weights <= spare * _MERGED_SHARE
+    copied = max(size.weights, size.layer_weights + size.head_weights)  # more than the weights where these are in 8 bits
+    merges = machine.device_type == "cpu" and multiplies and copied <= spare * _MERGED_SHARE
     rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
-    kept = size.checkpointed_per_token if checkpointing else size.kept_per_token
+    kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
     fitting = [decode.tokens // (rows * longest), learning // (kept * max(tokens, longest))]
     if merges:
-        fitting.append(int(spare * _MERGED_SHARE) // size.weights)
+        fitting.append(int(spare * _MERGED_SHARE) // copied)
     workers = min(machine.threads, *fitting)
     # torchrun's processes share the work already, and a sampler beside the learner computes at the same time
     alone = world.size == 1 and len(config.backend.device_list) == 1
@@ -153,6 +154,7 @@ def plan(
         decode_tokens=decode.tokens,
         micro_batch_tokens=tokens,
         gradient_checkpointing=checkpointing,
+        offload_activations=offloading,
         merge_adapter=merges,
         workers=workers,
     )
@@ -188,7 +190,7 @@ def learning_leaves(config: "TrainConfig", base: "BaseModel", choices: MachineCh
 
 def activation_bytes(config: "TrainConfig", model_config: Any, size: Footprint, choices: MachineChoices) -> int:
     """Bytes at most of one micro-batch, or of the longest row where that alone is more."""
-    kept = size.checkpointed_per_token if choices.gradient_checkpointing else size.kept_per_token
+    kept = size.activations_per_token(checkpointing=choices.gradient_checkpointing, offloading=choices.offload_activations)
     return max(choices.micro_batch_tokens, longest_row(config, context_length(model_config))) * (kept + size.gradients_per_token)
 
 
@@ -203,10 +205,14 @@ def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> 
         )
 
 
-def _learning_choices(config: "TrainConfig", size: Footprint, longest: int, device_type: str, memory: int) -> tuple[int, bool]:
-    """(micro_batch_tokens, gradient_checkpointing). Checkpointing is a third more work, so only where the longest row needs it."""
+def _learning_choices(config: "TrainConfig", size: Footprint, longest: int, device_type: str, memory: int) -> tuple[int, bool, bool]:
+    """(micro_batch_tokens, gradient_checkpointing, offload_activations).
+
+    Checkpointing is a third more work, so only where the longest row needs it; offloading, on a GPU, only where it does not fit with that.
+    """
     wanted, tokens = config.training.gradient_checkpointing, config.training.micro_batch_tokens
     beside = size.gradients_per_token if device_type == "cuda" else 0  # a processor's share leaves room for them
     checkpointing = (size.kept_per_token + beside) * max(longest, tokens) > memory if wanted == "auto" else wanted
-    kept = (size.checkpointed_per_token if checkpointing else size.kept_per_token) + beside
-    return tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)), checkpointing
+    offloading = checkpointing and device_type == "cuda" and (size.checkpointed_per_token + beside) * max(longest, tokens) > memory
+    kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading) + beside
+    return tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)), checkpointing, offloading
