@@ -431,7 +431,7 @@ _NOT_APPLICABLE = "not applicable"
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     """Play the replies that the environment itself calls right; each episode must be scored as right."""
-    with environment_code("[environment] gold", host.timeout_s):
+    with environment_code("[environment] asking for its gold replies", host.timeout_s):
         known = [(prompt, replies) for prompt in prompts if (replies := host.environment.gold(prompt.example))]
     for prompt, replies in known:
         score = play(host, prompt.example, replies)
