@@ -44,7 +44,7 @@ def command(
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
     if engine == "max" and needs.device == "cpu":
-        print_progress("MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be evaluated and not trained.")
+        print_progress("MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be evaluated but not trained.")
     if run:
         found.run()
     sys.stdout.write(found.shell())
@@ -74,7 +74,7 @@ def _longest_prompt(config: "TrainConfig") -> int:
 
     if config.environment.provider:
         raise ConfigurationError("retrain serve cannot count the prompts of an [environment]; give the longest with --prompt-tokens N.")
-    text = load_text(config, print_progress)
+    text = load_text(config.model, print_progress)
     prompts = load_prompts(config, text, None, print_progress)
     held_out = load_held_out(config, text, None, prompts, print_progress) if config.evaluation.asked_for else []
     return max(len(prompt.token_ids) for prompt in [*prompts.prompts, *held_out])

@@ -102,7 +102,7 @@ def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = 
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=name.trust_remote_code)
             model.requires_grad_(False).eval()
             base = BaseModel(model, model.base_model, Head(model.get_output_embeddings().weight), _META, dtype, shards)
-            get_peft_model(base.model, lora_config(base, config), low_cpu_mem_usage=True)
+            get_peft_model(base.model, lora_config(base, config.lora, name.lora_rank), low_cpu_mem_usage=True)
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:

@@ -75,7 +75,7 @@ def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.devi
     dtype = choose_dtype(config, device)
     if config.inference.engine == "pytorch":
         engine_options(config.inference, device.type, dtype)  # refuses what cannot be served before gigabytes are loaded
-    shards = shards_of(config, world)
+    shards = shards_of(config.backend, world)
     if _model_cache is None or shards.size > 1:  # parts end with their ranks
         return _load(config, folder_or_id, device, dtype, shards)
     model = config.model
