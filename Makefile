@@ -37,10 +37,10 @@ test: $(STAMP) ## all tests with coverage and the ten slowest, one process per c
 	@echo "Left out: tests/servers, which need real inference servers (make test-servers), and tests/environments (make test-environments)."
 
 test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
-	PYTHON="$(PYTHON)" $(BIN)/python scripts/test_servers.py
+	$(BIN)/python scripts/test_servers.py
 
 test-max: $(STAMP) ## the same for Modular's MAX, whose first start compiles for minutes
-	@mkdir -p "$(SERVERS)"; PYTHON="$(PYTHON)" scripts/servers/max-install.sh "$(SERVERS)/max"
+	@mkdir -p "$(SERVERS)"; PYTHON=$(BIN)/python scripts/servers/max-install.sh "$(SERVERS)/max"
 	RETRAIN_SERVERS="$(SERVERS)" $(BIN)/python -m pytest -m max tests/servers -rP
 
 test-environments: $(STAMP) ## environments of verifiers, reasoning_gym and textarena, each library in an environment of its own

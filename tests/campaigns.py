@@ -36,9 +36,10 @@ def write_run(
     environment: Mapping[str, Any] | None = None,
     seconds: float = 1.0,
     tokens: int = 1,
+    before: Mapping[int, Sequence[EvaluationRecord]] | None = None,
     **sections: dict[str, Any],
 ) -> Path:
-    """A run with these correct rates, evaluated at its last step."""
+    """A run with these correct rates, evaluated at its last step, and `before` it at others (step -> answers)."""
     training = {"seed": seed, "max_steps": max_steps or len(rates)} | sections.pop("training", {})
     config = small(folder, **{**JUDGED, **sections, "training": training})
     files = RunFolder(folder)
@@ -47,8 +48,9 @@ def write_run(
     files.environment.write_text(json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8")
     records = [StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate) for step, rate in enumerate(rates)]
     _write_lines(files.metrics, [record.to_json() for record in records])
-    if held_out:
-        _write_lines(files.evaluation, [item.to_json() | {"step": len(rates)} for item in held_out])
+    evaluations = {**(before or {}), **({len(rates): held_out} if held_out else {})}
+    if evaluations:
+        _write_lines(files.evaluation, [item.to_json() | {"step": step} for step, items in evaluations.items() for item in items])
     if finished:
         summary = RunSummary(
             "done", config.condition_label, seed, len(rates), seconds, tokens, None, None, records[-1], "checkpoints/final"

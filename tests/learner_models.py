@@ -87,6 +87,7 @@ def make_learner(
     *,
     untouched: bool = False,
     checkpointing: bool = False,
+    offloading: bool = False,
     fused: bool = True,
     merge: bool = False,
 ) -> Learner:
@@ -98,7 +99,12 @@ def make_learner(
         for parameter in adapter.parameters.values():
             parameter.data = torch.from_numpy(rng.normal(0, 0.1, parameter.shape).astype(np.float32))
     choices = MachineChoices(
-        threads=1, decode_rows=8, decode_tokens=4096, micro_batch_tokens=micro_batch_tokens, gradient_checkpointing=checkpointing
+        threads=1,
+        decode_rows=8,
+        decode_tokens=4096,
+        micro_batch_tokens=micro_batch_tokens,
+        gradient_checkpointing=checkpointing,
+        offload_activations=offloading,
     )
     return Learner(base, adapter, config, choices, FusedDecoder.of(base.model, merge=merge) if fused else None)
 

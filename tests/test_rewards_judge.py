@@ -1,5 +1,6 @@
 """The judge reward against a server in this process: verdicts, faults, cache, limits, and what is recorded."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -290,6 +291,20 @@ def test_the_cost_follows_the_prices_or_what_the_server_says(prices: list[float]
     with judged_by(lambda handler: handler.reply("yes", **reported), judge_prices=prices) as (scorer, _):
         usage = score(scorer, "The answer is 4.").usage
     assert usage is not None and usage.cost == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("usage", "cost"),
+    [({"prompt_tokens": 10**400}, 0.0), ({"completion_tokens": -5}, 0.0), ({"cost": 10**400}, None), ({"cost": float("nan")}, None)],
+)
+def test_what_a_server_says_of_its_usage_and_is_no_count_costs_no_verdict(usage: dict[str, Any], cost: float | None) -> None:
+    def answer(handler: Handler) -> None:
+        choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
+        handler.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
+
+    with judged_by(answer, judge_prices=[] if "cost" in usage else [1.0, 1.0]) as (scorer, _):
+        found = score(scorer, r"\boxed{4}")
+    assert found.outcome is Outcome.RIGHT and (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.cost) == (0, 0, cost)
 
 
 def test_a_judge_adds_to_other_rewards_and_takes_the_sum_with_it() -> None:

@@ -199,8 +199,8 @@ def design_line(
     units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons, correction)
     if units is None:
         return (
-            f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however large; {family} at {alpha:g} need at "
-            f"least {seeds_to_conclude(alpha, comparisons, correction)} seeds."
+            f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however large; {family} at {alpha:g} "
+            f"need{'s' if comparisons == 1 else ''} at least {seeds_to_conclude(alpha, comparisons, correction)} seeds."
         )
     looked = ", looked at one by one," if correction == "evidence" else ""
     found = (

@@ -58,7 +58,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         return [f"No runs in {seen.folder}."]
     printed: list[str] = []
     for campaign in seen.campaigns:
-        printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs", width), ""]
+        printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs", width), *campaign.foreseen, ""]
     if seen.runs:
         printed += [*_table(seen.runs, seen.folder, width), ""]
     notes = [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]

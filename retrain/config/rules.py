@@ -165,6 +165,34 @@ def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
 
 
 @_rule
+def _what_weights_in_eight_bits_need(config: "TrainConfig") -> Iterator[Violation]:
+    """Sampler and learner must read the same numbers, and a server rounds to 8 bits in its own way."""
+    if config.model.dtype != "fp8" or config.backend.backend != "local":
+        return
+    wanted = '[model] dtype = "fp8"'
+    engine = config.inference.engine
+    if engine != "pytorch" and engine in builtin_names("engine"):
+        yield Violation(
+            ("model.dtype", "inference.engine"),
+            f'{wanted} with engine = "{engine}", whose server rounds weights in its own way, so that it would not sample what the learner '
+            'trains; use engine = "pytorch", or dtype = "auto"',
+        )
+    if config.inference.dtype == "bf16":
+        yield Violation(
+            ("model.dtype", "inference.dtype"),
+            f'{wanted} with [inference] dtype = "bf16": the sampler reads the same 8 bits as the learner; set [inference] dtype = "auto"',
+        )
+    if config.model.load_in_4bit:
+        yield Violation(
+            ("model.dtype", "model.load_in_4bit"), f"{wanted} and load_in_4bit = true are two ways to hold the same weights; choose one"
+        )
+    if config.backend.shard_base:
+        yield Violation(
+            ("model.dtype", "backend.shard_base"), f'{wanted} cannot part weights in 8 bits; set dtype = "auto", or leave shard_base false'
+        )
+
+
+@_rule
 def _group_relative_advantages_need_two(config: "TrainConfig") -> Iterator[Violation]:
     if config.training.group_size > 1:
         return

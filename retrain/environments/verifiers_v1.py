@@ -239,7 +239,8 @@ class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [message_to_wire(item) for item in prompt or ()]
-        async with httpx.AsyncClient(timeout=None) as http:
+        # The endpoint is plain http on this machine. A client that could verify https reads all certificate authorities, 0.09 s a call.
+        async with httpx.AsyncClient(timeout=None, verify=False, trust_env=False) as http:
             answer = await http.post(
                 endpoint.rstrip("/") + "/chat/completions",
                 headers={"Authorization": f"Bearer {secret}"},

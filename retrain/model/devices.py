@@ -42,7 +42,8 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
     if inference.dtype in ("fp8", "fp4"):
         raise ConfigurationError(
             f'[inference] dtype = "{inference.dtype}" needs {inference.dtype[-1]}-bit matrix products, which the pytorch engine has on no '
-            f'device; use "auto" (the model\'s own) or "bf16", or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
+            f'device; use "auto" (the model\'s own) or "bf16", [model] dtype = "fp8" for weights in 8 bits in sampler and '
+            f'learner alike, or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
         )
     if inference.kv_cache_dtype == "fp8" and device_type == "mps":
         raise ConfigurationError(
@@ -144,8 +145,11 @@ def present_devices() -> str:
 
 
 def choose_dtype(config: "TrainConfig", device: torch.device) -> torch.dtype:
-    """The dtype of the frozen weights: auto is bf16 on CUDA and fp32 elsewhere. Adapter weights are fp32 always."""
-    if config.model.dtype == "auto":
+    """The dtype in which the frozen weights are computed with, and held unless in 8 bits: auto is bf16 on CUDA and fp32 elsewhere.
+
+    Adapter weights are fp32 always.
+    """
+    if config.model.dtype in ("auto", "fp8"):
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
 

@@ -18,6 +18,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
 from retrain.model.attention import Kernel, missing, plugged_in
 from retrain.model.devices import attention_of
+from retrain.model.float8 import hold_layers_in_float8, widened_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel
@@ -41,9 +42,9 @@ class NotPredictable(EnvironmentFailure):
 @dataclass(frozen=True)
 class Footprint:
     dtype: torch.dtype
-    """Bytes of the frozen weights."""
+    """Of what is computed."""
     weights: int
-    """Bytes of the frozen weights that a process holds."""
+    """Bytes of the frozen weights that a process holds, and of layers in 8 bits as long as they are widened."""
     num_frozen: int
     layer_weights: int
     """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them and of the head; else 0."""
@@ -56,9 +57,17 @@ class Footprint:
     """Bytes that a forward pass keeps for its backward."""
     checkpointed_per_token: int
     """The same with gradient checkpointing: the input of every layer, and one layer's activations while it runs again."""
+    offloaded_per_token: int
+    """The same where these inputs wait in the host's memory: one of them comes back while another goes."""
     gradients_per_token: int
     """Bytes that live beside these in the backward pass, and in a forward pass that keeps nothing: about what one layer keeps (measured on
     the lab model: 1.05 to 1.13 of it)."""
+
+    def activations_per_token(self, *, checkpointing: bool, offloading: bool) -> int:
+        """Bytes that a forward pass keeps for its backward under these choices."""
+        if offloading:
+            return self.offloaded_per_token
+        return self.checkpointed_per_token if checkpointing else self.kept_per_token
 
 
 def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = None) -> Footprint:
@@ -75,17 +84,19 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         kept = max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
     text: Any = base.model.config.get_text_config()
+    layer, stream = kept // text.num_hidden_layers, text.hidden_size * base.dtype.itemsize
     return Footprint(
         dtype=base.dtype,
-        weights=held_bytes(base) - (_saved_by_four_bits(base) if four_bits else 0),
+        weights=held_bytes(base) + widened_bytes(base.decoder) - (_saved_by_four_bits(base) if four_bits else 0),
         num_frozen=sum(parameter.numel() for parameter in frozen),
         layer_weights=fused.layer_weight_bytes if fused else 0,
         head_weights=base.head.weight.nbytes,
         num_trainable=sum(parameter.numel() for parameter in base.model.parameters() if parameter.requires_grad),
         adapter_copies=fused.adapter_copy_bytes if fused else 0,
         kept_per_token=kept,
-        gradients_per_token=kept // text.num_hidden_layers,
-        checkpointed_per_token=text.num_hidden_layers * text.hidden_size * base.dtype.itemsize + kept // text.num_hidden_layers + 1,
+        gradients_per_token=layer,
+        checkpointed_per_token=text.num_hidden_layers * stream + layer + 1,
+        offloaded_per_token=2 * stream + layer + 1,
     )
 
 
@@ -101,6 +112,8 @@ def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = 
             warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers deprecates
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=name.trust_remote_code)
             model.requires_grad_(False).eval()
+            if name.dtype == "fp8":
+                hold_layers_in_float8(model.base_model, name.model)
             base = BaseModel(model, model.base_model, Head(model.get_output_embeddings().weight), _META, dtype, shards)
             get_peft_model(base.model, lora_config(base, config.lora, name.lora_rank), low_cpu_mem_usage=True)
     except ConfigurationError:

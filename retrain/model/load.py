@@ -13,6 +13,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model.attention import AttentionBatch
 from retrain.model.devices import choose_dtype, engine_options
+from retrain.model.float8 import hold_layers_in_float8
 from retrain.model.head import Head
 from retrain.model.sharding import shard, shards_of
 
@@ -73,13 +74,23 @@ def shared_models() -> Iterator[None]:
 def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE) -> BaseModel:
     """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
     dtype = choose_dtype(config, device)
+    if config.model.dtype == "fp8" and device.type == "mps":
+        raise EnvironmentFailure('[model] dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", or [backend] devices = "cpu".')
     if config.inference.engine == "pytorch":
         engine_options(config.inference, device.type, dtype)  # refuses what cannot be served before gigabytes are loaded
     shards = shards_of(config.backend, world)
     if _model_cache is None or shards.size > 1:  # parts end with their ranks
         return _load(config, folder_or_id, device, dtype, shards)
     model = config.model
-    source = (folder_or_id, model.revision, dtype, model.trust_remote_code, model.load_in_4bit, config.inference.attention_kernel)
+    source = (
+        folder_or_id,
+        model.revision,
+        dtype,
+        model.dtype,
+        model.trust_remote_code,
+        model.load_in_4bit,
+        config.inference.attention_kernel,
+    )
     for other in [key for key in _model_cache if key[:-1] != source]:
         del _model_cache[other]  # before the next one is loaded: there may not be memory for both
     key = (*source, device)
@@ -95,6 +106,8 @@ def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype:
     model.requires_grad_(False)
     model.eval()
     decoder = model.base_model
+    if config.model.dtype == "fp8":
+        hold_layers_in_float8(decoder, config.model.model)
     if shards.size > 1:
         shard(model, decoder, device, shards, config.model.model)
     elif not config.model.load_in_4bit:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retrain.model.float8 import quantised, scaled_product
 from retrain.model.functions import Norm, normed, rotate
 from retrain.model.projection import AdapterStack, add_row_updates
 
@@ -56,6 +57,10 @@ class StepKernels(Protocol):
         """`y` [N, O], to which the update of each row's own adapter is added, from `reduced` [N, R] of all adapters."""
         ...
 
+    def scaled_product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """[N, O] of x [N, I] and a weight [O, I] in 8 bits whose outputs have scales [O, 1]."""
+        ...
+
     @property
     def draw(self) -> Draw | None:
         """None leaves it to the sampler's own function."""
@@ -93,14 +98,17 @@ class TorchKernels:
     def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
         return add_row_updates(y, reduced, stack, slots)
 
+    def scaled_product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        return scaled_product(x, weight, scale, bias)
+
 
 class TritonKernels:
     """One kernel each, and two for a draw, four where it is truncated."""
 
     def __init__(self) -> None:
-        from retrain.model.kernels import activation, adapters, norm, rotary, sampler
+        from retrain.model.kernels import activation, adapters, float8, norm, rotary, sampler
 
-        self.gate, self.draw = activation.gate, sampler.draw
+        self.gate, self.draw, self.scaled_product = activation.gate, sampler.draw, float8.scaled_product
         self._add_norm, self._turn_and_store, self._add_row_updates = norm.add_norm, rotary.turn_and_store, adapters.add_row_updates
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
@@ -121,8 +129,8 @@ class TritonKernels:
         return self._add_row_updates(y, reduced, stack.up, stack.first, stack.counts, slots)
 
 
-def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> StepKernels:
-    """Those of `device`. `say` is told in a line why Triton's were not taken on a device that has them."""
+def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], *, narrow: bool = False) -> StepKernels:
+    """Those of `device`. `say` is told in a line why Triton's were not taken on a device that has them; `narrow`: weights are in 8 bits."""
     if device.type not in TRITON_DEVICES:
         return TorchKernels()
     if importlib.util.find_spec("triton") is None:
@@ -131,7 +139,7 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
     try:
         kernels = TritonKernels()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            wrong = differences(kernels, device, dtype)
+            wrong = differences(kernels, device, dtype, narrow=narrow)
     except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
         say(f"Decoding uses torch's operators: Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]}).")
         return TorchKernels()
@@ -142,8 +150,8 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
 
 
 @torch.no_grad()
-def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Names of the kernels that differ from torch's operators on a probe by more than rounding."""
+def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, *, narrow: bool = False) -> list[str]:
+    """Names of the kernels that differ from torch's operators on a probe by more than rounding; `narrow` tries products in 8 bits too."""
     generator = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> Tensor:
@@ -154,6 +162,7 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype) 
     places, slots = torch.tensor([5, 0, 7], device=device), torch.tensor([1, -1, 0], device=device)
     stack = AdapterStack.of({0: (make(4, 40), make(4, 20)), 1: (make(2, 40), make(2, 20))}, 1)
     y, reduced = make(3, 26)[:, :20], make(3, 6)
+    (weight, scale), bias = quantised(make(21, 40) / 8), make(21)
 
     def results(of: StepKernels) -> dict[str, list[Tensor]]:
         pages, total = (make(3, 4, 2, 8).zero_(), make(3, 4, 2, 8).zero_()), residual.clone()
@@ -164,6 +173,7 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype) 
             "turn_and_store": [queries, *pages],
             "gate": [of.gate(qkv)],
             "add_row_updates": [of.add_row_updates(y.clone(), reduced, stack, slots)],
+            "scaled_product": [of.scaled_product(update, weight, scale, bias)] if narrow else [],
         }
 
     found, expected = results(kernels), results(TorchKernels())

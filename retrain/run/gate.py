@@ -18,6 +18,7 @@ import numpy as np
 
 from retrain.backends.base import Backend, TrialAdapter
 from retrain.environments.episodes import EpisodeHost, play
+from retrain.environments.loading import environment_code
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
@@ -430,7 +431,8 @@ _NOT_APPLICABLE = "not applicable"
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     """Play the replies that the environment itself calls right; each episode must be scored as right."""
-    known = [(prompt, replies) for prompt in prompts if (replies := host.environment.gold(prompt.example))]
+    with environment_code("[environment] gold", host.timeout_s):
+        known = [(prompt, replies) for prompt in prompts if (replies := host.environment.gold(prompt.example))]
     for prompt, replies in known:
         score = play(host, prompt.example, replies)
         if score.outcome is not Outcome.RIGHT:

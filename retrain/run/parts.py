@@ -22,6 +22,7 @@ from retrain.environments.problems import environment_name, load_problems
 from retrain.environments.providers import load_environment
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
+from retrain.model.budget import longest_row
 from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import user_code
@@ -328,7 +329,7 @@ def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) ->
         temperature=training.temperature,
         truncation=truncation(training),
         max_tokens=training.max_tokens,
-        longest_row=training.max_tokens + max(len(prompt.token_ids) for prompt in parts.prompts.prompts),
+        longest_row=longest_row(config, parts.text.context, max(len(prompt.token_ids) for prompt in parts.prompts.prompts)),
         seed=training.seed,
         half_precision=is_rounded(config.inference, parts.backend),
         step=step,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss
 from retrain.backends.local.micro_batches import (
@@ -36,6 +35,7 @@ from retrain.model.fused import FusedDecoder
 from retrain.model.head import TokenScores, score_tokens
 from retrain.model.load import BaseModel
 from retrain.model.pool import Pool, in_order
+from retrain.model.recomputing import recomputed
 from retrain.model.sharding import layers
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
@@ -291,7 +291,11 @@ class Learner:
         if self._fused is not None and micro.attention is not None and micro.positions is not None and not self.adapter.dropout.is_active:
             self._fused.refresh()
             return self._fused.hidden_states(
-                micro.token_ids, micro.positions, micro.attention, checkpointed=self.choices.gradient_checkpointing
+                micro.token_ids,
+                micro.positions,
+                micro.attention,
+                checkpointed=self.choices.gradient_checkpointing,
+                offloaded=self.choices.offload_activations,
             )
         with self._half_precision():
             return self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
@@ -312,7 +316,7 @@ class Learner:
     @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
         """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and its backward."""
-        with self._attention(), self._dropout(micro, step), _recomputed(self._checkpointed):
+        with self._attention(), self._dropout(micro, step), _recomputing(self._checkpointed, offloaded=self.choices.offload_activations):
             yield
 
     def _dropout(self, micro: MicroBatch, step: int) -> AbstractContextManager[None]:
@@ -405,13 +409,13 @@ def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
 
 
 @contextmanager
-def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+def _recomputing(layers: Sequence[nn.Module], *, offloaded: bool) -> Iterator[None]:
     """Inside, a layer keeps its input and runs again in the backward pass.
 
     Not by transformers' own gradient checkpointing: that wants layers in training mode, where some families drop out (OPT, StarCoder 2).
     """
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(recomputed, layer.forward, offloaded=offloaded)
     try:
         yield
     finally:
