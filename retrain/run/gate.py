@@ -79,8 +79,8 @@ class GateResult:
     def line(self) -> str:
         if self.max_difference is None:
             return (
-                f"Parity gate passed as far as it goes: {self.tokens} tokens sampled, gold answers score: {self.gold}; engine and learner "
-                "were not compared, since this backend's trainer answers no questions."
+                f"Parity gate passed in part: {self.tokens} tokens sampled, gold answers score: {self.gold}; engine and learner "
+                "were not compared, since this backend's trainer returns no log-probs."
             )
         effect = (
             "the adapter's effect was not checked, since this backend cannot try one"
