@@ -110,7 +110,7 @@ def compare(family: str) -> Result:
     device = torch.device("cpu")
     model = tiny_model(family)
     base = BaseModel(model, model.base_model, find_head(model, model.base_model, family), device, torch.float32)
-    adapter = Adapter(base, config)
+    adapter = Adapter(base, config.model, config.lora, config.training.seed)
     rng = np.random.default_rng(5)
     for parameter in adapter.parameters.values():
         parameter.data = torch.from_numpy(rng.normal(0, 0.1, parameter.shape).astype(np.float32))

@@ -93,7 +93,7 @@ def make_learner(
 ) -> Learner:
     """`untouched` leaves the adapter's B at zero; otherwise both matrices hold numbers, so that both have gradients."""
     base = load_base_model(config, config.model.model, torch.device("cpu"))
-    adapter = Adapter(base, config)
+    adapter = Adapter(base, config.model, config.lora, config.training.seed)
     if not untouched:
         rng = np.random.default_rng(5)
         for parameter in adapter.parameters.values():

@@ -292,7 +292,7 @@ def test_requests_that_are_no_longer_wanted_are_dropped(net: Net) -> None:
     "url", ["localhost:8000", "ftp://host", "http://", ["http://a", "b"], "http://a:b", "http://a:99999", "http://[::1"]
 )
 def test_what_is_no_address_is_refused(url: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape("is no address of a server")):
+    with pytest.raises(ConfigurationError, match=re.escape("is not the address of a server")):
         config_from_mapping({"inference": {"engine": "vllm", "url": url}})
 
 

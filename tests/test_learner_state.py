@@ -273,7 +273,7 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
 def test_the_saved_adapter_names_its_base_as_the_user_did(tmp_path: Path) -> None:
     config = config_for(model={"model": "lab"})
     base = load_base_model(config, resolve_model("lab"), torch.device("cpu"))
-    Adapter(base, config).save(tmp_path)
+    Adapter(base, config.model, config.lora, config.training.seed).save(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "lab"
     assert 'base_model: "lab"' in (tmp_path / "README.md").read_text()
 

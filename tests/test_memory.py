@@ -261,6 +261,6 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(tmp_path: Path, capsy
     config = small(tmp_path / "run", training={"max_steps": 1})
     train(config)
     printed = capsys.readouterr().out.splitlines()
-    (line,) = [text for text in printed if text.startswith("Memory of tensors")]
+    (line,) = [text for text in printed if text.startswith("Predicted memory of tensors")]
     assert printed.index(line) < next(index for index, text in enumerate(printed) if text.startswith("Loading train model"))
     assert all(word in line for word in ("weights", "adapter", "optimizer", "KV cache", "activations", "logits", "peak", "cpu"))

@@ -176,8 +176,8 @@ def test_one_fault_is_retried(fault: Answer, requests: int) -> None:
     [
         (failing(429, "slow down", Retry_After="0.01"), chat.MOST_ATTEMPTS, "429 Too Many Requests: slow down"),
         (failing(500), chat.MOST_ATTEMPTS, "500 Internal Server Error: it is broken"),
-        (raw(b"gibberish"), chat.MOST_ATTEMPTS, "no chat completion: 'gibberish'"),
-        (hanging_up, chat.MOST_ATTEMPTS, "could not be asked (RemoteProtocolError"),
+        (raw(b"gibberish"), chat.MOST_ATTEMPTS, "other than a chat completion: 'gibberish'"),
+        (hanging_up, chat.MOST_ATTEMPTS, "could not be reached (RemoteProtocolError"),
         (saying(""), 2, "the judge's reply was empty"),
         (saying("I think so"), 2, "begins with neither yes nor no: 'I think so'"),
         (failing(401, f"Incorrect API key provided: {KEY}"), 1, "401 Unauthorized: Incorrect API key provided: ***"),
@@ -205,7 +205,7 @@ def test_a_server_that_is_not_there_could_not_judge() -> None:
     with judged_by(fair) as (_, server):
         url = server.url
     with build_scorer(config_from_mapping({"reward": {"type": "judge", "judge_model": "m", "judge_base_url": url}})) as scorer:
-        assert "could not be asked (ConnectError" in score(scorer, "The answer is 4.").reason
+        assert "could not be reached (ConnectError" in score(scorer, "The answer is 4.").reason
 
 
 def test_a_limit_of_the_rate_stops_every_request_for_as_long_as_it_says() -> None:
@@ -347,7 +347,7 @@ def test_a_key_is_needed_for_the_hosted_service_and_where_one_is_named(monkeypat
     ("reward", "sentence"),
     [
         ({"judge_api_key_env": "sk-abc"}, "is no name of an environment variable"),
-        ({"judge_base_url": "localhost:8000"}, "is no address of a server"),
+        ({"judge_base_url": "localhost:8000"}, "is not the address of a server"),
         ({"judge_template": "Right? {reference}"}, r"has no \{completion\} in it"),
         ({"judge_prices": [1.0]}, "is not two prices"),
         ({"judge_concurrency": 0}, "judge_concurrency"),

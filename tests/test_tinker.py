@@ -511,7 +511,7 @@ def test_an_archive_without_end_and_a_path_upwards_are_refused(tmp_path: Path, m
     monkeypatch.setattr(archive, "_MOST_BYTES", 1000)
     with archive_server(200, bytes(5000)) as (url, _), pytest.raises(EnvironmentFailure, match="which no adapter has"):
         archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
-    with pytest.raises(EnvironmentFailure, match="is no path of a Tinker service"):
+    with pytest.raises(EnvironmentFailure, match="is not a path of a Tinker service"):
         archive.download_adapter("http://127.0.0.1:1", "tinker://../name", tmp_path, 10)
 
 

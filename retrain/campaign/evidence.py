@@ -143,7 +143,7 @@ class EvidenceRule:
             shown = difference_words(contrast.conclusion.mean, comparison.metric)
             line = f"{condition} {shown}, evidence {look.evidence[condition]:.3g} of {1 / comparison.test.alpha:g}"
             if condition in look.chance:
-                line += f"; if it goes on so, {100 * look.chance[condition]:.0f}% to decide by the last seed"
+                line += f"; at this rate, {100 * look.chance[condition]:.0f}% to decide by the last seed"
             yield line + (f": {look.decided[condition]}." if condition in look.decided else ".")
 
     def _last_line(self) -> str:

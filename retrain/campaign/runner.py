@@ -282,7 +282,7 @@ class AutoSqueeze:
         except Untrained as error:
             self._untrained.add(run.name)
             self._due = True
-            self._say(f"LoRA-Squeeze takes the next run: {error}")
+            self._say(f"LoRA-Squeeze uses the next run instead: {error}")
             return
         except RetrainError as error:
             self._say(f"LoRA-Squeeze failed; the campaign continues: {error}")

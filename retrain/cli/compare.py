@@ -143,5 +143,5 @@ def _compare(
         raise ConfigurationError(f"--contrast {':'.join(pairs[0])} names conditions of a campaign, and {targets[0]} is none.")
     if not baseline:
         needs = "--control takes a campaign" if control else "runs need --baseline RUN... to be compared with"
-        raise ConfigurationError(f"{targets[0]} is no campaign (no manifest.json with runs), and {needs}.")
+        raise ConfigurationError(f"{targets[0]} is not a campaign (it has no manifest.json with runs), and {needs}.")
     return compare_runs([open_run(target) for target in targets], [open_run(Path(run)) for run in baseline], test, metric)

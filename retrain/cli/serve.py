@@ -44,7 +44,7 @@ def command(
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
     if engine == "max" and needs.device == "cpu":
-        print_progress("MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be evaluated and not trained.")
+        print_progress("MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be evaluated but not trained.")
     if run:
         found.run()
     sys.stdout.write(found.shell())
@@ -74,7 +74,7 @@ def _longest_prompt(config: "TrainConfig") -> int:
     """Return the number of tokens of the longest prompt, over the training and the held-out prompts."""
     from retrain.run.parts import load_held_out, load_prompts, load_stage, load_text
 
-    text = load_text(config, print_progress)
+    text = load_text(config.model, print_progress)
     stage = load_stage(config, text, print_progress)
     try:
         prompts = load_prompts(config, text, stage, print_progress)

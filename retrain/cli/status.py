@@ -23,7 +23,7 @@ def command(
     logs: Annotated[Path, typer.Argument(metavar="LOGS", help="A folder of runs, a campaign's or a single run's.")] = Path("logs"),
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
-    watch: Annotated[bool, typer.Option("--watch", help="Print again until nothing runs any more, or Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Print again until nothing is running, or Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two prints of --watch.")] = 2.0,
 ) -> None:
     """Show progress, last metrics, throughput and step time of every run in and below a folder, and which runs were killed or hang."""

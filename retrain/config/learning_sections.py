@@ -149,6 +149,11 @@ class Algorithm(Section):
     transform_params: Table = key({}, "Parameters of the transform; its uncertainty_kind overrides the key of that name.")
     uncertainty_params: Table = key({}, "Parameters of an uncertainty plugin.")
 
+    @property
+    def uncertainty(self) -> str:
+        """The name that is used: that of the transform's table, else `uncertainty_kind`."""
+        return str(self.transform_params.get("uncertainty_kind", self.uncertainty_kind))
+
 
 class Plugins(Section):
     """The search for plugins."""

@@ -27,7 +27,7 @@ class Violation:
     """A broken rule. The loader adds the file and makes a sentence of it."""
 
     keys: tuple[str, ...]
-    """The keys that the rule reads, as "section.key"; the first is the one to mend."""
+    """The keys that the rule reads, as "section.key"; the first is the one to fix."""
     message: str
     """One sentence without its full stop."""
 
@@ -154,7 +154,7 @@ def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
     if config.model.load_in_4bit:
         yield Violation(
             ("backend.shard_base", "model.load_in_4bit"),
-            f"{wanted} cannot part weights in 4 bits; set [model] load_in_4bit = false, or leave shard_base false",
+            f"{wanted} cannot split weights in 4 bits; set [model] load_in_4bit = false, or leave shard_base false",
         )
     if config.inference.dtype != "auto":
         yield Violation(
@@ -540,7 +540,7 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
         hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
         yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
     if more := len(wrong[MOST_SENTENCES - 1 :]):
-        yield Violation(("backend.options",), f"[backend.options] {more:,} more of its names are no known options")
+        yield Violation(("backend.options",), f"[backend.options] {more:,} more of its names are not known options")
     for backend, model in BACKEND_OPTIONS.items():
         try:
             model.model_validate(config.backend.options_of(backend))

@@ -81,17 +81,15 @@ def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory:
     best = schedule.recommended
     if best is not None and schedule.effective_parallelism > best.count:
         yield f"{schedule.effective_parallelism} runs at once are more than the recommended {best.count}: {best.because}."
-    yield from _shared_memory(config, schedule, memory)
+    yield from _shared_memory(config.campaign.workers_per_device, schedule, memory)
 
 
-def _shared_memory(config: "TrainConfig", schedule: "Schedule", memory: "Memory | None") -> Iterator[str]:
+def _shared_memory(sharing: int, schedule: "Schedule", memory: "Memory | None") -> Iterator[str]:
     """Warn about workers that share a device, since every run sizes its budgets for a whole device."""
-    campaign = config.campaign
-    if memory is None or campaign is None or memory.machine.device_type != "cuda" or schedule.effective_parallelism < 2:
+    if memory is None or memory.machine.device_type != "cuda" or schedule.effective_parallelism < 2:
         return
     from retrain.model.memory import size_words
 
-    sharing = campaign.workers_per_device
     if sharing > 1 and sharing * memory.peak > memory.machine.memory:
         yield (
             f"[campaign] workers_per_device = {sharing}: together they take up to {size_words(sharing * memory.peak)} of "

@@ -95,7 +95,7 @@ def server_command(engine: str, config: "TrainConfig", needs: ServerNeeds, pytho
     """
     builder = COMMANDS.get(engine)
     if builder is None:
-        raise ConfigurationError(f"{engine!r} is no server that retrain knows how to start; name one of {', '.join(COMMANDS)}.")
+        raise ConfigurationError(f"{engine!r} is not a server that retrain can start; name one of {', '.join(COMMANDS)}.")
     return builder(config, needs, python)
 
 

@@ -350,7 +350,7 @@ class ServerPool:
     def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
         where = f" {server.url}" if server else ""
         if error.status in (401, 403):
-            how = f"the key in {self._key_env} is not accepted" if self._key_env else "it wants a key: name its variable"
+            how = f"the key in {self._key_env} was not accepted" if self._key_env else "it wants a key: name its variable"
             return ServerFailure(f"{self._what}{where} answered {error.status} ({error}): {how} in [inference] api_key_env.")
         return ServerFailure(f"{self._what}{where} answered {error.status}: {error}.")
 

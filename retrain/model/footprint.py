@@ -115,7 +115,7 @@ def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = 
             if name.dtype == "fp8":
                 hold_layers_in_float8(model.base_model, name.model)
             base = BaseModel(model, model.base_model, Head(model.get_output_embeddings().weight), _META, dtype, shards)
-            get_peft_model(base.model, lora_config(base, config), low_cpu_mem_usage=True)
+            get_peft_model(base.model, lora_config(base, config.lora, name.lora_rank), low_cpu_mem_usage=True)
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:

@@ -78,7 +78,7 @@ def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.devi
         raise EnvironmentFailure('[model] dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", or [backend] devices = "cpu".')
     if config.inference.engine == "pytorch":
         engine_options(config.inference, device.type, dtype)  # refuses what cannot be served before gigabytes are loaded
-    shards = shards_of(config, world)
+    shards = shards_of(config.backend, world)
     if _model_cache is None or shards.size > 1:  # parts end with their ranks
         return _load(config, folder_or_id, device, dtype, shards)
     model = config.model

@@ -106,7 +106,7 @@ class Memory:
         """One line for the start of a run."""
         parts = ", ".join(f"{part.name} {size_words(part.bytes)}" for part in self.parts)
         peaks = " and ".join(f"{size_words(peak)} of {size_words(self.machine.memory)} on {device}" for device, peak in self.peaks.items())
-        return f"Memory of tensors, predicted: {parts}; peak {peaks}, to which Python and the allocator add."
+        return f"Predicted memory of tensors: {parts}; peak {peaks}; Python and the allocator take more."
 
     def to_json(self) -> dict[str, Any]:
         """Sizes in GiB."""

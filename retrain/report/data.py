@@ -148,7 +148,9 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], requ
     """Compare the conditions; None, with a note, if nothing can be compared. A wrong --baseline or --metric is an error."""
     conditions = list(dict.fromkeys(run.condition for run in runs))
     if request.baseline is not None and request.baseline not in conditions:
-        raise ConfigurationError(f"--baseline {request.baseline} is no condition of {request.folder}; they are {', '.join(conditions)}.")
+        raise ConfigurationError(
+            f"--baseline {request.baseline} is not a condition of {request.folder}; its conditions are {', '.join(conditions)}."
+        )
     check_sizes(request.test, choose_metric(request.metric, [run for arm in arms for run in arm.runs]))
     if len(conditions) < 2:
         return None

@@ -1,6 +1,6 @@
 """A client of an OpenAI-compatible chat server: one user message in, one reply out, with retries.
 
-It retries what may pass (time-outs, lost connections, 408, 409, 425, 429, 5xx, bodies that are no chat completion) and raises for what
+It retries what may pass (time-outs, lost connections, 408, 409, 425, 429, 5xx, bodies that are not chat completions) and raises for what
 will not, such as a wrong key. When the server says Retry-After, all requests wait, not just the one that was told.
 """
 
@@ -67,7 +67,7 @@ class ChatClient:
         """Loop time before which the server wants no request."""
 
     async def ask(self, message: str) -> Reply:
-        """The reply to one user message. Raises ChatFailed after the last attempt, and at once for what no retry can mend."""
+        """The reply to one user message. Raises ChatFailed after the last attempt, and at once for what no retry can fix."""
         usage = JudgeUsage()
         retries = stamina.retry_context(
             on=_wait_after,
@@ -100,7 +100,7 @@ class ChatClient:
         except TooLong:
             raise _Transient(f"{self.host} answered with more than {LONGEST_REPLY >> 20} MiB") from None
         except httpx.HTTPError as error:
-            raise _Transient(f"{self.host} could not be asked ({type(error).__name__}: {error or 'no more is known'})") from None
+            raise _Transient(f"{self.host} could not be reached ({type(error).__name__}: {error or 'no details'})") from None
         if answer.status != 200:
             raise self._failure(answer)
         return _reply(answer, self.host, self._key)
@@ -148,7 +148,7 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
         choice = answer["choices"][0]
         text = choice["message"].get("content")
     except (LookupError, TypeError, AttributeError):
-        raise _Transient(f"{host} answered with something that is no chat completion: {response.said(key)!r}") from None
+        raise _Transient(f"{host} answered with something other than a chat completion: {response.said(key)!r}") from None
     used = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
     usage = JudgeUsage(
         prompt_tokens=_count(used.get("prompt_tokens")),

@@ -41,6 +41,7 @@ from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Inference, Loss
 
 
 class _Weights(NamedTuple):
@@ -105,12 +106,12 @@ class Learner:
         self.base, self.adapter, self.choices = base, adapter, choices
         self._fused = fused
         self.world = world
-        self.optimizer = AdapterOptimizer(adapter.parameters, config)
+        self.optimizer = AdapterOptimizer(adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm)
         self.loss, self.max_tokens = config.loss, config.training.max_tokens
         self.temperature = config.training.temperature
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
-        self._recompute = recomputes_old_logprobs(config, base.dtype)
+        self._recompute = recomputes_old_logprobs(config.loss, rounded=rounds(config.inference, base.dtype))
         self._kernel: Kernel = attention_of(config.inference.attention_kernel, base.device.type, base.dtype)
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
@@ -326,23 +327,23 @@ class Learner:
         return self.adapter.dropout.active(step, numbers, self.base.device, lengths)
 
 
-def recomputes_old_logprobs(config: "TrainConfig", dtype: torch.dtype) -> bool:
-    """Old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for mode = "gspo" in half precision, where its narrow clip
-    would take rounding for a change of the policy. `dtype` is the base's.
+def recomputes_old_logprobs(loss: "Loss", *, rounded: bool) -> bool:
+    """Old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for mode = "gspo" where log-probs are `rounded`, since its
+    narrow clip would take rounding for a change of the policy.
     """
-    if config.is_set("loss.old_logprobs") or config.loss.mode != "gspo":
-        return config.loss.old_logprobs == "recomputed"
-    return rounds(config, dtype)
+    if loss.is_set("old_logprobs") or loss.mode != "gspo":
+        return loss.old_logprobs == "recomputed"
+    return rounded
 
 
-def old_logprobs_note(config: "TrainConfig", dtype: torch.dtype) -> str:
+def old_logprobs_note(loss: "Loss", *, rounded: bool) -> str:
     """A sentence on gspo in half precision; "" for every other run."""
-    if config.loss.mode != "gspo" or not rounds(config, dtype):
+    if loss.mode != "gspo" or not rounded:
         return ""
-    clip = "({:g}, {:g})".format(*config.loss.clips)
+    clip = "({:g}, {:g})".format(*loss.clips)
     rounding = f"in half precision rounding alone can move a sequence's ratio past its clip {clip}"
-    if recomputes_old_logprobs(config, dtype):
-        chosen = "" if config.is_set("loss.old_logprobs") else "as old_logprobs is unset, "
+    if recomputes_old_logprobs(loss, rounded=True):
+        chosen = "" if loss.is_set("old_logprobs") else "as old_logprobs is unset, "
         return f'[loss] mode = "gspo": {rounding}; {chosen}the learner recomputes old log-probs before the first update of each step.'
     return (
         f'[loss] old_logprobs = "sampler" with mode = "gspo": {rounding}, so it takes gradient away on policy (clip_fraction); '
@@ -350,9 +351,12 @@ def old_logprobs_note(config: "TrainConfig", dtype: torch.dtype) -> str:
     )
 
 
-def rounds(config: "TrainConfig", dtype: torch.dtype) -> bool:
-    """Learner or sampler computes in less than float32, so that their log-probs of one token differ by more than float32's rounding."""
-    return dtype != torch.float32 or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
+def rounds(inference: "Inference", dtype: torch.dtype) -> bool:
+    """Learner or sampler computes in less than float32, so that their log-probs of one token differ by more than float32's rounding.
+
+    `dtype` is the base's.
+    """
+    return dtype != torch.float32 or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
 
 
 def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[_Weights]) -> ActionTokens:

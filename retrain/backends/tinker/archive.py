@@ -41,7 +41,7 @@ def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> 
     found = _PATH.fullmatch(path)
     address = base_url or os.environ.get("TINKER_BASE_URL", "")
     if not found or {found["run"], found["name"]} & {".", ".."}:
-        raise EnvironmentFailure(f"{path} is no path of a Tinker service (tinker://RUN/sampler_weights/NAME).")
+        raise EnvironmentFailure(f"{path} is not a path of a Tinker service (tinker://RUN/sampler_weights/NAME).")
     if not address:
         raise EnvironmentFailure("the hosted service hands out no adapter files; the SDK's `tinker checkpoint` commands manage them.")
     run, name = (quote(found[part], safe="") for part in ("run", "name"))
@@ -68,11 +68,11 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
                         address = answer.next_request.url
                         continue
                     if answer.status_code != 200:
-                        raise EnvironmentFailure(f"this service offers no archive of it (status {answer.status_code}).")
+                        raise EnvironmentFailure(f"this service offers no archive of the adapter (status {answer.status_code}).")
                     for part in answer.iter_bytes():
                         into.write(part)
                         if into.tell() > _MOST_BYTES:
-                            raise EnvironmentFailure(f"its archive has more than {_MOST_BYTES >> 30} GiB, which no adapter has.")
+                            raise EnvironmentFailure(f"its archive is larger than {_MOST_BYTES >> 30} GiB, more than any adapter.")
                         if time.monotonic() > ends:
                             raise EnvironmentFailure(f"its archive did not arrive within {timeout:g} s.")
                     return
