@@ -65,7 +65,7 @@ def main() -> None:
         f"Weights of {arguments.model} in 8 bits: differences of log-probs in nats",
         [
             (
-                f"{len(drawn):,} drawn tokens. {versions_line({'torch': torch.__version__})}. Beside 8 bits the head and the embeddings are in "
+                f"{len(drawn):,} drawn tokens. {versions_line({'torch': torch.__version__})}. Beside 8 bits, head and embeddings are in "
                 "float32 here; on CUDA they are bf16."
             ),
             table(["weights", "MiB", "mean difference of a drawn token", "largest", "divergence from float32"], lines),
