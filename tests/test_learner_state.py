@@ -340,11 +340,11 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
     from retrain.model.devices import choose_device
 
     with pytest.raises(EnvironmentFailure, match="gpu:7"):
-        choose_device(config_for(backend={"devices": "gpu:7"}))
+        choose_device(config_for(backend={"devices": "gpu:7"}).backend)
     with pytest.raises(ConfigurationError, match="torchrun"):
-        choose_device(config_for(backend={"devices": "gpu:0,gpu:1"}), World(rank=0, size=2))
+        choose_device(config_for(backend={"devices": "gpu:0,gpu:1"}).backend, World(rank=0, size=2))
     if not torch.cuda.is_available():
-        device, note, _ = choose_device(TrainConfig())
+        device, note, _ = choose_device(TrainConfig().backend)
         assert device.type == "cpu" and "cpu" in note
 
 
@@ -354,8 +354,9 @@ def test_bf16_on_a_processor_without_units_for_it_is_said(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(devices, "computes_bf16", lambda: has_units)
     asked, cpu = config_for(inference={"dtype": "bf16"}), torch.device("cpu")
-    assert bool(devices.half_precision_note(asked, cpu)) is not has_units
-    assert not devices.half_precision_note(asked, torch.device("cuda")) and not devices.half_precision_note(config_for(), cpu)
+    assert bool(devices.half_precision_note(asked.model, asked.inference, cpu)) is not has_units
+    assert not devices.half_precision_note(asked.model, asked.inference, torch.device("cuda"))
+    assert not devices.half_precision_note(asked.model, config_for().inference, cpu)
 
 
 def test_attention_is_never_cudnns() -> None:

@@ -77,7 +77,8 @@ def test_a_dialogue_has_room_for_what_its_environment_says() -> None:
 
     def longest(max_tokens: int = 64, **environment: Any) -> int:
         config = TrainConfig.model_validate({"model": {"model": "lab"}, "training": {"max_tokens": max_tokens}, "environment": environment})
-        return longest_row(config, context_length(load_model_config(resolve_model(config.model.model))), 100)
+        context = context_length(load_model_config(resolve_model(config.model.model)))
+        return longest_row(config.training, config.environment, context, 100)
 
     assert longest() == longest(provider="reasoning_gym", id="chain_sum") == longest(provider="my.Mine", max_turns=1) == 164
     assert longest(provider="my.Mine") == longest(provider="my.Mine", max_turns=3) == 164 + PROMPT_ALLOWANCE
@@ -207,7 +208,7 @@ def test_the_standard_profile_of_a_4b_model(tmp_path: Path) -> None:
     assert [choices.decode_tokens // 11_264 for choices in plans] == PROFILE_ROWS
     assert [choices.decode_tokens // 2_048 for choices in plans] == [14, 40, 223, 423], "2, 5, 24 and 44 before there were pages"
     smallest = Machine("cuda", 16 * GIB, 1)
-    learning, _ = budgets(config, predicted.size, smallest)
+    learning, _ = budgets(config.training.batch_size, predicted.size, smallest)
     assert activation_bytes(config, load_model_config(str(tmp_path)), predicted.size, plans[0]) <= learning
 
 

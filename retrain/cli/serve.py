@@ -57,12 +57,12 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     from retrain.model.devices import choose_device, choose_dtype
     from retrain.model.text import context_length, load_model_config, resolve_model
 
-    device = choose_device(config).device
+    device = choose_device(config.backend).device
     model = load_model_config(config.model.model, config.model.revision, config.model.trust_remote_code)
-    learner = str(choose_dtype(config, device)).removeprefix("torch.")
+    learner = str(choose_dtype(config.model.dtype, device)).removeprefix("torch.")
     dtype = learner if config.inference.dtype == "auto" else "bfloat16"
     positions = context_length(model)
-    longest = longest_row(config, positions, prompt_tokens or _longest_prompt(config))
+    longest = longest_row(config.training, config.environment, positions, prompt_tokens or _longest_prompt(config))
     context = min(max(longest, _GATE_TOKENS), positions or longest)
     answers = " and what the environment says between them" if config.environment.provider else ""
     print_progress(f"The longest prompt and {config.training.max_tokens} new tokens{answers} fit into a context of {context} tokens.")

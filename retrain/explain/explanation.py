@@ -218,7 +218,7 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
     configs = [replaced(config, {"model.trust_remote_code": False}) for config in configs]  # explaining runs no code
     if memory_gib is None:
         try:
-            choose_device(configs[0])
+            choose_device(configs[0].backend)
         except EnvironmentFailure as error:
             return None, f"{error} Or predict for a device elsewhere by its memory: --memory-gib 24."
     sizing = [key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"]

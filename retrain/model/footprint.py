@@ -28,6 +28,7 @@ from retrain.model.text import load_model_config
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Lora, Model
 
 _PROBE_TOKENS = 64
 _META = torch.device("meta")
@@ -100,27 +101,26 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     )
 
 
-def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = ALONE) -> BaseModel:
+def weightless_model(model: "Model", lora: "Lora", dtype: torch.dtype, shards: World = ALONE) -> BaseModel:
     """The configured model with its adapter on the meta device, as one of `shards` holds it. Raises NotPredictable where that fails."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    name = config.model
-    settings = load_model_config(name.model, name.revision, name.trust_remote_code)
+    settings = load_model_config(model.model, model.revision, model.trust_remote_code)
     try:
         with _META, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers deprecates
-            model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=name.trust_remote_code)
-            model.requires_grad_(False).eval()
-            if name.dtype == "fp8":
-                hold_layers_in_float8(model.base_model, name.model)
-            base = BaseModel(model, model.base_model, Head(model.get_output_embeddings().weight), _META, dtype, shards)
-            get_peft_model(base.model, lora_config(base, config.lora, name.lora_rank), low_cpu_mem_usage=True)
+            built = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=model.trust_remote_code)
+            built.requires_grad_(False).eval()
+            if model.dtype == "fp8":
+                hold_layers_in_float8(built.base_model, model.model)
+            base = BaseModel(built, built.base_model, Head(built.get_output_embeddings().weight), _META, dtype, shards)
+            get_peft_model(base.model, lora_config(base, lora, model.lora_rank), low_cpu_mem_usage=True)
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise NotPredictable(
-            f'[model] model = "{name.model}" cannot be built without its weights ({type(error).__name__}), so its memory is not predicted.'
+            f'[model] model = "{model.model}" cannot be built without its weights ({type(error).__name__}), so its memory is not predicted.'
         ) from error
     return base
 

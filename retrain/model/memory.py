@@ -139,7 +139,7 @@ def predict_memory(
     Raises EnvironmentFailure where the device or the model's configuration is not there, or where one completion does not fit.
     """
     device, sampler, machine = _machine(config, memory_gib)
-    base = weightless_model(config, choose_dtype(config, device), shards)
+    base = weightless_model(config.model, config.lora, choose_dtype(config.model.dtype, device), shards)
     size = footprint(base, config, device.type)
     model_config: Any = base.model.config
     choices = choices or plan(config, model_config, size, machine)
@@ -165,7 +165,7 @@ def predict_memory(
 def _machine(config: "TrainConfig", memory_gib: float | None) -> tuple[torch.device, torch.device | None, Machine]:
     """The learner's device, that of a sampler with one of its own, and what the learner's has."""
     if memory_gib is None:
-        device, _, sampler = choose_device(config)
+        device, _, sampler = choose_device(config.backend)
         return device, sampler, Machine.of(device)
     first, *rest = map(torch.device, config.backend.device_list)
     device = rest[0] if rest else first
@@ -188,7 +188,7 @@ class _Estimate:
 
     @property
     def longest(self) -> int:
-        return longest_row(self.config, context_length(self.model_config), self.prompt_tokens)
+        return longest_row(self.config.training, self.config.environment, context_length(self.model_config), self.prompt_tokens)
 
     @property
     def completions(self) -> int:
@@ -244,12 +244,14 @@ class _Estimate:
         tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.prompt_tokens)
         kept = 0 if self.paged else tokens * plain
         return Part(
-            "prompt pass", prompt_pass_bytes(self.config, self.size, self.prompt_tokens) + kept, f"{tokens:,} tokens of prompts at a time"
+            "prompt pass",
+            prompt_pass_bytes(self.config.training.batch_size, self.size, self.prompt_tokens) + kept,
+            f"{tokens:,} tokens of prompts at a time",
         )
 
     @property
     def paged(self) -> bool:
-        return decodes_in_pages(self.config, self.size, self.device_type)
+        return decodes_in_pages(self.config.inference, self.size, self.device_type)
 
     def kv_cache(self) -> Part:
         """The rows that decode together, each at its longest, and the prompts of the step."""

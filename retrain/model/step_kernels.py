@@ -20,6 +20,8 @@ from retrain.model.projection import AdapterStack, add_row_updates
 from retrain.model.varlen import PagedKernel, PagedRows, plain_paged, reads_pages
 
 TRITON_DEVICES = {"cuda"}
+_MOST_NARROW_ROWS = 256
+"""Rows up to which Triton's product with 8-bit weights is taken; for more, the weight is widened once for all of them."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference of a kernel on the probe, whose numbers are about 1: two roundings apart."""
 
@@ -115,8 +117,8 @@ class TritonKernels:
     def __init__(self) -> None:
         from retrain.model.kernels import activation, adapters, attention, float8, norm, rotary, sampler
 
-        self.gate, self.draw = activation.gate, sampler.draw
-        self.scaled_product, self.attend = float8.scaled_product, attention.attend
+        self.gate, self.draw, self.attend = activation.gate, sampler.draw, attention.attend
+        self._narrow_product = float8.scaled_product
         self._add_norm, self._turn_and_store, self._add_row_updates = norm.add_norm, rotary.turn_and_store, adapters.add_row_updates
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
@@ -135,6 +137,10 @@ class TritonKernels:
 
     def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
         return self._add_row_updates(y, reduced, stack.up, stack.first, stack.counts, slots)
+
+    def scaled_product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        product = self._narrow_product if len(x) <= _MOST_NARROW_ROWS else scaled_product
+        return product(x, weight, scale, bias)
 
 
 def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], *, narrow: bool = False) -> StepKernels:

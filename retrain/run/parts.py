@@ -164,8 +164,8 @@ def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: Machine
     from retrain.backends.local.backend import LocalBackend
     from retrain.model.devices import choose_device, half_precision_note
 
-    device, note, sampler = choose_device(config, world)
-    for line in filter(None, (note, half_precision_note(config, device))):
+    device, note, sampler = choose_device(config.backend, world)
+    for line in filter(None, (note, half_precision_note(config.model, config.inference, device))):
         say(line)
     say(f"Loading train model: {config.model.model} on {device}...")
     backend = LocalBackend(config, choices, eos_ids=eos_ids, world=world)
@@ -184,7 +184,7 @@ def load_encoder(config: TrainConfig, name: str, world: World) -> Encoder:
         return load_sentence_encoder(name)
     from retrain.model.devices import choose_device
 
-    return load_sentence_encoder(name, str(choose_device(config, world).device))
+    return load_sentence_encoder(name, str(choose_device(config.backend, world).device))
 
 
 def load_text(model: Model, say: Say) -> TextModel:
@@ -320,7 +320,7 @@ def _gold_check(parts: Parts) -> Callable[[Sequence[Prompt]], str]:
 
 
 def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
-    training = config.training
+    training, longest_prompt = config.training, max(len(prompt.token_ids) for prompt in parts.prompts.prompts)
     return GateInputs(
         backend=parts.backend,
         check_gold=_gold_check(parts),
@@ -329,7 +329,7 @@ def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) ->
         temperature=training.temperature,
         truncation=truncation(training),
         max_tokens=training.max_tokens,
-        longest_row=longest_row(config, parts.text.context, max(len(prompt.token_ids) for prompt in parts.prompts.prompts)),
+        longest_row=longest_row(training, config.environment, parts.text.context, longest_prompt),
         seed=training.seed,
         half_precision=is_rounded(config.inference, parts.backend),
         step=step,

@@ -49,7 +49,7 @@ class LocalBackend(Backend):
     ) -> None:
         """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they are not given."""
         self.config = config
-        device, _, sampler_device = choose_device(config, world)
+        device, _, sampler_device = choose_device(config.backend, world)
         _choose_kernels(config.inference.attention_kernel)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
         self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)

@@ -8,11 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrain.model import float8
 from retrain.model.kernels.rounding import rounded
 
-_MOST_ROWS = 256
-"""For more rows the weight is widened once for all of them."""
 _INPUTS = 128
 
 
@@ -56,8 +53,6 @@ def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     The blocks are narrow where there are few outputs, so that every multiprocessor has some (not measured on a GPU).
     """
     rows, (outputs, inputs) = len(x), weight.shape
-    if rows > _MOST_ROWS:
-        return float8.scaled_product(x, weight, scale, bias)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     tall, wide = min(64, max(16, triton.next_power_of_2(rows))), 64 if outputs >= 8192 else 32 if outputs >= 4096 else 16
     factors = tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32
