@@ -117,8 +117,8 @@ class TritonKernels:
     def __init__(self) -> None:
         from retrain.model.kernels import activation, adapters, attention, float8, norm, rotary, sampler
 
-        self.gate, self.draw, self.attend = activation.gate, sampler.draw, attention.attend
-        self._narrow_product = float8.scaled_product
+        self.gate, self.draw = activation.gate, sampler.draw
+        self._attend, self._narrow_product = attention.attend, float8.scaled_product
         self._add_norm, self._turn_and_store, self._add_row_updates = norm.add_norm, rotary.turn_and_store, adapters.add_row_updates
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
@@ -134,6 +134,9 @@ class TritonKernels:
         places: Tensor,
     ) -> Tensor:
         return self._turn_and_store(qkv, heads, rotary, None if norm is None else (norm.weight, norm.eps), pages, places)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
+        return self._attend(query, keys, values, rows.table, rows.lengths, scaling, window)
 
     def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
         return self._add_row_updates(y, reduced, stack.up, stack.first, stack.counts, slots)

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from retrain.model.kernels.rounding import rounded
-from retrain.model.varlen import PagedRows
 
 _BLOCK = 64
 _FEWEST = 16
@@ -57,15 +56,18 @@ def _attend(
     tl.store(out + (row * key_heads * GROUP + (head * GROUP + each)[:, None]) * SIZE + part[None, :], result, mask=own)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
-    """[R, Hq, D] of queries [R, Hq, D] over keys and values in pages [P, T, Hk, D]; see `retrain.model.varlen.PagedKernel`."""
+def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
+    """[R, Hq, D] of queries [R, Hq, D], the last tokens of their rows, over keys and values in pages [P, T, Hk, D].
+
+    Row r has `lengths` [R] tokens, in the pages `table` [R, M] in order.
+    """
     count, heads, size = query.shape
     page_tokens, key_heads = keys.shape[1:3]
     group = heads // key_heads
     out = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
     _attend[count, key_heads](
-        query, keys, values, rows.table, rows.lengths, out, scaling, 2**30 if window is None else window, page_tokens,
-        rows.table.stride(0), query.stride(0), query.stride(1),
+        query, keys, values, table, lengths, out, scaling, 2**30 if window is None else window, page_tokens,
+        table.stride(0), query.stride(0), query.stride(1),
         GROUP=group, SIZE=size, FACTORS=tl.bfloat16 if query.dtype == torch.bfloat16 and query.is_cuda else tl.float32,
         QUERIES=max(_FEWEST, triton.next_power_of_2(group)), WIDTH=max(_FEWEST, triton.next_power_of_2(size)), BLOCK=_BLOCK,
     )  # fmt: skip
