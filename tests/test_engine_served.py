@@ -18,7 +18,7 @@ from retrain import train
 from retrain.cli.main import main
 from retrain.config import dump_toml, replaced
 from retrain.errors import ConfigurationError, RunFailed, ServerFailure
-from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
+from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.openai import OpenAIEngine
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
@@ -383,6 +383,35 @@ def test_folders_of_adapters_that_a_killed_process_left_are_removed(tmp_path: Pa
     alive.mkdir()
     engine_of(served(tmp_path, server.url)).close()
     assert not dead.exists() and alive.exists()
+
+
+def test_adapters_that_a_killed_run_left_in_a_server_are_unloaded_and_those_of_others_stay(tmp_path: Path, server: VLLMDouble) -> None:
+    host = socket.gethostname().replace("-", "_")
+    folders = {"left": f".served-{host}-999999999-a", "running": f".served-{host}-1-b", "elsewhere": ".served-other-999999999-c"}
+    server.adapters |= {name: tmp_path / folder / "version-3" for name, folder in folders.items()} | {"mine": Path("/adapters/mine")}
+    engine = engine_of(served(tmp_path, server.url))
+    said: list[str] = []
+    engine.say = said.append
+    list(engine.sample([request(adapter_slot=BASE_MODEL)]))
+    engine.close()
+    assert list(server.adapters) == ["running", "elsewhere", "mine"]
+    assert said == [f"The vllm server {server.url} still had left of a run that was killed; unloaded."]
+
+
+def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None:
+    """Each samples from its own adapter, whatever versions both have, and unloads its own alone."""
+    one, other = (engine_of(served(tmp_path / name, server.url)) for name in ("one", "other"))
+    for engine in (one, other, one):
+        engine.sync(lab().save_adapter, 0)
+    assert len(server.adapters) == 2
+    server.asked.clear()
+    for engine in (one, other):
+        list(engine.sample([request()]))
+    assert {body["model"] for path, body in server.asked if path == COMPLETIONS} == set(server.adapters)
+    one.close()
+    list(other.sample([request()]))
+    other.close()
+    assert not server.adapters
 
 
 # -- the switch ----------------------------------------------------------------------------------------------------------
