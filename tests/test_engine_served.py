@@ -367,6 +367,26 @@ def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(tmp_pat
     assert run.summary.steps == 3 and server.paths().count(LOAD) > 3
 
 
+@pytest.mark.parametrize("trusted", [False, True], ids=["checked", "--skip-parity"])
+def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(tmp_path: Path, server: VLLMDouble, trusted: bool) -> None:
+    """Restarted in the third step, when the gate has passed twice, it samples from the base model."""
+    folder = tmp_path / "run"
+
+    def restarts(path: str, body: Any) -> None:
+        if path == COMPLETIONS and not server.base_only:
+            server.adapters.clear()
+            server.base_only = True
+
+    server.faults.append(later(folder, restarts, steps=2))
+    config = served(folder, server.url, training={"lr": 0.05, "group_size": 4, "max_tokens": 24})  # the lab always begins alike
+    if trusted:
+        assert train(config, quiet=True, skip_parity=True).summary.steps == 3 and server.base_only
+    else:
+        with pytest.raises(RunFailed, match="after a server woke up or came back, "):
+            train(config, quiet=True)
+        assert len(lines(folder / "metrics.jsonl")) == 2
+
+
 def test_one_of_two_servers_may_die(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with doubles(2) as (one, other):
         one.faults.append(later(tmp_path / "run", kills(one)))
