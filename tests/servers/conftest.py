@@ -4,16 +4,19 @@
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from real_servers import Printed, RealServer, ended, started
 
+_HERE = Path(__file__).parent
 _BESIDE_VLLM = {"test_installs.py", "test_mlx.py", "test_tinker.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("others" if item.path.name in _BESIDE_VLLM else "vllm"))
+        if item.path.parent == _HERE:
+            item.add_marker(pytest.mark.xdist_group("others" if item.path.name in _BESIDE_VLLM else "vllm"))
 
 
 @pytest.fixture(scope="session")
