@@ -13,6 +13,7 @@ _HERE = Path(__file__).parent
 _BESIDE_VLLM = {"test_installs.py", "test_mlx.py", "test_tinker.py"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == _HERE:
