@@ -111,8 +111,8 @@ class CreditPipeline:
             assigned = self.compute(tokens, step, sepa_lambda)
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
-        wanted = assigned.uncertainty is not None and self.uses_sepa_controller
-        return Credit.of(groups, tokens, assigned, assigned.uncertainty[~tokens.planning] if wanted else np.zeros(0))  # type: ignore[index]
+        uncertainty = assigned.uncertainty if self.uses_sepa_controller else None
+        return Credit.of(groups, tokens, assigned, np.zeros(0) if uncertainty is None else uncertainty[~tokens.planning])
 
     def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> Assigned:
         """Compute all stages over flat arrays. Raises ValueError naming group, completion and position, or RunFailed from a plugin."""

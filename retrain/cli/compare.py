@@ -26,7 +26,7 @@ class Format(StrEnum):
 class BaselineTakesSeveral(TyperCommand):
     """`--baseline A B C` is three baselines, so that a shell's pattern can follow it; runs to compare come before it."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # typer.Context is what typer passes
         return super().parse_args(ctx, repeated(args, "--baseline"))
 
 

@@ -117,7 +117,7 @@ class Decoder:
             if self.fused is None:
                 stack.enter_context(attention.plugged_in(self._base))
             if set(slots) == {BASE_MODEL} and hasattr(self._model, "disable_adapter"):
-                stack.enter_context(self._model.disable_adapter())  # type: ignore[operator]
+                stack.enter_context(self._model.disable_adapter())  # type: ignore[operator]  # peft adds the method
             try:
                 for module in training:
                     module.training = False

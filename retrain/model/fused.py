@@ -304,7 +304,7 @@ class FusedDecoder:
         """[..., V] of hidden states [..., H]."""
         if self._packed_head is not None:
             return self._packed_head.product(hidden)
-        return self._head(hidden)  # type: ignore[no-any-return]
+        return self._head(hidden)  # type: ignore[no-any-return]  # the library returns Any
 
     @torch.no_grad()
     def _difference(self, decoder: Any) -> float:

@@ -49,6 +49,7 @@ def flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: floa
     before = -1 if window is None else window - 1  # it counts the keys before a query's own
     lengths = spans.queries, spans.keys, spans.most_queries, spans.most_keys
     shared = {"enable_gqa": True} if _takes("enable_gqa") else {}  # torch 2.11 does not ask, and its kernel knows fewer key heads too
+    # One tensor, since no log-sum-exp is asked for.
     return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(before, 0), **shared)  # type: ignore[return-value, arg-type]
 
 
@@ -93,7 +94,7 @@ def flash_paged(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, sc
     from torch.nn.attention.varlen import varlen_attn
 
     spans, before = rows.spans, -1 if window is None else window - 1
-    return varlen_attn(  # type: ignore[return-value]
+    return varlen_attn(  # type: ignore[return-value]  # no log-sum-exp is asked for, so it is one tensor
         query, keys, values, spans.queries, spans.keys, spans.most_queries, spans.most_keys,
         scale=scaling, window_size=(before, 0), enable_gqa=True, seqused_k=rows.lengths, block_table=rows.table, num_splits=1,
     )  # fmt: skip

@@ -141,13 +141,13 @@ def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineC
         return _prime_rl_backend(config, eos_ids, say)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
-        return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
+        return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]  # a plugin's own constructor
 
 
 def _prime_rl_backend(config: TrainConfig, eos_ids: Sequence[int], say: Say) -> Backend:
     try:
-        import msgspec  # noqa: F401
-        import zmq  # noqa: F401
+        import msgspec  # noqa: F401 - only whether it is installed
+        import zmq  # noqa: F401 - only whether it is installed
     except ImportError as error:
         raise EnvironmentFailure(
             f'[backend] backend = "prime_rl" needs {error.name}: pip install "retrain[prime_rl]", or use backend = "local".'

@@ -84,7 +84,7 @@ class LocalBackend(Backend):
         if inference.engine != "pytorch":
             make = engine_class(self.config)
             where = f'building [inference] engine = "{inference.engine}"'
-            with user_code(where, ConfigurationError):
+            with user_code(where, ConfigurationError):  # a subclass's constructor has these arguments
                 return make(self.config, model=adapter.peft_model, eos_ids=eos_ids, device=base.device)  # type: ignore[call-arg]
         return TorchEngine(
             adapter.peft_model,
@@ -217,11 +217,11 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # not in torch's stubs
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]  # not in torch's stubs

@@ -254,7 +254,7 @@ class Learner:
             scores = self._forward(micro, entropy=self.loss.entropy_coef != 0)
             tokens = _action_tokens(micro, scores, [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights)
             loss = policy_loss(tokens, self.loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
         yield _Learned(
             loss.detach(),

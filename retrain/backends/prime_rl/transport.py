@@ -33,7 +33,7 @@ class Sender(ABC):
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
         """Batch number `batch`, its payload for each rank."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Safe to call twice."""
 
 
