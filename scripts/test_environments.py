@@ -34,8 +34,8 @@ def build(name: str, requirements: list[str]) -> Path:
         return python
     venv.create(folder, clear=True, with_pip=True)
     site = Path(subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip())
-    # Behind its own packages: what this Python has, torch for one, so that pip installs only what is missing. A line of a .pth file is not
-    # itself searched for .pth files, so all are listed.
+    # Behind its own packages: what this Python has, torch for one, so that pip installs only what is missing (uv sees no borrowed packages,
+    # so it would install all of them). A line of a .pth file is not itself searched for .pth files, so all are listed.
     borrowed = [sysconfig.get_path("purelib"), *(entry for entry in sys.path if entry.endswith("site-packages")), str(ROOT)]
     (site / "retrain_borrowed.pth").write_text("\n".join(dict.fromkeys(borrowed)) + "\n", encoding="utf-8")
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements], check=True)

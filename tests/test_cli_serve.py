@@ -120,7 +120,7 @@ def test_the_printed_command_is_a_shell_command() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["vlm"], 2, "'vlm' is no server that retrain knows how to start; name one of vllm, sglang, mlx, max."),
+        (["vlm"], 2, "'vlm' is not a server that retrain can start; name one of vllm, sglang, mlx, max."),
         (["mlx", "--inference-attention-kernel", "tk"], 2, '[inference] attention_kernel = "tk": a server of mlx has no such setting'),
         (["mlx", "--prompt-tokens", "50", "--run", "--python", "/nowhere/python"], 3, "/nowhere/python cannot be started"),
     ],

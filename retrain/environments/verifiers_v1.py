@@ -221,11 +221,11 @@ server.resolve_client = _client_of
 # -- a harness in this process -------------------------------------------------------------------------------------------
 
 
-class OneCallConfig(vf.HarnessConfig):  # type: ignore[misc]
+class OneCallConfig(vf.HarnessConfig):  # type: ignore[misc]  # the base class has no types
     """It has nothing to set."""
 
 
-class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]
+class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]  # the base class has no types
     """Sends the conversation to the model once; an environment of several turns resumes it. The library's own start `uv` for that."""
 
     APPENDS_SYSTEM_PROMPT = True
@@ -255,7 +255,7 @@ def _register_harness() -> str:
     import sys
 
     module = ModuleType(_HARNESS)
-    module.__all__ = ["OneCall"]  # type: ignore[attr-defined]
-    module.OneCall = OneCall  # type: ignore[attr-defined]
+    module.__all__ = ["OneCall"]  # type: ignore[attr-defined]  # a module made here
+    module.OneCall = OneCall  # type: ignore[attr-defined]  # a module made here
     sys.modules.setdefault(_HARNESS, module)
     return _HARNESS

@@ -111,7 +111,8 @@ class MAXChild:
             url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.config = config.model_copy(update={"inference": config.inference.model_copy(update={"url": url})})
         dtype = "bfloat16" if config.inference.dtype == "bf16" else str(model.dtype).removeprefix("torch.")
-        needs = ServerNeeds(resolve_model(config.model.model), dtype, device, longest_row(config, context_length(model.config)), 0)
+        longest = longest_row(config.training, config.environment, context_length(model.config))
+        needs = ServerNeeds(resolve_model(config.model.model), dtype, device, longest, 0)
         command = server_command("max", self.config, needs)
         command.arguments[0] = max_program()
         folder = Path(config.logging.log_dir)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.errors import EnvironmentFailure
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
+    from retrain.config.schema import Environment, Training
 
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of an environment's answers."""
@@ -39,15 +39,14 @@ class DecodeLimits:
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
 
 
-def longest_row(config: "TrainConfig", context: int, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
+def longest_row(training: "Training", environment: "Environment", context: int, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
     """Tokens of the longest prompt and completion that must fit; where prompts are not known, an allowance is made.
 
-    What an environment says between the replies is known beforehand nowhere, so all of it together has the same allowance. `context` is
-    the model's, 0 where it names no limit.
+    What an environment will say between the replies is not known, so all of it together has the same allowance. `context` is the
+    model's, 0 where it names no limit.
     """
-    environment = config.environment
     answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
-    wanted = config.training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
+    wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
     return min(wanted, context or wanted)
 
 

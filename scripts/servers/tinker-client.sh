@@ -5,12 +5,11 @@ set -euo pipefail
 dir=${1:?usage: tinker-client.sh DIR}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 sdk=0.38.0
-pip() { "$dir/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
+install() { "${PYTHON:-python3}" "$root/scripts/install.py" "$dir" "$@"; }
 wanted="$sdk $(cat "$root/pyproject.toml" "$root/core/pyproject.toml" "$root/core/metadata.py" | cksum)"
 if [ "$(cat "$dir/.installed" 2>/dev/null)" != "$wanted" ]; then
-  "${PYTHON:-python3}" -m venv --clear "$dir"
-  pip install "tinker==$sdk" "$root/core[tinker]"
+  rm -rf "$dir"
+  install "tinker==$sdk" "$root/core[tinker]"
   echo "$wanted" > "$dir/.installed"
-else
-  pip install --no-deps --force-reinstall "$root/core"
 fi
+install --no-deps --anew "$root/core" # uv keeps what it built before

@@ -21,9 +21,8 @@ print(json.dumps({"requires": found.requires, "files": files, "version": found.v
 
 
 def installed(folder: Path, source: Path, name: str) -> dict[str, Any]:
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "install.py"), str(folder), "--no-deps", "--anew", str(source)], check=True)
     python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", str(source)], check=True)
     found: dict[str, Any] = json.loads(subprocess.run([python, "-c", LOOK, name], capture_output=True, text=True, check=True).stdout)
     return found
 
