@@ -7,30 +7,21 @@ mean difference is 0 and every verdict is false. If no run collapses, the data a
 and never collapses. A rule that is wrong in at most 5% of the first campaigns therefore finds at most 5% / 0.9^n of the second.
 """
 
-import argparse
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from report import add_output, load_average, publish, table
-from scipy.special import stdtrit
+from looking import found_once
+from report import publish_simulation, table
 from scipy.stats import binomtest, wilcoxon
 
 from retrain.analysis.e_process import capital
-from retrain.analysis.statistics import Floats, sign_flip_p_rows
+from retrain.analysis.statistics import Floats
 
 RATE, DEPTH, SD = 0.1, 50.0, 2.5
 """Probability and depth of a collapse, and the sd of the differences otherwise, in points."""
 GAIN = RATE * DEPTH
 Bools = npt.NDArray[np.bool_]
-
-
-def verdicts(differences: Floats) -> Bools:
-    """[campaigns, seeds] -> whether `compare` sees a difference: t interval and sign flips."""
-    seeds = differences.shape[1]
-    t = differences.mean(axis=1) * np.sqrt(seeds) / differences.std(axis=1, ddof=1)
-    found: Bools = np.concatenate([sign_flip_p_rows(part) < 0.05 for part in np.array_split(differences, max(1, len(t) // 100))])
-    return found & (np.abs(t) > stdtrit(seeds - 1, 0.975))
 
 
 def companions(differences: Floats) -> dict[str, Bools]:
@@ -49,19 +40,19 @@ def rows(campaigns: int) -> Iterator[list[object]]:
         rng = np.random.default_rng(seeds)
         collapsed = rng.random((campaigns, seeds)) < RATE
         differences = rng.normal(0, SD, (campaigns, seeds)) + np.where(collapsed, GAIN - DEPTH, GAIN)
-        wrong, unseen = verdicts(differences), ~collapsed.any(axis=1)
-        power = verdicts(rng.normal(GAIN, SD, (campaigns, seeds))).mean()
+        wrong, unseen = found_once(differences[:, np.newaxis]), ~collapsed.any(axis=1)
+        power = found_once(rng.normal(GAIN, SD, (campaigns, 1, seeds))).mean()
         agreed = [wrong & agrees for agrees in companions(differences).values()]
         shares = (wrong.mean(), (wrong & unseen).sum() / wrong.sum(), *(both.mean() for both in agreed), power, 0.05 / (1 - RATE) ** seeds)
         yield [seeds, *(f"{100 * share:.1f}%" for share in shares)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--campaigns", type=int, default=4000, help="simulated campaigns per row")
-    add_output(parser)
-    arguments = parser.parse_args()
-    load = load_average()
+def paragraphs(campaigns: int) -> Iterator[str]:
+    yield (
+        f"{campaigns} campaigns per row. Each run of the candidate collapses with a probability of {RATE:g} and then loses {DEPTH:g} "
+        f"points; everything else raises it by {GAIN:g}, so that the mean is 0; sd {SD:g}. Nearly all false verdicts come from campaigns "
+        "in which no run collapsed, which no test can tell from a true gain."
+    )
     head = [
         "seeds",
         "false verdicts",
@@ -72,13 +63,8 @@ def main() -> None:
         "power where nothing collapses",
         "most power of any rule at 5%",
     ]
-    about = (
-        f"{arguments.campaigns} campaigns per row. Each run of the candidate collapses with a probability of {RATE:g} and then loses "
-        f"{DEPTH:g} points; everything else raises it by {GAIN:g}, so that the mean is 0; sd {SD:g}. Nearly all false verdicts come from "
-        "campaigns in which no run collapsed, which no test can tell from a true gain."
-    )
-    publish("collapses", "Collapses that no seed shows", [about, table(head, rows(arguments.campaigns))], load, arguments.output)
+    yield table(head, rows(campaigns))
 
 
 if __name__ == "__main__":
-    main()
+    publish_simulation("collapses", "Collapses that no seed shows", __doc__, paragraphs, 4000)

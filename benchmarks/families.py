@@ -8,6 +8,7 @@ forward pass. The log-prob of every sampled token is compared.
 
 import argparse
 import warnings
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from retrain.config import TrainConfig
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.adapter import Adapter
+from retrain.model.devices import EngineOptions
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, find_head
 from retrain.types import MachineChoices, Row
@@ -85,6 +87,8 @@ class Result:
     tokens: int
     engine: float
     """Largest |log-prob - transformers' in float64| of a sampled token, nats."""
+    pages: float | None
+    """The same where steps run in fixed buffers over pages, as on a GPU, and draw the same tokens; None for a family that never does."""
     learner: float
 
 
@@ -106,30 +110,40 @@ def compare(family: str) -> Result:
     device = torch.device("cpu")
     model = tiny_model(family)
     base = BaseModel(model, model.base_model, find_head(model, model.base_model, family), device, torch.float32)
-    adapter = Adapter(base, config)
+    adapter = Adapter(base, config.model, config.lora, config.training.seed)
     rng = np.random.default_rng(5)
     for parameter in adapter.parameters.values():
         parameter.data = torch.from_numpy(rng.normal(0, 0.1, parameter.shape).astype(np.float32))
     fused = FusedDecoder.of(model, merge=True)
     choices = MachineChoices(threads=1, decode_rows=4, decode_tokens=1024, micro_batch_tokens=512, gradient_checkpointing=False)
     learner = Learner(base, adapter, config, choices, fused)
-    rows = sample_rows(TorchEngine(adapter.peft_model, [3], device, decode_rows=4, fused=fused), rng)
+    prompts = [rng.integers(4, _VOCABULARY, length).astype(np.int32) for length in _PROMPT_TOKENS]
+    rows = sample_rows(TorchEngine(adapter.peft_model, [3], device, decode_rows=4, fused=fused), prompts)
+    paged = TorchEngine(adapter.peft_model, [3], device, decode_rows=4, options=EngineOptions(paged=True, page_tokens=8), fused=fused)
+    over_pages = sample_rows(paged, prompts) if fused is not None else []
+    for row, other in zip(rows, over_pages, strict=bool(over_pages)):
+        np.testing.assert_array_equal(row.token_ids, other.token_ids)
     scored = learner.logprobs(rows)
     expected = reference(model, rows)
     return Result(
         fused is not None,
         f"{_WINDOW} of {max(len(row.token_ids) for row in rows)}" if "sliding_window" in FAMILIES[family] else "none",
         sum(row.num_actions for row in rows),
-        max(float(np.abs(row.logprobs - own).max()) for row, own in zip(rows, expected, strict=True)),
-        max(float(np.abs(ours - own).max()) for ours, own in zip(scored, expected, strict=True)),
+        largest_difference([row.logprobs for row in rows], expected),
+        largest_difference([row.logprobs for row in over_pages], expected) if over_pages else None,
+        largest_difference(scored, expected),
     )
 
 
-def sample_rows(engine: TorchEngine, rng: np.random.Generator) -> list[Row]:
-    prompts = [rng.integers(4, _VOCABULARY, length).astype(np.int32) for length in _PROMPT_TOKENS]
+def largest_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+
+
+def sample_rows(engine: TorchEngine, prompts: Sequence[np.ndarray]) -> list[Row]:
+    """In the order of request and sample."""
     requests = [SampleRequest(prompt, _GROUP, _MAX_TOKENS, _TEMPERATURE, NoiseKey(1, 0, 0, i)) for i, prompt in enumerate(prompts)]
     rows = []
-    for one in engine.sample(requests):
+    for one in sorted(engine.sample(requests), key=lambda one: (one.request, one.sample)):
         prompt = prompts[one.request]
         span = (len(prompt), len(prompt) + len(one.token_ids))
         ids = np.concatenate([prompt, one.token_ids])
@@ -160,16 +174,18 @@ def main() -> None:
     for family in arguments.families:
         found = compare(family)
         forward = "fused" if found.fused else "own"
-        lines.append([family, forward, found.windows, found.tokens, f"{found.engine:.1e}", f"{found.learner:.1e}"])
+        lines.append([family, forward, found.windows, found.tokens, f"{found.engine:.1e}"])
+        lines[-1] += ["" if found.pages is None else f"{found.pages:.1e}", f"{found.learner:.1e}"]
     publish(
         "families",
         f"Log-probs of {len(lines)} model families compared with transformers in float64",
         [
             (
                 "Largest difference of a sampled token's log-prob in nats; sampler and learner compute in float32, with a LoRA adapter "
-                f"on every linear layer. {versions_line({'torch': torch.__version__, 'transformers': transformers.__version__})}."
+                "on every linear layer. Over pages the tokens are the same. "
+                f"{versions_line({'torch': torch.__version__, 'transformers': transformers.__version__})}."
             ),
-            table(["family", "forward pass", "sliding window", "tokens", "sampler", "learner"], lines),
+            table(["family", "forward pass", "sliding window", "tokens", "sampler", "sampler over pages", "learner"], lines),
         ],
         load,
         arguments.output,

@@ -7,13 +7,12 @@ The differences of K conditions from one baseline are normal, with a standard de
 otherwise. All campaigns of a row are computed at once. tests/test_campaign_looking.py does the same with fewer campaigns.
 """
 
-import argparse
-import time
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
-from report import add_output, load_average, publish, table
+from report import publish_simulation, table
 from scipy.special import stdtrit
 
 from retrain.analysis import power
@@ -83,18 +82,28 @@ def decided_with_drops(differences: Floats) -> Bools:
 
 
 def peeked(differences: Floats, first: int = 3) -> Bools:
-    """[campaigns] whether the fixed rule (t interval and sign flips, max-T over the family) finds anything at a look from `first` on."""
+    """[campaigns] whether the fixed rule finds anything at a look from `first` on."""
     campaigns, contrasts, seeds = differences.shape
     found = np.zeros(campaigns, dtype=bool)
-    for count in range(first, seeds + 1):
-        rows = differences[..., :count]
-        t = rows.mean(axis=-1) * np.sqrt(count) / rows.std(axis=-1, ddof=1)
-        outside = np.abs(t) > stdtrit(count - 1, 1 - ALPHA / 2)
-        for contrast in range(contrasts):
-            todo = np.flatnonzero(outside[:, contrast] & ~found)
-            for part in np.array_split(todo, max(1, len(todo) // 100)):
-                if len(part):
-                    found[part] |= _significant(rows[part], contrast)
+    for count, contrast in product(range(first, seeds + 1), range(contrasts)):
+        todo = np.flatnonzero(~found)
+        found[todo] = found_once(differences[todo, :, :count], contrast)
+    return found
+
+
+def found_once(differences: Floats, contrast: int = 0) -> Bools:
+    """[campaigns, contrasts, seeds] -> [campaigns] whether the fixed rule finds a contrast: its t interval excludes 0, and its sign-flip p
+    (adjusted by max-T over the family, the first step alone) is below ALPHA.
+    """
+    seeds = differences.shape[-1]
+    own = differences[:, contrast]
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal differences: their interval is a point
+        t = own.mean(axis=1) * np.sqrt(seeds) / own.std(axis=1, ddof=1)
+    found = np.abs(t) > stdtrit(seeds - 1, 1 - ALPHA / 2)
+    todo = np.flatnonzero(found)
+    for part in np.array_split(todo, max(1, len(todo) // 100)):
+        if len(part):
+            found[part] = _significant(differences[part], contrast)
     return found
 
 
@@ -198,15 +207,5 @@ def paragraphs(campaigns: int) -> Iterator[str]:
     yield table(head, expected_seeds(max(campaigns // 5, 100)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--campaigns", type=int, default=100_000, help="simulated null campaigns per row")
-    add_output(parser)
-    arguments = parser.parse_args()
-    load, started = load_average(), time.monotonic()
-    found = [*paragraphs(arguments.campaigns), f"numpy {np.__version__}, one core; {time.monotonic() - started:.0f} s in all."]
-    publish("looking", "Looking after every seed", found, load, arguments.output)
-
-
 if __name__ == "__main__":
-    main()
+    publish_simulation("looking", "Looking after every seed", __doc__, paragraphs, 100_000, "null campaigns per row")

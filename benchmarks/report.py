@@ -4,9 +4,12 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+
+import numpy as np
 
 from retrain.records.environment import describe_environment
 
@@ -57,3 +60,16 @@ def publish(name: str, title: str, paragraphs: Sequence[str], load: float, folde
     path = folder / f"{name}-{today}.md"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def publish_simulation(
+    name: str, title: str, document: str | None, paragraphs: Callable[[int], Iterable[str]], campaigns: int, what: str = "campaigns per row"
+) -> None:
+    """The command line of a benchmark that simulates campaigns: `paragraphs` takes their number, `campaigns` is its default."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--campaigns", type=int, default=campaigns, help=f"simulated {what}")
+    add_output(parser)
+    arguments = parser.parse_args()
+    load, started = load_average(), time.monotonic()
+    found = [*paragraphs(arguments.campaigns), f"numpy {np.__version__}, one core; {time.monotonic() - started:.0f} s in all."]
+    publish(name, title, found, load, arguments.output)

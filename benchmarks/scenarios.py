@@ -153,11 +153,6 @@ def forty_problems(rng: Random, arms: int, seeds: int) -> Campaign:
     return draw(rng, arms, seeds, problems=40, samples=4, effect=rng.normal(0, 1.0, 40))
 
 
-def with_seeds(campaign: Campaign, count: int) -> Campaign:
-    """The campaign as it stood after its first seeds."""
-    return Campaign(campaign.right[:, :count], campaign.judged[:, :count], campaign.samples, campaign.finished[:, :count])
-
-
 NULLS: dict[str, Callable[[Random, int, int], Campaign]] = {
     "textbook": textbook,
     "asymmetric luck": asymmetric,

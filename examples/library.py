@@ -39,7 +39,7 @@ def main(steps: int = 10, **training: int) -> list[float]:
         sampler = Sampler(backend.engine, scorer, text.vocabulary.text)
         for step in range(steps):
             batch = prompts.batch(step * config.training.batch_size, config.training.batch_size, config.training.seed)
-            rollout = sampler.draw(batch, step, training_plan(config), watcher)  # groups: token ids, log-probs, texts, scores
+            rollout = sampler.draw(batch, step, training_plan(config.training), watcher)  # groups: token ids, log-probs, texts, scores
             rows = credit.assign(rollout.usable_groups, step, sepa_lambda=0.0).rows()  # one advantage per token
             result = backend.train(rows, step)  # one optimizer step, normalised once
             rewards = [reward for group in rollout.groups for reward in group.judged().rewards]

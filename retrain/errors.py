@@ -16,7 +16,7 @@ class RetrainError(Exception):
 
 
 class ConfigurationError(RetrainError, ValueError):
-    """Wrong usage or configuration: anything the user can mend in a file or flag before step 0 (exit 2).
+    """Wrong usage or configuration: anything the user can fix in a file or flag before step 0 (exit 2).
 
     `problems` holds one sentence each, so that the mistakes of a file are reported together: MOST_SENTENCES of them, then how many more
     there are. `unsaid` counts further problems that have no sentence.
@@ -27,7 +27,7 @@ class ConfigurationError(RetrainError, ValueError):
     def __init__(self, problems: str | Sequence[str], unsaid: int = 0) -> None:
         found = (problems,) if isinstance(problems, str) else tuple(problems)
         unsaid += len(found[MOST_SENTENCES:])
-        rest = (f"There are {unsaid:,} more problems; mend these first.",) if unsaid else ()
+        rest = (f"There are {unsaid:,} more problems; fix these first.",) if unsaid else ()
         self.problems: tuple[str, ...] = (*found[:MOST_SENTENCES], *rest)
         super().__init__("\n".join(self.problems))
 

@@ -173,8 +173,8 @@ def report_probe(kind: str, name: str, problem: str, config: "TrainConfig") -> s
     """
     sentence = f"{_where(kind, name, config)} {problem}"
     if config.plugins.strict:
-        raise ConfigurationError(f"{sentence}; mend it, or set [plugins] strict = false to be warned only.")
-    return f"{sentence}; the run goes on because [plugins] strict = false."
+        raise ConfigurationError(f"{sentence}; fix it, or set [plugins] strict = false to be warned only.")
+    return f"{sentence}; the run continues because [plugins] strict = false."
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Whoever asks decides what is tried again: `inference_engine/http.py` for servers
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from retrain.errors import EnvironmentFailure
 
 _SHOWN = 300
 """Characters of a server's own words in a sentence."""
@@ -40,14 +43,13 @@ class Answer:
         except (ValueError, RecursionError):
             return self.body.decode(errors="replace")
 
-    @property
-    def said(self) -> str:
-        """The server's own words about an error, in one line, of the few forms that servers have for them; "" for none."""
+    def said(self, *secrets: str) -> str:
+        """What the server itself says about an error, in the few forms that servers have for it, as one line without `secrets`."""
         content = self.content
         for name in ("error", "message", "detail"):
             while isinstance(content, dict) and name in content:
                 content = content[name]
-        text = " ".join(str(content).split())
+        text = masked(" ".join(str(content).split()), *secrets)  # before the cut, which may fall into one
         return (text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...").rstrip(".")
 
     @property
@@ -70,6 +72,17 @@ async def exchange(
             if len(received) > most_bytes:
                 raise TooLong
     return Answer(response.status_code, response.headers, bytes(received), response.reason_phrase)
+
+
+def key_from(variable: str) -> str:
+    """The key in an environment variable; "" if it is not set. Raises EnvironmentFailure for one that no request can carry."""
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise EnvironmentFailure(
+            f"The environment variable {variable} holds a key with a line break or a character beyond ASCII, which no request can carry; "
+            "set it to the key alone."
+        )
+    return key
 
 
 def masked(sentence: str, *secrets: str) -> str:

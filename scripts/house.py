@@ -31,6 +31,7 @@ def main(root: Path) -> None:
         "private functions with one caller (of these at most 4 lines)": f"{once} of {private} ({tiny})",
         "files in the package, median lines, under 60 lines": f"{len(sizes)}, {median(sizes):g}, {sum(size < 60 for size in sizes)}",
         "loose files at the top of retrain/": str(len(list((root / "retrain").glob("*.py")))),
+        "functions outside config/ that take the whole TrainConfig": str(sum(1 for _ in whole_configuration(root, trees))),
         "rooms / floors / import arrows / circles": (
             f"{len(arrows)} / {floors(arrows, circles)} / {sum(map(len, arrows.values()))} / {sum(len(circle) > 1 for circle in circles)}"
         ),
@@ -70,6 +71,15 @@ def private_functions(texts: Iterable[str], trees: dict[Path, ast.Module]) -> tu
     private = [found for _, found in functions(trees) if found.name.startswith("_") and not found.name.startswith("__")]
     once = [function for function in private if mentions[function.name] <= 2]
     return len(private), len(once), sum(lines_of(function) <= 4 for function in once)
+
+
+def whole_configuration(root: Path, trees: dict[Path, ast.Module]) -> Iterator[Function]:
+    """The functions with a parameter of type TrainConfig, where a section or two might do; in `config/` it is the subject."""
+    for path, function in functions(trees):
+        given = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+        types = {ast.unparse(parameter.annotation).strip("'\"") for parameter in given if parameter.annotation}
+        if "TrainConfig" in types and path.relative_to(root / "retrain").parts[0] != "config":
+            yield function
 
 
 # -- imports -------------------------------------------------------------------------------------------------------------

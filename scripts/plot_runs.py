@@ -1,6 +1,7 @@
 """Learning curves of one or more runs in one picture: training correct rate, and held-out pass@1 with its interval.
 
     python scripts/plot_runs.py RUN... --output curve.svg
+    python scripts/plot_runs.py logs/guess --metric heeded --output curve.svg     # and a metric of the run's environment
 
 Reads metrics.jsonl and evaluation.jsonl of each run's folder. Needs the extra `report`.
 """
@@ -31,14 +32,15 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--output", type=Path, required=True, help="the picture: .svg or .png")
     parser.add_argument("--title", default="")
+    parser.add_argument("--metric", default="", help="also the mean of this metric of the environment, a share")
     arguments = parser.parse_args()
-    draw(arguments.runs, arguments.output, arguments.title)
+    draw(arguments.runs, arguments.output, arguments.title, arguments.metric)
     print(f"Picture: {arguments.output}")
     for run in arguments.runs:
         print(f"Files:   {run}/ ({', '.join(sorted(path.name for path in run.iterdir() if not path.name.startswith('.')))})")
 
 
-def draw(runs: list[Path], output: Path, title: str = "") -> None:
+def draw(runs: list[Path], output: Path, title: str = "", metric: str = "") -> None:
     plt.rcParams["svg.hashsalt"] = "retrain"  # the same runs give the same bytes
     figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
     conditions = [next((line["condition"] for line in read_jsonl(RunFolder(run).metrics)), run.name) for run in runs]
@@ -46,6 +48,11 @@ def draw(runs: list[Path], output: Path, title: str = "") -> None:
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         shift = (index - (len(runs) - 1) / 2) * _SHIFT
         _draw_run(axes, RunFolder(run), _COLOURS[index % len(_COLOURS)], label, shift, several=len(runs) > 1)
+        if metric:
+            lines = [line for line in read_jsonl(RunFolder(run).metrics) if metric in line["environment_metrics"]]
+            values = _running_mean([line["environment_metrics"][metric] for line in lines])
+            steps = [line["step"] + 1 for line in lines]
+            axes.plot(steps, values, color=_COLOURS[(index + 1) % len(_COLOURS)], linestyle="--", label=f"{label}, {metric}")
     axes.set(xlabel="step", ylabel="correct", ylim=(0, 1), title=title or None)
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axes.grid(alpha=0.25)

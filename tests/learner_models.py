@@ -87,18 +87,24 @@ def make_learner(
     *,
     untouched: bool = False,
     checkpointing: bool = False,
+    offloading: bool = False,
     fused: bool = True,
     merge: bool = False,
 ) -> Learner:
     """`untouched` leaves the adapter's B at zero; otherwise both matrices hold numbers, so that both have gradients."""
     base = load_base_model(config, config.model.model, torch.device("cpu"))
-    adapter = Adapter(base, config)
+    adapter = Adapter(base, config.model, config.lora, config.training.seed)
     if not untouched:
         rng = np.random.default_rng(5)
         for parameter in adapter.parameters.values():
             parameter.data = torch.from_numpy(rng.normal(0, 0.1, parameter.shape).astype(np.float32))
     choices = MachineChoices(
-        threads=1, decode_rows=8, decode_tokens=4096, micro_batch_tokens=micro_batch_tokens, gradient_checkpointing=checkpointing
+        threads=1,
+        decode_rows=8,
+        decode_tokens=4096,
+        micro_batch_tokens=micro_batch_tokens,
+        gradient_checkpointing=checkpointing,
+        offload_activations=offloading,
     )
     return Learner(base, adapter, config, choices, FusedDecoder.of(base.model, merge=merge) if fused else None)
 

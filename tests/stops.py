@@ -97,13 +97,44 @@ MOMENTS = (*_PLACED[:2], *_RANDOM[:2], *_PLACED[2:], *_RANDOM[2:])
 
 def stop_twice(file: Path, folder: Path, moment: Placed | Random, threads: int) -> int:
     """Run a configuration, send two Ctrl-C 20 ms apart at the moment, and return the exit code of the command line."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["retrain.run.loop", "retrain.backends.local.backend", "transformers", "peft", "tests.stops"])
-    process = context.Process(target=_run_until_stopped, args=(str(file), str(folder), moment, threads))
-    process.start()
+    process = _forked(_run_until_stopped, str(file), str(folder), moment, threads)
     process.join(240)
     assert process.exitcode is not None
     return process.exitcode
+
+
+def _forked(target: Callable[..., None], *arguments: Any) -> Any:
+    """A started process, forked from a server that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["retrain.run.loop", "retrain.backends.local.backend", "transformers", "peft", "tests.stops"])
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def killed(file: Path, folder: Path, steps: int, seconds: float) -> int | None:
+    """Run a configuration, or resume what is in the folder, and kill it after `seconds` past its `steps`-th step; None if it was killed,
+    else its exit code. Steps take the time that they are told, so that back pressure decides the same in every process.
+    """
+    process = _forked(_run_with_told_time, str(file), ["--resume", str(folder)] if (folder / "config.toml").exists() else [])
+    metrics = folder / "metrics.jsonl"
+    while process.is_alive() and (count(metrics) if metrics.exists() else 0) < steps:
+        time.sleep(0.005)
+    process.join(seconds)
+    if process.exitcode is not None:
+        return process.exitcode
+    process.kill()
+    process.join()
+    return None
+
+
+def _run_with_told_time(file: str, arguments: list[str]) -> None:
+    from retrain.cli.main import main
+    from retrain.run.pressure import Pressure
+
+    real = Pressure.observe
+    Pressure.observe = lambda self, step, seconds: real(self, step, 0.5 + step.number * 7 % 5)  # type: ignore[method-assign]
+    sys.exit(main([file, "--quiet", *arguments]))
 
 
 def hang_up(file: Path, folder: Path) -> int:

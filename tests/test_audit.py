@@ -199,4 +199,4 @@ def test_the_command_prints_text_json_and_a_page(data: Path, tmp_path: Path, cap
 
 def test_wrong_usage_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path / "absent.toml")]) == 2
-    assert "is no file; name a configuration" in capsys.readouterr().err
+    assert "is not a file; name a configuration" in capsys.readouterr().err

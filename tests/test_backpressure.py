@@ -211,6 +211,7 @@ def test_a_restored_controller_goes_on_as_the_first_would_have(cut: int, seed: i
     first, second = controller(), controller()
     before = run(first, rates[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert json.dumps(second.state_dict()) == json.dumps(first.state_dict())
     assert before + run(second, rates[cut:]) == whole
 
 

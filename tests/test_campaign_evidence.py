@@ -14,14 +14,20 @@ from campaigns import problems, write_run
 
 from retrain.analysis.compare import compare_campaign
 from retrain.analysis.comparison_text import to_text
+from retrain.analysis.e_process import evidence
 from retrain.analysis.planned import CampaignRecord
+from retrain.analysis.status import overview
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.launch import EndedJob, RunOutcome
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign, planned_seeds
 from retrain.campaign.runner import _Execution
+from retrain.cli.status import lines
 from retrain.config import config_from_mapping, config_from_toml
 from retrain.errors import ConfigurationError
+from retrain.records.entries import EvaluationRecord
+from retrain.report.data import ReportRequest
+from retrain.report.page import write_report
 
 CONDITIONS = [
     {"advantage_mode": "grpo", "transform_mode": "none"},
@@ -45,6 +51,8 @@ class Simulated:
     failing: frozenset[str] = frozenset()
     until: int = 10_000
     workers: int = 1
+    halfway: bool = False
+    """Evaluate after the first of the two steps too, where half as many answers are right."""
     started: list[str] = field(default_factory=list)
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:
@@ -54,10 +62,15 @@ class Simulated:
         if run.name in self.failing:
             return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
         count = self.right[run.condition][run.seed - 1]
-        write_run(run.folder, run.seed, held_out=problems([1] * count + [0] * (ASKED - count)), algorithm=_modes(run.condition))
+        half = {1: answers(count // 2)} if self.halfway else {}
+        write_run(run.folder, run.seed, held_out=answers(count), before=half, algorithm=_modes(run.condition))
         return EndedJob(RunOutcome(Status.DONE))
 
     def close(self) -> None: ...
+
+
+def answers(right: int) -> list[EvaluationRecord]:
+    return problems([1] * right + [0] * (ASKED - right))
 
 
 def _modes(condition: str) -> dict[str, str]:
@@ -106,6 +119,11 @@ def looks(folder: Path) -> list[dict[str, Any]]:
     return stored
 
 
+def evidence_of(folder: Path) -> list[float]:
+    """Of maxrl+none, after each look that says it."""
+    return [look["evidence"].get("maxrl+none", 1.0) for look in looks(folder)]
+
+
 def statuses(folder: Path) -> dict[str, Status]:
     return {entry.name: entry.status for entry in Manifest.read(folder).runs}
 
@@ -152,6 +170,7 @@ def test_compare_takes_the_evidence_of_the_looks_and_says_as_planned(decided: tu
         ({"metric": "correct_rate"}, "metric (correct_rate, planned pass@1)"),
         ({"test": TestSettings(alpha=0.01)}, "alpha (0.01, planned 0.05)"),
         ({"test": TestSettings(correction="holm")}, "correction (holm, planned evidence)"),
+        ({"test": TestSettings(margin=0.1)}, "margin (0.1, none planned)"),
     ],
 )
 def test_another_comparison_is_exploratory(decided: tuple[Path, Simulated, list[str]], options: dict[str, Any], what: str) -> None:
@@ -204,14 +223,86 @@ def test_a_decided_condition_is_dropped_and_the_others_go_on(tmp_path: Path) -> 
     assert verdicts["rloo+none"].verdict is Verdict.INCONCLUSIVE and verdicts["rloo+none"].pairs == 10
 
 
-def test_a_run_that_failed_before_its_look_stays_lost(tmp_path: Path) -> None:
-    plan = planned(tmp_path / "c")
-    execute(plan, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
-    before = looks(plan.folder)
+def test_a_resume_tries_a_failed_run_again_and_looks_at_its_seed_once_more(tmp_path: Path) -> None:
+    few = planned(tmp_path / "c", max_seeds=4)
+    execute(few, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
+    assert [(look["seed"], look["missing"]) for look in looks(few.folder)] == [(1, []), (2, ["maxrl+none"]), (3, []), (4, [])]
+    before = evidence_of(few.folder)
+    assert before[1] == before[0]  # nothing is bet on a missing pair
     launcher = Simulated(BETTER)
+    said = execute(few, launcher)
+    assert launcher.started == ["maxrl+none_s2"] and evidence_of(few.folder)[:4] == before
+    assert [look["seed"] for look in looks(few.folder)] == [1, 2, 3, 4, 2] and "whose failed run was tried again" in said[0]
+    in_this_order = dict(enumerate([(BETTER["maxrl+none"][seed - 1] - BETTER["grpo+none"][seed - 1]) / ASKED for seed in (1, 3, 4, 2)]))
+    assert evidence_of(few.folder)[-1] == pytest.approx(evidence([in_this_order], 4)[0], rel=1e-4)
+    (contrast,) = compare_campaign(few.folder, TestSettings()).contrasts
+    assert list(contrast.differences) == [1, 3, 4, 2]
+    assert execute(few, Simulated(BETTER))[-1:] == [] and len(looks(few.folder)) == 5
+
+
+def test_a_run_that_fails_again_stays_missing_and_one_of_a_decided_condition_is_not_tried(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c", conditions=CONDITIONS)
+    failing = frozenset({"maxrl+none_s2", "rloo+none_s2"})
+    execute(plan, Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=failing))
+    taken = looks(plan.folder)
+    assert taken[1]["missing"] == ["maxrl+none", "rloo+none"] and any("maxrl+none" in look["decided"] for look in taken)
+    launcher = Simulated({**BETTER, **LIKE_THE_BASELINE}, failing=failing)
     execute(plan, launcher)
-    assert looks(plan.folder) == before and launcher.started == []
+    assert launcher.started == ["rloo+none_s2"] and looks(plan.folder) == taken
     assert statuses(plan.folder)["maxrl+none_s2"] is Status.FAILED
+
+
+def test_a_campaign_whose_runs_all_failed_starts_over_at_a_resume(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c")
+    everything = frozenset(run.name for run in plan.runs if run.condition == "grpo+none")
+    said = execute(plan, Simulated(BETTER, failing=everything))
+    assert said[0] == "Look 1 (seed 1): no pair yet, since runs failed."
+    assert "(10 done, 10 failed)" in (status := " ".join(lines(overview(plan.folder)))) and "failed (out of memory)" in status
+    execute(plan, Simulated(BETTER))
+    assert any(look["decided"] == {"maxrl+none": "improvement"} for look in looks(plan.folder))
+
+
+def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path) -> None:
+    whole, killed = planned(tmp_path / "whole", max_seeds=5), planned(tmp_path / "killed", max_seeds=5)
+    for plan in (whole, killed):
+        execute(plan, Simulated(BETTER, failing=frozenset({"maxrl+none_s2"})))
+        execute(plan, Simulated(BETTER))
+    content = json.loads((killed.folder / "manifest.json").read_text())
+    content["looks"] = content["looks"][:-1]
+    (killed.folder / "manifest.json").write_text(json.dumps(content))
+    (contrast,) = compare_campaign(killed.folder, TestSettings()).contrasts
+    assert 2 not in contrast.differences  # the run is done and not looked at yet
+    execute(killed, Simulated(BETTER))
+    assert looks(killed.folder) == looks(whole.folder)
+
+
+def test_what_a_run_in_progress_foretells_is_recorded_and_decides_nothing(tmp_path: Path) -> None:
+    with_curves, without = planned(tmp_path / "curves", max_seeds=6), planned(tmp_path / "none", max_seeds=6)
+    execute(with_curves, Simulated(BETTER, halfway=True))
+    execute(without, Simulated(BETTER))
+    taken = looks(with_curves.folder)
+    assert [{**look, "foreseen": {}} for look in taken] == looks(without.folder)
+    assert [list(look["foreseen"]) for look in taken] == [[]] * 4 + [["maxrl+none"]] * 2
+    (foreseen,) = taken[4]["foreseen"]["maxrl+none"]
+    assert foreseen["step"] == 1 and foreseen["difference"] == (32 // 2 - 10 // 2) / ASKED
+    assert foreseen["interval"][0] < foreseen["expected"] < foreseen["interval"][1]
+    text = to_text(compare_campaign(with_curves.folder, TestSettings()), 200)
+    assert re.search(r"Look 5 \(seed 5\): maxrl\+none: evidence .* \(after 1 step \+\d+\.\d pp were foreseen and \d+%", text)
+
+
+def test_status_and_report_say_what_the_running_seed_foretells(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c")
+    with pytest.raises(Killed):
+        execute(plan, Simulated(BETTER, halfway=True, until=9))  # the baseline of seed 5 has ended, its partner runs
+    run = next(run for run in plan.runs if run.name == "maxrl+none_s5")
+    write_run(run.folder, 5, rates=[0.5], before={1: answers(16)}, finished=False, max_steps=2, algorithm=_modes(run.condition))
+    before = (plan.folder / "manifest.json").read_bytes()
+    assert "undecided" in (text := to_text(compare_campaign(plan.folder, TestSettings()))) and "cannot conclude" not in text
+    said = " ".join(lines(overview(plan.folder)))
+    assert re.search(r"Foreseen: maxrl\+none, seed 5, \+27\.5 pp after 1 step; at the end \+\d+\.\d pp .* It stops nothing\.", said)
+    write_report(ReportRequest(plan.folder), tmp_path / "report.html")
+    assert "Foreseen: maxrl+none, seed 5" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (plan.folder / "manifest.json").read_bytes() == before
 
 
 def test_more_workers_than_conditions_take_later_seeds_and_the_looks_stay_in_order(tmp_path: Path) -> None:
@@ -232,6 +323,30 @@ def test_seeds_added_later_are_named_and_the_exact_test_is_no_longer_exact(tmp_p
     assert CampaignRecord.read(plan.folder).plan.seeds == (1, 2, 3, 4, 5, 6)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"max_steps": 4}, r"max_steps = 4: .* looked at 6 times with 2; restore that"),
+        ({"conditions": CONDITIONS}, "conditions = .*rloo"),
+        ({"conditions": CONDITIONS[1::-1]}, r"conditions = \["),
+        ({"seeds": [3, 1, 2]}, r"seeds = \[3, 1, 2, 4, 5, 6\]: .* with \[1, 2, 3, 4, 5, 6\]"),
+    ],
+    ids=["steps", "another condition", "another baseline", "another order"],
+)
+def test_what_would_give_the_looks_another_meaning_is_refused(
+    decided: tuple[Path, Simulated, list[str]], change: dict[str, Any], told: str
+) -> None:
+    folder = decided[0]
+    with pytest.raises(ConfigurationError, match=told):
+        execute(planned(folder, **change), Simulated(BETTER))
+
+
+def test_a_campaign_that_was_to_be_tested_once_is_not_looked_at(tmp_path: Path) -> None:
+    execute(planned(tmp_path / "c", stop="seeds", max_seeds=0, seeds=[1]), Simulated(BETTER))
+    with pytest.raises(ConfigurationError, match="was planned to be tested once"):
+        execute(planned(tmp_path / "c", seeds=[1]), Simulated(BETTER))
+
+
 def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
     config = config_from_toml('[campaign]\nseeds = [42, 7]\nstop = "evidence"\nmax_seeds = 5')
     assert config.campaign and planned_seeds(config.campaign) == (42, 7, 43, 44, 45)
@@ -240,9 +355,6 @@ def test_seeds_beyond_those_named_count_on_from_the_largest() -> None:
 
 
 def test_the_report_shows_the_comparison_as_planned(decided: tuple[Path, Simulated, list[str]]) -> None:
-    from retrain.report.data import ReportRequest
-    from retrain.report.page import write_report
-
     written = write_report(ReportRequest(decided[0]), decided[0] / "report.html")
     page = written.page.read_text(encoding="utf-8")
     assert "As planned before the first run" in page and "looked at after every seed" in page

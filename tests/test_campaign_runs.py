@@ -247,14 +247,14 @@ def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_campaign_is_no_single_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is a campaign and no single run"):
+    with pytest.raises(ConfigurationError, match="is a campaign, not a single run"):
         train(config_from_mapping(sections(tmp_path / "c")), quiet=True)
 
 
 def test_a_run_never_starts_in_a_campaigns_folder(sequential: Finished) -> None:
     run = plan_campaign(config_from_mapping(sections(sequential.folder)), sequential.folder).runs[0].config
     for change in ({"resume.from": str(sequential.folder)}, {"logging.log_dir": str(sequential.folder)}):
-        with pytest.raises(ConfigurationError, match="holds a campaign and no single run"):
+        with pytest.raises(ConfigurationError, match="holds a campaign, not a single run"):
             train(replaced(run, change), quiet=True)
 
 

@@ -45,7 +45,7 @@ def test_one_of_them_shows_what_becomes_of_each_key(capsys: pytest.CaptureFixtur
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
     assert "[optimizer] beta1 used" in lines and "[backend] devices unused Tinker holds the model" in lines
     assert main(["backends", "tinkr"]) == 2
-    assert "'tinkr' is no built-in engine or backend" in capsys.readouterr().err
+    assert "'tinkr' is not a built-in engine or backend" in capsys.readouterr().err
 
 
 def test_nothing_of_what_they_run_on_is_imported() -> None:

@@ -12,6 +12,7 @@ from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.support import ENGINE_KEYS
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.commands import COMMANDS, VLLM_RANKS, ServerCommand, ServerNeeds, Variable, server_command
+from retrain.model.budget import PROMPT_ALLOWANCE
 
 CPU = ServerNeeds("/models/m", "float32", "cpu", 700, 1024)
 GPU = ServerNeeds("/models/m", "bfloat16", "cuda", 700, 1024)
@@ -119,7 +120,7 @@ def test_the_printed_command_is_a_shell_command() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["vlm"], 2, "'vlm' is no server that retrain knows how to start; name one of vllm, sglang, mlx, max."),
+        (["vlm"], 2, "'vlm' is not a server that retrain can start; name one of vllm, sglang, mlx, max."),
         (["mlx", "--inference-attention-kernel", "tk"], 2, '[inference] attention_kernel = "tk": a server of mlx has no such setting'),
         (["mlx", "--prompt-tokens", "50", "--run", "--python", "/nowhere/python"], 3, "/nowhere/python cannot be started"),
     ],
@@ -143,3 +144,17 @@ def test_the_context_is_that_of_the_longest_prompt_and_completion(tmp_path: Path
     assert 900 < counted < 1100
     assert main(["serve", "vllm", str(file), "--prompt-tokens", "300"]) == 0
     assert "--max-model-len 1200 " in capsys.readouterr().out
+
+
+def test_a_dialogues_context_has_room_for_what_its_environment_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The environment's own prompts are counted, or --prompt-tokens says how long they are; its answers have an allowance beside them."""
+    file = tmp_path / "guess.toml"
+    game = '[environment]\nprovider = "retrain.environments.lab.NumberGuessing"\nargs = { examples = 2 }\n'
+    file.write_text(f'[model]\nmodel = "lab"\n{game}[training]\nmax_tokens = 500\n')
+    assert main(["serve", "vllm", str(file)]) == 0
+    counted = int(capsys.readouterr().out.partition("--max-model-len ")[2].split()[0])
+    assert 500 + PROMPT_ALLOWANCE < counted < 700 + PROMPT_ALLOWANCE
+    assert main(["serve", "vllm", str(file), "--prompt-tokens", "300"]) == 0
+    assert f"--max-model-len {800 + PROMPT_ALLOWANCE} " in capsys.readouterr().out
+    assert main(["serve", "vllm", str(file), "--prompt-tokens", "300", "--environment-max-turns", "1"]) == 0
+    assert "--max-model-len 800 " in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """What a run's own files contradict is not asserted: unjudged answers, failed runs, other data, other evaluations, few pairs."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -251,3 +252,68 @@ def test_pass_at_k_comes_from_the_stored_samples_whatever_k_was_reported(tmp_pat
         write_run(tmp_path / arm, 1, held_out=problems(right, samples=4))
     result = compared(capsys, tmp_path / "one", "--baseline", tmp_path / "two", "--metric", "pass@2")
     assert result["arms"][1]["mean"] == pytest.approx((0.5 + 0 + 1) / 3)
+
+
+@pytest.mark.parametrize(("baseline", "candidate", "said"), [(50, 60, True), (40, 50, True), (20, 60, False)])
+def test_an_improvement_says_which_collapse_rate_would_undo_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], baseline: int, candidate: int, said: bool
+) -> None:
+    shifts = [-2, 1, 0, 2, -1, 1, -1, 0]
+    text = shown(capsys, write_campaign(tmp_path / "c", {BASE: [baseline] * 8, BETTER: [candidate + shift for shift in shifts]}))
+    assert f"{BETTER} beats {BASE}" in text
+    found = re.search(r"if (\d+)% of the runs of maxrl\+none fell to 0, .* and 8 pairs do not rule out up to (\d+)%", text)
+    assert bool(found) is said
+    if found:
+        undoing, unseen = (int(percent) / 100 for percent in found.groups())
+        assert candidate * (1 - undoing) == pytest.approx(baseline, abs=0.006 * candidate)  # what is left of it equals the baseline
+        assert (1 - unseen) ** 8 == pytest.approx(0.05, abs=0.01)  # so many collapses show none in 8 pairs once in twenty campaigns
+
+
+# -- what a verdict may not be made of ------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main([*map(str, arguments)]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_one_problem_makes_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, write_campaign(tmp_path / "c", {BASE: [0] * 8, BETTER: [1] * 8}, asked=1))
+    assert text.startswith("Undecided on this one problem") and "have no interval for new problems. Evaluate on more." in text
+
+
+def test_of_pairs_without_two_finished_runs_nothing_is_said_to_be_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries: list[dict[str, Any]] = []
+    for seed in range(1, 9):
+        write_run(tmp_path / f"runs/{BASE}_s{seed}", seed, held_out=problems([1] * 50 + [0] * 50))
+        entries += [{"condition": BASE, "seed": seed}, {"condition": BETTER, "seed": seed, "status": "failed", "reason": "no memory"}]
+    text = shown(capsys, write_manifest(tmp_path, entries), "--failed", "worst")
+    assert "No pair has two runs that finished." in text and "A/A" not in text and "same prompts" not in text
+    message = refused(capsys, "compare", tmp_path)
+    assert message.count("failed (no memory)") == 3 and "And 5 more runs." in message
+
+
+def test_the_first_line_says_that_an_improvement_lies_within_the_margin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_campaign(tmp_path / "c", {BASE: EIGHT, BETTER: [right + 10 for right in EIGHT[:-1]] + [58]})
+    assert ", within the margin of 20.0 pp." in shown(capsys, folder, "--margin", "0.2")
+    assert "within the margin" not in shown(capsys, folder, "--margin", "0.05")
+
+
+def test_a_contrast_is_named_once_and_a_campaign_of_one_condition_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_campaign(tmp_path / "c", {BASE: EIGHT, BETTER: EIGHT, "rloo+none": [right + 10 for right in EIGHT]})
+    both = [f"--contrast={BETTER}:{BASE}", f"--contrast={BASE}:{BETTER}"]
+    assert f"--contrast {BASE}:{BETTER} compares two conditions for the second time" in refused(capsys, "compare", folder, *both)
+    text = shown(capsys, folder, f"--contrast=rloo+none:{BASE}", f"--contrast=rloo+none:{BETTER}", f"--contrast={BETTER}:{BASE}")
+    assert text.startswith("2 of 3 conditions beat their baselines")
+    alone = write_campaign(tmp_path / "alone", {BASE: EIGHT})
+    assert "has one condition, grpo+none, and a comparison takes two or more" in refused(capsys, "compare", alone)
+
+
+def test_equal_differences_and_impossible_effects_plan_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    equal = write_campaign(tmp_path / "equal", {BASE: EIGHT, BETTER: EIGHT})
+    assert "all equal, so they show no spread" in refused(capsys, "power", equal, "--effect", "0.02")
+    other = write_campaign(tmp_path / "other", {BASE: EIGHT, BETTER: shifted([1, 2, 3, 4, 5, 6, 7, 8])})
+    assert "--effect 1.5 is not a possible difference in pass@1" in refused(capsys, "power", other, "--effect", "1.5")
+    assert "--sd 0 is not a positive number" in refused(capsys, "power", "--sd", "0")

@@ -101,4 +101,4 @@ def test_auto_squeeze_takes_the_next_run_where_the_first_is_untrained(tmp_path: 
         auto.after(run)
     assert tried == [run.name for run in plan.runs[:2]]
     assert manifest.squeeze == {"recommended_rank": 1}
-    assert any("takes the next run" in line for line in said)
+    assert any("uses the next run" in line for line in said)

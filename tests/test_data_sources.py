@@ -319,7 +319,7 @@ def test_a_plugin_with_a_split_has_held_out_examples_of_its_own(plugin):
 
 
 def test_an_id_that_occurs_twice_is_said(plugin):
-    assert any("Examples with another's example_id" in note for note in load_examples(config(source="my_data.both")).notes)
+    assert any("Examples that share their example_id" in note for note in load_examples(config(source="my_data.both")).notes)
 
 
 def test_what_a_plugin_leaves_out_is_dropped_like_a_row(plugin):

@@ -16,11 +16,13 @@ from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model import fused as fused_decoder
 from retrain.model import step_kernels as steps
 from retrain.model.devices import EngineOptions
+from retrain.model.float8 import hold_layers_in_float8, quantised
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.projection import AdapterStack
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences, step_kernels
 from retrain.model.truncation import FixedKeptSets
+from retrain.model.varlen import PagedRows, plain_paged
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py turns the interpreter on
@@ -96,6 +98,42 @@ def test_each_row_gets_its_own_adapter(kernels: StepKernels, dtype: torch.dtype)
     ]
     for of in (kernels, TorchKernels()):
         assert_near(of.add_row_updates(y.clone(), reduced.clone(), stack, slots), torch.stack(expected).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 128, 16), (3, 40, 21), (20, 200, 70), (257, 8, 5)])
+def test_a_product_with_weights_in_eight_bits(kernels: StepKernels, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
+    """Fewer rows, inputs and outputs than a block has and more, with a bias and without, up to the rows for which the weight is widened."""
+    x = make(rows, inputs + 3, dtype=dtype)[:, :inputs]
+    weight, scale = quantised(make(outputs, inputs, dtype=dtype) / inputs**0.5)
+    for bias in (None, make(outputs, dtype=dtype)):
+        assert_near(kernels.scaled_product(x, weight, scale, bias), TorchKernels().scaled_product(x, weight, scale, bias))
+
+
+def test_every_number_of_eight_bits_is_widened_exactly(kernels: StepKernels) -> None:
+    """Zeros of both signs, the smallest, which have no leading one, and the largest; not the two that are no number."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes % 128 != 127].view(torch.float8_e4m3fn)
+    found = kernels.scaled_product(torch.eye(len(codes)), codes.expand(16, -1).contiguous(), torch.ones(16, 1), None)
+    assert torch.equal(found, codes.float()[:, None].expand(-1, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 2, 8), (6, 1, 24)])
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_attention_over_pages(kernels: StepKernels, dtype: torch.dtype, heads: int, key_heads: int, size: int, window: int | None) -> None:
+    """Rows of one token, of a page and of several blocks, whose pages lie anywhere; a row alone has the same bits."""
+    query = make(4, heads + 2, size, dtype=dtype)[:, :heads]
+    pages = make(60, 4, key_heads, size, dtype=dtype), make(60, 4, key_heads, size, dtype=dtype, seed=1)
+    table = torch.randperm(60, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(DEVICE, torch.int32)[:44].view(2, 22)
+    table, lengths = table.repeat(2, 1), torch.tensor([1, 86, 4, 65], dtype=torch.int32)
+    found = kernels.attend(query, *pages, PagedRows.of(table, lengths, 4), 0.3, window)
+    expected = plain_paged(query.float(), *(page.float() for page in pages), PagedRows.of(table, lengths, 4), 0.3, window)
+    bound = {"rtol": 2**-6, "atol": 2**-8} if dtype == torch.bfloat16 else TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected, **bound)
+    for row in range(4):
+        alone = kernels.attend(query[row : row + 1], *pages, PagedRows.of(table[row : row + 1], lengths[row : row + 1], 4), 0.3, window)
+        assert torch.equal(alone[0], found[row])
 
 
 # -- the sampler -----------------------------------------------------------------------------------------------------------
@@ -198,7 +236,7 @@ def test_equal_tokens_are_cut_by_their_id(kernels: StepKernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_probe_passes_kernels_that_are_right(kernels: StepKernels, dtype: torch.dtype) -> None:
-    assert differences(kernels, torch.device(DEVICE), dtype) == []
+    assert differences(kernels, torch.device(DEVICE), dtype, narrow=True) == []
 
 
 def test_a_kernel_that_is_wrong_is_not_used(kernels: StepKernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +284,23 @@ def test_a_whole_decode_with_kernels_draws_the_same(family: str, on_triton: None
     fused, found = drawn(model, asked)
     assert isinstance(fused.kernels, TritonKernels) and fused._projections[0]._joined is not None
     assert_same(found, run(TorchEngine(with_adapter(tiny(family)).to(DEVICE), [], DEVICE), asked), atol=1e-4)
+
+
+def test_a_decode_with_weights_in_eight_bits_draws_the_same(on_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrow() -> Any:
+        model = tiny("qwen2")
+        hold_layers_in_float8(model.base_model, "tiny")
+        return with_adapter(model).to(DEVICE)
+
+    asked, model = requests(count=1, many=1, max_tokens=3, temperature=0.7), narrow()
+    called: list[int] = []
+    product = TritonKernels().scaled_product
+    counting = TritonKernels()
+    counting.scaled_product = lambda *given: (called.append(len(given[0])), product(*given))[1]
+    monkeypatch.setattr(steps, "TritonKernels", lambda: counting)
+    fused, found = drawn(model, asked)
+    assert fused._projections[0]._joined is None and len(called) > 2 * 12, "three layers of four projections, in each step"
+    assert_same(found, run(TorchEngine(narrow(), [], DEVICE), asked), atol=1e-4)
 
 
 def test_rows_of_several_adapters_truncated_and_greedy_draw_the_same(on_triton: None, tmp_path: Any) -> None:

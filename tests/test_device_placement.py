@@ -36,7 +36,7 @@ def on_device(config: TrainConfig, dtype: torch.dtype, stack: ExitStack) -> tupl
     with DEVICE:
         model = AutoModelForCausalLM.from_config(load_model_config(config.model.model), dtype=dtype)
     base = BaseModel(model.requires_grad_(False).eval(), model.base_model, Head(model.lm_head.weight), DEVICE, dtype)
-    adapter = Adapter(base, config)
+    adapter = Adapter(base, config.model, config.lora, config.training.seed)
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

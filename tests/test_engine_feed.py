@@ -83,6 +83,18 @@ def test_the_same_dialogues_give_the_same_bytes_twice(model: Any) -> None:
     assert_same(one.found, other.found, atol=0)
 
 
+def test_a_reply_that_follows_the_same_tokens_again_loses_no_pages(model: Any) -> None:
+    """An environment may rewrite the conversation to what it was before."""
+    engine = paged(model, EOS)
+    for position in range(3):
+        asked = [
+            SampleRequest(p, 2, 1, 0.8, NoiseKey(1, 0, 0, i), first_position=position, may_go_on=True) for i, p in enumerate(prompts(3))
+        ]
+        assert len(list(engine.sample(asked))) == 6
+    engine.release()
+    assert engine._paged is not None and engine._paged.pool.free == engine._paged.pool.pages
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_a_later_turn_computes_what_is_new_alone(family: str) -> None:
     """Past a sliding window too; the reply's last token was never fed, so it is computed with what follows."""

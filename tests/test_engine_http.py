@@ -12,8 +12,9 @@ import pytest
 from judges import Answer, breaking_off, closing, dripping, endless, failing, first, hanging_after_headers, raw, serving
 from vllm_double import HASTY
 
+from retrain import web
 from retrain.config import config_from_mapping
-from retrain.errors import ConfigurationError, ServerFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, ServerFailure
 from retrain.inference_engine.http import Patience, Server, ServerPool, addresses
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -189,6 +190,20 @@ def test_the_key_comes_from_its_variable_and_stays_out_of_sentences(net: Net, mo
         net.pool(A, key_env="NO_SUCH_KEY")
 
 
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-\u0441\u043b\u043e\u0432\u043e", "\u2019sk-quoted\u2019"])
+def test_a_key_that_no_request_can_carry_is_named_by_its_variable_alone(net: Net, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", key)
+    with pytest.raises(EnvironmentFailure, match="SERVER_KEY holds a key with a line break") as caught:
+        net.pool(A, key_env="SERVER_KEY")
+    assert "sk-" not in str(caught.value)
+
+
+def test_a_key_that_a_server_repeats_is_not_shown_in_part_either() -> None:
+    for padding in range(260, 310):
+        answer = web.Answer(401, {}, f"{'y' * padding} very-secret-value".encode(), "Unauthorized")
+        assert "very" not in answer.said("very-secret-value")
+
+
 def test_credentials_in_an_address_are_used_and_not_shown(net: Net) -> None:
     assert addresses("http://me:word@host:8/v1/") == ("http://host:8", "http://me:word@host:8")
     with pytest.raises(ServerFailure) as caught:
@@ -277,7 +292,7 @@ def test_requests_that_are_no_longer_wanted_are_dropped(net: Net) -> None:
     "url", ["localhost:8000", "ftp://host", "http://", ["http://a", "b"], "http://a:b", "http://a:99999", "http://[::1"]
 )
 def test_what_is_no_address_is_refused(url: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape("is no address of a server")):
+    with pytest.raises(ConfigurationError, match=re.escape("is not the address of a server")):
         config_from_mapping({"inference": {"engine": "vllm", "url": url}})
 
 

@@ -1,12 +1,13 @@
 """Environments: trajectories of several turns, exact in tokens, and episodes that fail alone."""
 
+import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,21 @@ from retrain.environments.bridge import BridgedEpisode, EventLoop, Telephone
 from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.lab import NumberGuessing
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.model.budget import PROMPT_ALLOWANCE
 from retrain.model.text import TextModel, load_text_model
-from retrain.records.token_table import TokenTable, read_tokens
+from retrain.records.token_table import read_tokens
 from retrain.run.dialogue import Dialogue
 from retrain.run.dialogues import environment_seed
+from retrain.run.gate import GateInputs, environment_gold
+from retrain.run.parts import load_prompts, load_stage
 from retrain.run.session import Session
-from retrain.types import ChatMessage, Completion, Example, FinishReason, Int32Array, Outcome, Prompt, Row, Trajectory, Turn
+from retrain.types import ChatMessage, Completion, Example, FinishReason, Outcome, Prompt, Row, Trajectory, Turn
 from tests.runs import lines, small, timeless
+from tests.trajectories import replies_of_rendered
 
 GUESSING: dict[str, Any] = {
-    "environment": {"provider": "retrain.environments.lab.NumberGuessing", "args": {"largest": 3, "turns": 3}},
-    "training": {"max_tokens": 40},
+    "environment": {"provider": "retrain.environments.lab.NumberGuessing", "args": {"largest": 10, "turns": 3}},
+    "training": {"max_tokens": 72},
     "evaluation": {"every": 2, "at_start": True, "max_examples": 2},
     "logging": {"tokens_every": 1, "generations_per_step": 99},
 }
@@ -59,47 +64,9 @@ def text() -> TextModel:
 # -- a run -----------------------------------------------------------------------------------------------------------------
 
 
-def sequences(table: TokenTable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """For every trajectory the (context, actions) of its turns, the prompt in front of the first."""
-    assert table.turns is not None and table.prompt_offsets is not None and table.prompt_token_ids is not None
-    turns, slots = table.turns, list(dict.fromkeys(table.slot.tolist()))
-    found = []
-    for number, slot in enumerate(table.slot.tolist()):
-        place, start, pairs = slots.index(slot), int(table.offsets[number]), []
-        prompt = table.prompt_token_ids[table.prompt_offsets[place] : table.prompt_offsets[place + 1]]
-        for turn in range(turns.offsets[number], turns.offsets[number + 1]):
-            context = turns.context_token_ids[turns.context_offsets[turn] : turns.context_offsets[turn + 1]]
-            if turn == turns.offsets[number]:
-                context = np.concatenate([prompt, context])
-            stop = start + int(turns.actions[turn])
-            pairs.append((context, table.token_ids[start:stop]))
-            start = stop
-        found.append(pairs)
-    return found
-
-
 def test_every_trajectorys_ids_are_what_the_chat_template_renders(straight: Path, text: TextModel) -> None:
-    """The lab's tokenizer has a token per byte, so the rendered text of a conversation has the ids of the trajectory."""
-    replies = []
-    for step in range(4):
-        for pairs in sequences(read_tokens(straight / f"tokens/step_{step}.safetensors")):
-            ids = np.concatenate([piece for pair in pairs for piece in pair])
-            messages = conversation(text, pairs)
-            rendered = text.tokenizer.apply_chat_template(messages, tokenize=False)
-            spoken = text.decode(ids)
-            assert rendered.startswith(spoken) and rendered.removeprefix(spoken) in ("", "\n", "<|im_end|>\n")
-            replies.append(len(pairs))
+    replies = [count for step in range(4) for count in replies_of_rendered(text, straight / f"tokens/step_{step}.safetensors")]
     assert max(replies) == 3 and min(replies) < 3
-
-
-def conversation(text: TextModel, pairs: list[tuple[Int32Array, Int32Array]]) -> list[dict[str, str]]:
-    """The messages of a trajectory, read from its tokens."""
-    messages = []
-    for context, actions in pairs:
-        said = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text.decode(context), re.DOTALL)
-        messages += [{"role": role, "content": content} for role, content in said]
-        messages.append({"role": "assistant", "content": text.decode(actions).removesuffix("<|im_end|>")})
-    return messages
 
 
 def test_the_ratio_is_one_on_policy_in_every_turn(straight: Path) -> None:
@@ -113,7 +80,7 @@ def test_the_ratio_is_one_on_policy_in_every_turn(straight: Path) -> None:
 def test_records_know_turns(straight: Path) -> None:
     records, generations = lines(straight / "metrics.jsonl"), lines(straight / "emergence/generations.jsonl")
     assert all(1 <= record["turns_mean"] <= 3 and record["trajectories_rewritten"] == 0 for record in records)
-    assert {"solved", "turns"} <= records[0]["environment_metrics"].keys()
+    assert {"heeded", "turns"} <= records[0]["environment_metrics"].keys()
     several = [one for one in generations if one["turns"] > 1]
     assert several and all(one["completion"].count("<|im_start|>assistant") == one["turns"] - 1 for one in several)
     assert all(one["metrics"]["turns"] == one["turns"] for one in generations)
@@ -218,7 +185,7 @@ def test_the_labs_game_counts_the_guesses_that_heed_its_hints() -> None:
     """A fixed series of guesses wins some games; only guesses that fit every hint so far count as heeding them."""
     host = EpisodeHost(NumberGuessing(largest=7, turns=3), max_turns=0, timeout_s=30, correct_threshold=0.5)
     halving, fixed = play(host, Example("", "6"), ["4", "7", "6"]), play(host, Example("", "1"), ["4", "6", "no idea"])
-    assert (halving.reward, halving.metrics["heeded"], halving.metrics["turns"]) == (1.0, 1.0, 3)
+    assert (halving.reward, halving.metrics["heeded"], halving.metrics["turns"]) == (1, 1, 3)
     assert fixed.metrics["heeded"] == 0 and fixed.reward == 0
     assert play(host, Example("", "3"), ["4", "1", "4"]).metrics["heeded"] == 0.5, "it must heed the first hint too"
     assert "heeded" not in play(host, Example("", "4"), ["4"]).metrics
@@ -455,6 +422,66 @@ def test_what_cannot_be_trained_is_said_in_a_sentence(provider: str, args: dict[
         train(small(tmp_path / "run", environment={"provider": provider, "args": args}), quiet=True)
 
 
+class Begins(Misbehaving):
+    """Hangs, or exits, where its first argument says: when it is built, or when a set of its problems is read."""
+
+    def __init__(self, where: str = "", how: str = "") -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as verifiers before 0.4 sets handlers of its own
+        self.where, self.how = where, how
+        self.at("built")
+
+    def at(self, place: str) -> None:
+        if place == self.where and self.how == "exit":
+            sys.exit(3)
+        while place == self.where:
+            try:
+                time.sleep(0.1)
+            except Exception:  # noqa: BLE001 - it tries for ever
+                continue
+
+    def examples(self, split: Split) -> list[Example]:
+        self.at(split)
+        return [Example("7+8+9=?", "24")]
+
+    def gold(self, example: Example) -> None:
+        self.at("gold")
+
+
+@pytest.mark.parametrize("how", ["hang", "exit"])
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("built", r"provider = .*Begins\": building it with args \['how', 'where'\]"),
+        ("train", "reading its train set"),
+        ("gold", "asking for its gold replies"),
+    ],
+)
+def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_sentence(
+    where: str, what: str, how: str, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("tests.test_environments")  # not within the time of its environments
+    monkeypatch.setattr("retrain.environments.loading.LEAST_LIMIT_S", 2.0)
+    environment = {"provider": "tests.test_environments.Begins", "args": {"where": where, "how": how}, "timeout_s": 0.5}
+    config = small(tmp_path / "run", environment=environment)
+    before = signal.getsignal(signal.SIGTERM)
+    ending = r"took longer than 2 s; look at" if how == "hang" else r"failed with SystemExit: 3\."
+    with pytest.raises(ConfigurationError, match=f"{what} {ending}"):
+        stage = load_stage(config, text, print)
+        assert stage is not None
+        prompts = load_prompts(config, text, stage, print)
+        environment_gold(stage.host, prompts.prompts)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_environments_signal_handlers_do_not_replace_the_runs() -> None:
+    from retrain.environments.providers import load_environment
+
+    before = signal.getsignal(signal.SIGTERM)
+    config = TrainConfig.model_validate({"environment": {"provider": "tests.test_environments.Begins"}})
+    assert type(load_environment(config)).__name__ == "Begins"
+    assert signal.getsignal(signal.SIGTERM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
 class WrongProblems(Misbehaving):
     def __init__(self, problem: Any) -> None:
         self.problem = problem
@@ -473,6 +500,21 @@ def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(NumberGuessing, "gold", lambda self, example: ["0"])
     with pytest.raises(RunFailed, match=r"own solution .* is not right"):
         train(guessing(tmp_path / "run"), quiet=True)
+
+
+def test_the_gate_reckons_with_what_an_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dialogue may pass a sliding window that its prompt and replies alone do not reach."""
+    rows: list[int] = []
+
+    def gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
+        rows.append(inputs.longest_row - len(prompts[0].token_ids))
+        raise RunFailed("seen")
+
+    monkeypatch.setattr("retrain.run.parts.parity_gate", gate)
+    for turns in (-1, 1):
+        with pytest.raises(RunFailed, match="seen"):
+            train(guessing(tmp_path / str(turns), environment={"max_turns": turns}), quiet=True)
+    assert rows == [72 + PROMPT_ALLOWANCE, 72]
 
 
 def test_unused_sections_are_named(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_the_saved_adapter_loads_in_peft_as_it_is(tmp_path: Path) -> None:
 def test_the_saved_adapter_names_its_base_as_the_user_did(tmp_path: Path) -> None:
     config = config_for(model={"model": "lab"})
     base = load_base_model(config, resolve_model("lab"), torch.device("cpu"))
-    Adapter(base, config).save(tmp_path)
+    Adapter(base, config.model, config.lora, config.training.seed).save(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "lab"
     assert 'base_model: "lab"' in (tmp_path / "README.md").read_text()
 
@@ -340,11 +340,11 @@ def test_a_named_device_that_is_absent_is_refused_and_the_unset_default_falls_ba
     from retrain.model.devices import choose_device
 
     with pytest.raises(EnvironmentFailure, match="gpu:7"):
-        choose_device(config_for(backend={"devices": "gpu:7"}))
+        choose_device(config_for(backend={"devices": "gpu:7"}).backend)
     with pytest.raises(ConfigurationError, match="torchrun"):
-        choose_device(config_for(backend={"devices": "gpu:0,gpu:1"}), World(rank=0, size=2))
+        choose_device(config_for(backend={"devices": "gpu:0,gpu:1"}).backend, World(rank=0, size=2))
     if not torch.cuda.is_available():
-        device, note, _ = choose_device(TrainConfig())
+        device, note, _ = choose_device(TrainConfig().backend)
         assert device.type == "cpu" and "cpu" in note
 
 
@@ -354,8 +354,9 @@ def test_bf16_on_a_processor_without_units_for_it_is_said(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(devices, "computes_bf16", lambda: has_units)
     asked, cpu = config_for(inference={"dtype": "bf16"}), torch.device("cpu")
-    assert bool(devices.half_precision_note(asked, cpu)) is not has_units
-    assert not devices.half_precision_note(asked, torch.device("cuda")) and not devices.half_precision_note(config_for(), cpu)
+    assert bool(devices.half_precision_note(asked.model, asked.inference, cpu)) is not has_units
+    assert not devices.half_precision_note(asked.model, asked.inference, torch.device("cuda"))
+    assert not devices.half_precision_note(asked.model, config_for().inference, cpu)
 
 
 def test_attention_is_never_cudnns() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from retrain import train
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
+from retrain.model.budget import PROMPT_ALLOWANCE, longest_row
 from retrain.model.footprint import footprint
-from retrain.model.machine import PROMPT_ALLOWANCE, Machine, activation_bytes, budgets, longest_row, plan
+from retrain.model.machine import Machine, activation_bytes, budgets, plan
 from retrain.model.memory import GIB, Memory, predict_memory
-from retrain.model.text import load_model_config, resolve_model
+from retrain.model.text import context_length, load_model_config, resolve_model
 from retrain.types import Row
 
 QWEN3_4B: dict[str, Any] = {
@@ -75,7 +77,8 @@ def test_a_dialogue_has_room_for_what_its_environment_says() -> None:
 
     def longest(max_tokens: int = 64, **environment: Any) -> int:
         config = TrainConfig.model_validate({"model": {"model": "lab"}, "training": {"max_tokens": max_tokens}, "environment": environment})
-        return longest_row(config, load_model_config(resolve_model(config.model.model)), 100)
+        context = context_length(load_model_config(resolve_model(config.model.model)))
+        return longest_row(config.training, config.environment, context, 100)
 
     assert longest() == longest(provider="reasoning_gym", id="chain_sum") == longest(provider="my.Mine", max_turns=1) == 164
     assert longest(provider="my.Mine") == longest(provider="my.Mine", max_turns=3) == 164 + PROMPT_ALLOWANCE
@@ -152,14 +155,18 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("choice", ["kept", "checkpointed", "offloaded"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_learning_pass_takes_what_is_predicted_for_its_tokens(tmp_path: Path, checkpointing: bool, dtype: str) -> None:
-    config = small(tmp_path, model={"dtype": dtype}, training={"gradient_checkpointing": checkpointing})
-    backend, size = LocalBackend(config), predict_memory(config).size
+def test_a_learning_pass_takes_what_is_predicted_for_its_tokens(tmp_path: Path, choice: str, dtype: str) -> None:
+    """On a CPU the host's memory, to which the inputs of the layers are offloaded, is the device's own, so it counts too."""
+    config = small(tmp_path, model={"dtype": dtype}, training={"gradient_checkpointing": choice != "kept"})
+    predicted, offloading = predict_memory(config), choice == "offloaded"
+    backend, size = LocalBackend(config, replace(predicted.choices, offload_activations=offloading)), predicted.size
     backend.train(rows(1, 5, 7), 0)
     peaks = [_peak_of_pass(backend, count) for count in (4, 8)]
-    per_token = (size.checkpointed_per_token if checkpointing else size.kept_per_token) + size.gradients_per_token
+    per_token = size.activations_per_token(checkpointing=choice != "kept", offloading=offloading) + size.gradients_per_token
+    text = backend._base.model.config
+    per_token += text.num_hidden_layers * text.hidden_size * size.dtype.itemsize if offloading else 0
     assert (peaks[1] - peaks[0]) / 400 == pytest.approx(per_token, rel=0.15)
 
 
@@ -201,13 +208,23 @@ def test_the_standard_profile_of_a_4b_model(tmp_path: Path) -> None:
     assert [choices.decode_tokens // 11_264 for choices in plans] == PROFILE_ROWS
     assert [choices.decode_tokens // 2_048 for choices in plans] == [14, 40, 223, 423], "2, 5, 24 and 44 before there were pages"
     smallest = Machine("cuda", 16 * GIB, 1)
-    learning, _ = budgets(config, predicted.size, smallest)
+    learning, _ = budgets(config.training.batch_size, predicted.size, smallest)
     assert activation_bytes(config, load_model_config(str(tmp_path)), predicted.size, plans[0]) <= learning
 
 
 def memory_of(folder: Path, gib: float = 40, **sections: dict[str, Any]) -> Memory:
     """Of a model with four of the layers, which takes a tenth of the time."""
     return predict_memory(qwen(folder, layers=4, **sections), memory_gib=gib)
+
+
+def test_activations_are_offloaded_only_where_a_row_does_not_fit_with_checkpointing(tmp_path: Path) -> None:
+    """16 GiB: rows of 11k tokens fit checkpointed, rows of 21k do not, and they fit offloaded."""
+    short, long = (predict_memory(qwen(tmp_path, training={"max_tokens": tokens}), memory_gib=16) for tokens in (10_240, 20_480))
+    assert [memory.choices.gradient_checkpointing for memory in (short, long)] == [True, True]
+    assert [memory.choices.offload_activations for memory in (short, long)] == [False, True]
+    assert "offloaded" not in short.activations.note and "offloaded (" in long.activations.note and long.peak <= 16 * GIB
+    forced = predict_memory(qwen(tmp_path, training={"max_tokens": 20_480, "gradient_checkpointing": False}), memory_gib=16)
+    assert not forced.choices.offload_activations
 
 
 def test_what_was_asked_for_shows_in_its_part(tmp_path: Path) -> None:
@@ -245,6 +262,6 @@ def test_a_run_says_its_memory_before_it_loads_the_weights(tmp_path: Path, capsy
     config = small(tmp_path / "run", training={"max_steps": 1})
     train(config)
     printed = capsys.readouterr().out.splitlines()
-    (line,) = [text for text in printed if text.startswith("Memory of tensors")]
+    (line,) = [text for text in printed if text.startswith("Predicted memory of tensors")]
     assert printed.index(line) < next(index for index, text in enumerate(printed) if text.startswith("Loading train model"))
     assert all(word in line for word in ("weights", "adapter", "optimizer", "KV cache", "activations", "logits", "peak", "cpu"))

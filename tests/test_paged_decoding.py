@@ -72,6 +72,15 @@ def test_a_later_turn_draws_its_own_noise() -> None:
     assert any(not np.array_equal(found[key].token_ids, before[key].token_ids) for key in found)
 
 
+def test_room_for_a_later_turn_changes_no_angle() -> None:
+    """A table of angles past longrope's original length would hold other angles for every position."""
+    short, long = [1.0, 1.1, 1.2, 1.3], [4.0, 6.0, 8.0, 9.0]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long, "original_max_position_embeddings": 40}
+    asked = [replace(request, may_go_on=True) for request in requests(count=2, max_tokens=20)]
+    model = tiny("llama", rope_parameters=rope)
+    assert_same(run(paged(model, []), asked), run(TorchEngine(model, [], "cpu"), asked), atol=1e-4)
+
+
 def test_rows_under_several_adapters_draw_the_same(tmp_path: Any) -> None:
     from retrain.squeeze.adapter import read_adapter
 

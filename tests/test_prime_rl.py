@@ -285,7 +285,7 @@ def prime(folder: Path, server: InferenceServer, transport: str = "filesystem", 
 @contextmanager
 def trainer_of(config: Any, learner: LocalBackend, **settings: Any) -> Iterator[Trainer]:
     options = config.backend.prime_rl
-    folder = output_dir(config)
+    folder = output_dir(config.backend, config.logging)
     receiver = ZmqReceiver(options.zmq_port) if options.transport == "zmq" else FileReceiver(folder, settings.pop("where", "rollouts"))
     trainer = Trainer(learner, folder, receiver, **{"steps": config.training.max_steps, **settings})
     trainer.start()

@@ -288,7 +288,7 @@ def test_the_command_writes_page_and_pictures(campaign: Path, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--baseline", "nobody"], "--baseline nobody is no condition"),
+        (["--baseline", "nobody"], "--baseline nobody is not a condition"),
         (["--metric", "luck"], "--metric luck is no metric"),
         (["--alpha", "2"], "--alpha 2 is not between 0 and 1"),
         (["--against", "gtpo"], "--tokens-every 1"),

@@ -1,5 +1,6 @@
 """The judge reward against a server in this process: verdicts, faults, cache, limits, and what is recorded."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,8 +176,8 @@ def test_one_fault_is_retried(fault: Answer, requests: int) -> None:
     [
         (failing(429, "slow down", Retry_After="0.01"), chat.MOST_ATTEMPTS, "429 Too Many Requests: slow down"),
         (failing(500), chat.MOST_ATTEMPTS, "500 Internal Server Error: it is broken"),
-        (raw(b"gibberish"), chat.MOST_ATTEMPTS, "no chat completion: 'gibberish'"),
-        (hanging_up, chat.MOST_ATTEMPTS, "could not be asked (RemoteProtocolError"),
+        (raw(b"gibberish"), chat.MOST_ATTEMPTS, "other than a chat completion: 'gibberish'"),
+        (hanging_up, chat.MOST_ATTEMPTS, "could not be reached (RemoteProtocolError"),
         (saying(""), 2, "the judge's reply was empty"),
         (saying("I think so"), 2, "begins with neither yes nor no: 'I think so'"),
         (failing(401, f"Incorrect API key provided: {KEY}"), 1, "401 Unauthorized: Incorrect API key provided: ***"),
@@ -204,7 +205,7 @@ def test_a_server_that_is_not_there_could_not_judge() -> None:
     with judged_by(fair) as (_, server):
         url = server.url
     with build_scorer(config_from_mapping({"reward": {"type": "judge", "judge_model": "m", "judge_base_url": url}})) as scorer:
-        assert "could not be asked (ConnectError" in score(scorer, "The answer is 4.").reason
+        assert "could not be reached (ConnectError" in score(scorer, "The answer is 4.").reason
 
 
 def test_a_limit_of_the_rate_stops_every_request_for_as_long_as_it_says() -> None:
@@ -292,6 +293,20 @@ def test_the_cost_follows_the_prices_or_what_the_server_says(prices: list[float]
     assert usage is not None and usage.cost == pytest.approx(cost)
 
 
+@pytest.mark.parametrize(
+    ("usage", "cost"),
+    [({"prompt_tokens": 10**400}, 0.0), ({"completion_tokens": -5}, 0.0), ({"cost": 10**400}, None), ({"cost": float("nan")}, None)],
+)
+def test_what_a_server_says_of_its_usage_and_is_no_count_costs_no_verdict(usage: dict[str, Any], cost: float | None) -> None:
+    def answer(handler: Handler) -> None:
+        choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
+        handler.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
+
+    with judged_by(answer, judge_prices=[] if "cost" in usage else [1.0, 1.0]) as (scorer, _):
+        found = score(scorer, r"\boxed{4}")
+    assert found.outcome is Outcome.RIGHT and (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.cost) == (0, 0, cost)
+
+
 def test_a_judge_adds_to_other_rewards_and_takes_the_sum_with_it() -> None:
     with judged_by(fair, type=["match", "judge"], weights=[0.4, 0.6]) as (scorer, _):
         assert score(scorer, r"\boxed{4} The answer is 4.").reward == 1.0
@@ -332,7 +347,7 @@ def test_a_key_is_needed_for_the_hosted_service_and_where_one_is_named(monkeypat
     ("reward", "sentence"),
     [
         ({"judge_api_key_env": "sk-abc"}, "is no name of an environment variable"),
-        ({"judge_base_url": "localhost:8000"}, "is no address of a server"),
+        ({"judge_base_url": "localhost:8000"}, "is not the address of a server"),
         ({"judge_template": "Right? {reference}"}, r"has no \{completion\} in it"),
         ({"judge_prices": [1.0]}, "is not two prices"),
         ({"judge_concurrency": 0}, "judge_concurrency"),

@@ -17,7 +17,7 @@ from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.run.session import Session
 from tests.runs import lines, small, timeless
-from tests.stops import Placed, Random, stop_twice
+from tests.stops import Placed, Random, killed, stop_twice
 
 STEPS = 8
 EVERYTHING: dict[str, Any] = {
@@ -125,6 +125,29 @@ def test_a_killed_run_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, 
     process.communicate()
     subprocess.run([*command, "--resume", str(folder)], env=environment, check=True)
     assert_same_run(straight, folder)
+
+
+def test_a_run_with_everything_at_once_that_is_killed_again_and_again_has_the_same_bytes(tmp_path: Path, pytestconfig: Any) -> None:
+    """Back pressure, redraws and a correction beside the rest; `--kills` says how often one run is killed."""
+    more = merged(
+        algorithm={"surprisal_mask_rho": 0.8},
+        training={"dynamic_sampling": 2, "keep_checkpoints": 2, "group_size": 2, "save_every": 3, "weight_decay": 0.01},
+        loss={"correction": "tis", "entropy_coef": 0.001},
+        backpressure={"enabled": True, "warmup_steps": 1, "max_batch_size": 2, "cooldown": 0, "min_r2": 0.0},
+        evaluation={"samples": 2, "k": [1, 2], "at_end": True},
+    )
+    whole, cut, rng, kills = tmp_path / "whole", tmp_path / "cut", random.Random(1), pytestconfig.getoption("kills")
+    for folder in (whole, cut):
+        (tmp_path / f"{folder.name}.toml").write_text(dump_toml(small(folder, **more)), encoding="utf-8")
+    assert killed(tmp_path / "whole.toml", whole, STEPS, 240) == 0
+    for number in range(kills):
+        killed(
+            tmp_path / "cut.toml", cut, rng.randrange(1 + number * STEPS // kills, 1 + (number + 1) * STEPS // kills), rng.uniform(0, 0.5)
+        )
+    assert killed(tmp_path / "cut.toml", cut, STEPS, 240) == 0
+    assert len({record["batch_size"] for record in lines(whole / "metrics.jsonl")}) > 1
+    assert any(record["groups_redrawn"] for record in lines(whole / "metrics.jsonl"))
+    assert_same_run(whole, cut)
 
 
 def test_two_signals_save_nothing_and_the_resumed_run_has_the_same_bytes(straight: Path, tmp_path: Path, moment: Placed | Random) -> None:

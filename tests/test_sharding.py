@@ -85,8 +85,8 @@ def test_one_process_has_nobody_to_share_with(tmp_path: Path) -> None:
         train(config, quiet=True)
     assert not (tmp_path / "run").exists(), "the folder is free for the run as it was meant"
     with pytest.raises(ConfigurationError, match="torchrun"):
-        shards_of(config, ALONE)
-    assert shards_of(config_for(), World(size=2)) is ALONE
+        shards_of(config.backend, ALONE)
+    assert shards_of(config_for().backend, World(size=2)) is ALONE
 
 
 @pytest.mark.parametrize(

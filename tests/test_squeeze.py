@@ -431,4 +431,4 @@ def test_an_analysis_alone_draws_its_curve_beside_the_runs_and_touches_no_adapte
     picture.parent.rmdir()
     picture.parent.touch()
     assert main(["squeeze.toml"]) == 0
-    assert f"No picture of the variance curve: {picture} cannot be written" in capsys.readouterr().out
+    assert f"The variance curve is not drawn: {picture} cannot be written" in capsys.readouterr().out

@@ -476,11 +476,27 @@ def odd_tar(kind: bytes, name: str = "adapter_config.json", size: int = 0) -> by
         (odd_tar(tarfile.LNKTYPE), "no adapter_config.json"),
         (odd_tar(tarfile.FIFOTYPE), "no adapter_config.json"),
         (odd_tar(tarfile.REGTYPE, size=1 << 40), "has 1099511627776 bytes"),
+        (odd_tar(tarfile.GNUTYPE_LONGNAME, size=1 << 40), "a header of 1099511627776 bytes"),
+        (odd_tar(tarfile.XHDTYPE, size=1 << 40), "a header of 1099511627776 bytes"),
+        (tar(**{f"{number}": b"" for number in range(1001)}), "more than 1000 files"),
+        (tar(adapter_config__json=b"{}")[:-40] + bytes(32), "holds no adapter"),
         (odd_tar(tarfile.REGTYPE, "other", size=1 << 40), "other has 1099511627776 bytes"),
         (tar(adapter_config__json=b"[" * 100_000, adapter_model__safetensors=b""), "RecursionError"),
         (tar(adapter_config__json=b"[]", adapter_model__safetensors=b""), "holds no object"),
     ],
-    ids=["link", "hard link", "pipe", "terabyte", "terabyte of another file", "deep", "list"],
+    ids=[
+        "link",
+        "hard link",
+        "pipe",
+        "terabyte",
+        "long name",
+        "long header",
+        "many files",
+        "broken",
+        "terabyte of another file",
+        "deep",
+        "list",
+    ],
 )
 def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(tmp_path: Path, body: bytes, words: str) -> None:
     (tmp_path / "folder").mkdir()
@@ -495,7 +511,7 @@ def test_an_archive_without_end_and_a_path_upwards_are_refused(tmp_path: Path, m
     monkeypatch.setattr(archive, "_MOST_BYTES", 1000)
     with archive_server(200, bytes(5000)) as (url, _), pytest.raises(EnvironmentFailure, match="which no adapter has"):
         archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
-    with pytest.raises(EnvironmentFailure, match="is no path of a Tinker service"):
+    with pytest.raises(EnvironmentFailure, match="is not a path of a Tinker service"):
         archive.download_adapter("http://127.0.0.1:1", "tinker://../name", tmp_path, 10)
 
 

@@ -168,7 +168,7 @@ def test_the_text_side_of_a_folder_needs_no_weights(tmp_path):
 
 
 def test_a_missing_folder_is_one_sentence(tmp_path):
-    with pytest.raises(EnvironmentFailure, match=r'is no folder on this machine; name one, .* or "lab"') as failure:
+    with pytest.raises(EnvironmentFailure, match=r'is not a folder on this machine; name one, .* or "lab"') as failure:
         load_tokenizer(str(tmp_path / "nothing"))
     assert "\n" not in str(failure.value)
 

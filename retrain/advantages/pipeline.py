@@ -36,6 +36,7 @@ from retrain.types import Group, Int32Array
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Planning
 
 UNINFORMATIVE = 1e-12
 """A group is left out of training if no token's advantage exceeds this."""
@@ -85,9 +86,9 @@ class CreditPipeline:
             self._episode = resolve_advantage(recipe.advantage, config, self.notes)
             self._transform = resolve_transform(recipe.transform, config, self.notes)
         self.spec = self._transform.spec
-        self.uncertainty_kind = canonical_kind(str(config.algorithm.transform_params.get("uncertainty_kind", algorithm.uncertainty_kind)))
+        self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
         self._uncertainty = resolve_uncertainty(self.uncertainty_kind, config, self.notes) if self.needs_uncertainty else None
-        self._detector = _planning_detector(self.config, load_encoder) if self.needs_planning else None
+        self._detector = _planning_detector(self.config.planning, load_encoder) if self.needs_planning else None
         self._check_values()
 
     @property
@@ -110,8 +111,8 @@ class CreditPipeline:
             assigned = self.compute(tokens, step, sepa_lambda)
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
-        wanted = assigned.uncertainty is not None and self.uses_sepa_controller
-        return Credit.of(groups, tokens, assigned, assigned.uncertainty[~tokens.planning] if wanted else np.zeros(0))  # type: ignore[index]
+        uncertainty = assigned.uncertainty if self.uses_sepa_controller else None
+        return Credit.of(groups, tokens, assigned, np.zeros(0) if uncertainty is None else uncertainty[~tokens.planning])
 
     def compute(self, tokens: StepTokens, step: int, sepa_lambda: float) -> Assigned:
         """Compute all stages over flat arrays. Raises ValueError naming group, completion and position, or RunFailed from a plugin."""
@@ -277,8 +278,7 @@ class CreditPipeline:
             self.notes.append("[hicra] alpha = 1 removes the penalty of planning tokens in wrong completions altogether.")
 
 
-def _planning_detector(config: "TrainConfig", load_encoder: LoadEncoder | None) -> RegexDetector | SemanticDetector:
-    planning = config.planning
+def _planning_detector(planning: "Planning", load_encoder: LoadEncoder | None) -> RegexDetector | SemanticDetector:
     if planning.detector == "regex":
         return RegexDetector(planning.grams)
     if load_encoder is None:

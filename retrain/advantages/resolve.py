@@ -69,12 +69,12 @@ def _builtin_advantage(name: str, builtin: BuiltinAdvantage, params: dict[str, A
     refuse_unknown_params("advantage", name, builtin.parameters, config)
 
     def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
-        if builtin.batch_level:
+        if builtin.batch_level:  # which tells the form to us and not to mypy
             return builtin.function(tokens.rewards, tokens.token_counts, **params)  # type: ignore[return-value]
         assigned: list[list[float]] = []
         for group, rewards in enumerate(tokens.rewards):
             try:
-                assigned.append(builtin.function(rewards, **params))  # type: ignore[arg-type]
+                assigned.append(builtin.function(rewards, **params))  # type: ignore[arg-type]  # the form of one group
             except ValueError as error:
                 raise ValueError(f"group {group}: {error}") from error
         return assigned

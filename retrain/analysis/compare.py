@@ -25,13 +25,16 @@ from retrain.analysis.likeness import Shared
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.notes import comparison_notes
 from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
-from retrain.analysis.planned import CampaignRecord, deviations, planned_line
+from retrain.analysis.planned import CampaignRecord, Look, deviations, planned_line
 from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
 from retrain.analysis.two_way import TwoWay
 from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
+from retrain.records.printing import counted
 
+_SHOWN = 3
+"""Of the runs that were left out, in the sentence of an error."""
 PairOfLabels = tuple[str, str]
 """(candidate, baseline)"""
 
@@ -98,6 +101,8 @@ class Comparison:
     notes: Sequence[str]
     planned: str = ""
     """Whether it is as planned before the first run, in a sentence; "" where no plan was recorded."""
+    looks: Sequence[Look] = ()
+    """Those of the campaign, where the comparison is as planned."""
 
     @property
     def seeds_to_conclude(self) -> int:
@@ -128,6 +133,11 @@ def compare_campaign(
     for label in (label for pair in pairs for label in pair):
         if label not in grouped.conditions:
             raise ConfigurationError(f"--contrast names {label}, which is no condition of {folder}; they are {', '.join(labels)}.")
+    if len({frozenset(pair) for pair in pairs}) < len(pairs):
+        again = next(pair for place, pair in enumerate(pairs) if {*pair} in [{*other} for other in pairs[:place]])
+        raise ConfigurationError(f"--contrast {':'.join(again)} compares two conditions for the second time; name each pair once.")
+    if len(labels) == 1:
+        raise ConfigurationError(f"{folder} has one condition, {labels[0]}, and a comparison takes two or more.")
     if control:
         baseline = control_label(grouped.conditions, folder)
     elif pairs and baseline is None:
@@ -187,8 +197,8 @@ def _compare(
     family = [pair for ours, theirs in wanted if (pair := pair_up(arms[ours], arms[theirs], metric, worst)).differences]
     differing = list(deviations(record, baseline=baseline, pairs=wanted, metric=metric.name, test=test)) if record else []
     if record and record.looks and not differing:
-        test = replace(test, correction="evidence", looks=record.looked)
-        family = [seen for pair in family if (seen := pair.of_seeds(record.seeds_of(pair.candidate.label))).differences]
+        test = replace(test, correction="evidence", looks=len(record.looks))
+        family = [seen for pair in family if (seen := pair.at_looks(record.looks_of(pair.candidate.label))).differences]
     if not family:
         raise ConfigurationError(_no_pair(arms[baseline], list(arms.values())[1:], left_out) + _advice(grouped, alike, metric))
     return Comparison(
@@ -204,6 +214,7 @@ def _compare(
         left_out=left_out,
         notes=[*notes, *comparison_notes(grouped, arms, baseline, family, metric, test, asked=asked)],
         planned=planned_line(record, differing) if record else "",
+        looks=record.looks if record and test.rule == "evidence" else (),
     )
 
 
@@ -261,7 +272,8 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
 def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
     seeds = {arm.label: ", ".join(map(str, arm.values)) or "none" for arm in (base, *others)}
     found = "; ".join(f"{label}: {values}" for label, values in seeds.items())
-    because = f" Left out: {' '.join(left_out)}" if left_out else ""
+    more = f" And {counted(len(left_out) - _SHOWN, 'more run')}." if len(left_out) > _SHOWN else ""
+    because = f" Left out: {' '.join(left_out[:_SHOWN])}{more}" if left_out else ""
     return f"there is no pair to compare: no usable run shares its seed with a usable run of the baseline (seeds of {found}).{because}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from retrain.analysis.compare import ArmSummary, Comparison, Contrast
-from retrain.analysis.explanation import caveats, computed, explanation, sharing
+from retrain.analysis.explanation import caveats, computed, explanation, looks_taken, sharing
 from retrain.analysis.headline import answer, difference_words, interval_words, name_of, p_words, size_words
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
 from retrain.records.printing import GAP, markdown_lines, table_lines
@@ -87,8 +87,14 @@ def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     """Title and sentences of what follows the verdicts."""
     shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
     together = [f"{name_of(contrast, comparison)}: {sharing(contrast)}" for contrast in comparison.contrasts] if len(shared) > 1 else shared
-    titles = ("Notes", "How it was computed", "What the runs of a pair had in common", "Left out")
-    for title, sentences in zip(titles, (comparison.notes, list(computed(comparison)), together, comparison.left_out), strict=True):
+    found = {
+        "Notes": comparison.notes,
+        "Looks": list(looks_taken(comparison)),
+        "How it was computed": list(computed(comparison)),
+        "What the runs of a pair had in common": together,
+        "Left out": comparison.left_out,
+    }
+    for title, sentences in found.items():
         if sentences:
             yield title, sentences
 
@@ -230,7 +236,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "power": test.power,
         "correction": test.rule,
         "planned": comparison.planned or None,
-        "looks": list(test.looks) or None,
+        "looks": [look.to_json() for look in comparison.looks] or None,
         "failed": test.failed,
         "seeds_to_conclude": comparison.seeds_to_conclude,
         "to_come": comparison.to_come,

@@ -84,29 +84,17 @@ def adjust(capitals: Floats) -> Floats:
     return largest
 
 
-def evidence(family: Sequence[Mapping[int, float]], seeds: Sequence[int]) -> list[float]:
-    """The evidence for each contrast after `seeds`, in their order; a contrast maps a seed to its difference.
+def evidence(family: Sequence[Mapping[int, float]], looks: int) -> list[float]:
+    """The evidence for each contrast after so many looks; a contrast maps the number of a look, from 0, to its difference there.
 
-    A contrast that lacks a seed bets nothing there: a run failed, or the contrast was decided before.
+    A contrast that lacks a look bets nothing there: a run failed, or the contrast was decided before.
     """
-    if not family or not seeds:
+    if not family or not looks:
         return [1.0] * len(family)
-    differences = np.array([[contrast.get(seed, np.nan) for seed in seeds] for contrast in family])
+    differences = np.array([[contrast.get(look, np.nan) for look in range(looks)] for contrast in family])
     return [float(value) for value in adjust(capital(differences))[:, -1]]
 
 
 def anytime_p(value: float) -> float:
     """min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at whatever look."""
     return min(1.0, 1.0 / value) if value > 0 else 1.0
-
-
-def chance_to_decide(differences: Sequence[float], more: int, bar: float, campaigns: int = 400) -> float:
-    """Fraction of simulated continuations by `more` seeds whose capital reaches `bar`, if the differences go on as these.
-
-    Two differences or more; the continuations are normal with their mean and sd. It says whether going on is worth its cost, and nothing
-    about the null hypothesis, so stopping by it loses power but makes no false verdict.
-    """
-    rng = np.random.default_rng(len(differences))
-    drawn = rng.normal(np.mean(differences), np.std(differences, ddof=1), (campaigns, more))
-    whole = np.concatenate([np.tile(differences, (campaigns, 1)), drawn], axis=1)
-    return float((capital(whole) >= bar).any(axis=1).mean())

@@ -54,11 +54,14 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
             f"The judged answers alone differ significantly (adjusted p {p_words(found.p_adjusted)}), but those that could not be judged "
             f"leave {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not significant."
         )
-    wide = interval_words(contrast.wide.interval if contrast.wide else None, metric)
+    problems = counted(comparison.problems, "problem")
+    agree = f"The seeds agree (adjusted p {p_words(found.p_adjusted)})"
+    if contrast.wide is None:
+        return f"{agree}, but {problems} with so few judged answers have no interval for new problems. Evaluate on more."
     adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
     return (
-        f"The seeds agree (adjusted p {p_words(found.p_adjusted)}), but the interval for new problems, {wide}{adjusted}, contains 0: with "
-        f"{comparison.problems:,} problems, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
+        f"{agree}, but the interval for new problems, {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with "
+        f"{problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
     )
 
 
@@ -164,6 +167,8 @@ def _about_spread(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
 def sharing(contrast: Contrast) -> str:
     """A sentence on the prompts and the noise that the two runs of a pair shared, and on the environments where they differ."""
     shared = contrast.shared
+    if not shared.pairs:
+        return "No pair has two runs that finished."
     if shared.noise == shared.prompts == shared.pairs:
         words = "The arms of every pair saw the same prompts and shared their sampling noise."
     else:
@@ -177,6 +182,28 @@ def sharing(contrast: Contrast) -> str:
 
 def _of(count: int, total: int) -> str:
     return "no" if count == 0 else "all" if count == total else f"{count} of {total}"
+
+
+def looks_taken(comparison: Comparison) -> Iterator[str]:
+    """A sentence for each look: the evidence, the chance to decide, and what the seed's last evaluation before its end had foretold."""
+    metric, differences = comparison.metric, {contrast.condition: contrast.differences for contrast in comparison.contrasts}
+    for number, look in enumerate(comparison.looks, start=1):
+        parts = []
+        for condition, value in look.evidence.items():
+            words = f"{condition}: evidence {value:.3g} of {1 / comparison.test.alpha:g}"
+            if condition in look.decided:
+                words += f", {look.decided[condition]}"
+            elif condition in look.chance:
+                words += f", {100 * look.chance[condition]:.0f}% to decide by the last seed"
+            if condition in look.foreseen and (ended := differences.get(condition, {}).get(look.seed)) is not None:
+                last = look.foreseen[condition][-1]
+                words += (
+                    f" (after {counted(last.step, 'step')} {difference_words(last.expected, metric)} were foreseen and "
+                    f"{100 * last.chance:.0f}%; it ended at {difference_words(ended, metric)})"
+                )
+            parts.append(words)
+        parts += [f"{condition} without this seed, of which a run had failed" for condition in look.missing]
+        yield f"Look {number} (seed {look.seed}): {'; '.join(parts)}."
 
 
 def computed(comparison: Comparison) -> Iterator[str]:
@@ -193,7 +220,7 @@ def computed(comparison: Comparison) -> Iterator[str]:
     over = f", adjusted over {family} by {adjusted}" if several else ""
     if test.rule == "evidence":
         yield (
-            f"p: 1 / the evidence of an e-process, looked at after each of {counted(len(test.looks), 'seed')}{over}; valid at every look. "
+            f"p: 1 / the evidence of an e-process after {counted(test.looks, 'look')}, one for each seed{over}; valid at every look. "
             "Interval: its confidence sequence, not adjusted. Both assume what the exact test assumes, that a difference is as likely as "
             "its negative where nothing differs."
         )

@@ -35,23 +35,31 @@ def answer(comparison: Comparison) -> str:
 
 def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
     total, parts = len(comparison.contrasts), list[str]()
-    against = comparison.baseline if comparison.one_baseline else "their baselines"
     for verdict in _VERBS:
         items = [contrast for contrast in found if contrast.conclusion.verdict is verdict]
         if not items:
             continue
-        shown = ", ".join(item_words(contrast, comparison) for contrast in items)
+        shown = ", ".join(item_words(contrast, comparison) + _within_margin(contrast, comparison) for contrast in items)
         if parts:
             parts.append(f"{len(items)} {_SHORT[verdict]}: {shown}")
             continue
-        verb = _VERBS[verdict][len(items) > 1]
+        several = len(items) > 1
+        verb = _VERBS[verdict][several]
+        against = comparison.baseline if comparison.one_baseline else "their baselines" if several else "its baseline"
         within = f" within {size_words(comparison.test.margin, comparison.metric)}" if verdict is Verdict.EQUIVALENT else ""
         if total == 1:
             one = items[0]
-            parts.append(f"{one.condition} {verb} {one.baseline}{within} {scope(comparison)}: {difference_and_interval(one, comparison)}")
+            shown = difference_and_interval(one, comparison) + _within_margin(one, comparison)
+            parts.append(f"{one.condition} {verb} {one.baseline}{within} {scope(comparison)}: {shown}")
         else:
             parts.append(f"{len(items)} of {total} conditions {verb} {against}{within} {scope(comparison)}: {shown}")
     return "; ".join([*parts, *_rest(comparison), *_at_worst(found, comparison)]) + "."
+
+
+def _within_margin(contrast: Contrast, comparison: Comparison) -> str:
+    if not contrast.conclusion.within_margin:
+        return ""
+    return f", within the margin of {size_words(comparison.test.margin, comparison.metric)}"
 
 
 def _at_worst(found: Sequence[Contrast], comparison: Comparison) -> Iterator[str]:
@@ -75,7 +83,8 @@ def _undecided(comparison: Comparison) -> str:
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
             f"Cannot conclude: {counted(seeds, 'seed')} cannot show any difference from {_baselines(comparison)}, however large; "
-            f"{counted(len(contrasts), 'comparison')} at {test.alpha:g} need at least {comparison.seeds_to_conclude}."
+            f"{counted(len(contrasts), 'comparison')} at {test.alpha:g} need{'s' if len(contrasts) == 1 else ''} at least "
+            f"{comparison.seeds_to_conclude}."
         )
     if len(contrasts) == 1:
         one = contrasts[0]
@@ -94,7 +103,8 @@ def _baselines(comparison: Comparison) -> str:
 
 def scope(comparison: Comparison) -> str:
     """The scope of a verdict: "on these 200 problems" or "in correct_rate", and "among the runs that finished" where arms lost runs."""
-    what = f"on these {comparison.problems:,} problems" if comparison.problems else f"in {comparison.metric.name}"
+    problems = "on this one problem" if comparison.problems == 1 else f"on these {comparison.problems:,} problems"
+    what = problems if comparison.problems else f"in {comparison.metric.name}"
     if comparison.problems and comparison.metric.k != 1:
         what = f"in {comparison.metric.name} {what}"
     lost = comparison.test.failed == "exclude" and any(_loses_unequally(contrast) for contrast in comparison.contrasts)

@@ -43,7 +43,7 @@ class Shared:
     @property
     def is_same(self) -> bool:
         """True if no key and nothing recorded differs: an A/A comparison."""
-        return self.prompts == self.pairs and not self.differing_keys and not self.environment
+        return self.prompts == self.pairs > 0 and not self.differing_keys and not self.environment
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "Shared":

@@ -1,6 +1,6 @@
 """The pairs of a contrast: two runs with one seed, one of each arm, and their difference."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb
 
@@ -57,6 +57,8 @@ class Pairs:
     most: Mapping[int, float] | None
     by_problem: Floats | None
     """[pairs, problems]; None without held-out answers."""
+    looks: Mapping[int, int] | None = None
+    """Seed -> number of the look that took it, from 0; None where nothing was looked at."""
 
     @property
     def runs(self) -> list[tuple[StoredRun, StoredRun]]:
@@ -64,23 +66,33 @@ class Pairs:
         ours, theirs = self.candidate.runs, self.baseline.runs
         return [(ours[seed], theirs[seed]) for seed in self.differences if seed in ours and seed in theirs]
 
-    def of_seeds(self, seeds: Collection[int]) -> "Pairs":
-        """The contrast over these seeds alone, in its own order."""
-        kept = [seed in seeds for seed in self.differences]
+    def at_looks(self, looks: Mapping[int, int]) -> "Pairs":
+        """The contrast as an e-process has seen it: the seeds of `looks`, which gives the number of the look of each, in their order."""
+        order = [seed for seed in looks if seed in self.differences]
+        places = [list(self.differences).index(seed) for seed in order]
 
-        def among(values: Mapping[int, float] | None) -> dict[int, float] | None:
-            return None if values is None else {seed: value for seed, value in values.items() if seed in seeds}
+        def ordered(values: Mapping[int, float] | None) -> dict[int, float] | None:
+            return None if values is None else {seed: values[seed] for seed in order}
 
-        by_problem = None if self.by_problem is None else self.by_problem[np.array(kept, dtype=bool)]
         return replace(
-            self, differences=among(self.differences) or {}, least=among(self.least), most=among(self.most), by_problem=by_problem
+            self,
+            differences=ordered(self.differences) or {},
+            least=ordered(self.least),
+            most=ordered(self.most),
+            by_problem=None if self.by_problem is None else self.by_problem[places],
+            looks=looks,
         )
 
     def paired(self, alpha: float, family: int) -> Paired:
         """The input of a verdict. The interval for new problems, where a verdict needs one, has Bonferroni's level over the family."""
         wide = self.wide_interval(1 - alpha / family)
         few = self.by_problem is not None and self.by_problem.shape[1] < FEW_PROBLEMS
-        return Paired(self.differences, self.least, self.most, wide.interval if wide and few else None)
+        least, most = (None if end is None else self._keyed(end) for end in (self.least, self.most))
+        unbounded = (-np.inf, np.inf)  # one problem, or too few that were judged
+        return Paired(self._keyed(self.differences), least, most, (wide.interval if wide else unbounded) if few else None)
+
+    def _keyed(self, values: Mapping[int, float]) -> Mapping[int, float]:
+        return values if self.looks is None else {self.looks[seed]: value for seed, value in values.items()}
 
     def two_way(self) -> TwoWay | None:
         return None if self.by_problem is None else TwoWay.of(self.by_problem)

@@ -6,12 +6,16 @@ A plan is hashed, so that an edit shows. A comparison that differs from it is ex
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from retrain.analysis.futility import Forecast, forecasts
+from retrain.analysis.measures import choose_metric
+from retrain.analysis.runs import StoredRun
 from retrain.errors import RunFailed
 from retrain.parsing import read_object
+from retrain.records.printing import counted
 
 if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings
@@ -53,6 +57,18 @@ class Look:
     """Condition -> chance to be decided by the last seed if the differences go on as so far. Recorded; it stops nothing."""
     decided: Mapping[str, str]
     """Condition -> its verdict, for those decided at this look; they run no more."""
+    missing: Sequence[str] = ()
+    """Conditions that the look went without, since a run of their pair had failed; a later look at the seed may take it."""
+    foreseen: Mapping[str, Sequence[Forecast]] = field(default_factory=dict)
+    """Condition -> what each evaluation of the seed's runs foretold, from the seeds looked at before. Recorded; it stops nothing."""
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> "Look":
+        foreseen = {condition: [Forecast.from_json(item) for item in items] for condition, items in stored.get("foreseen", {}).items()}
+        return cls(**{**stored, "foreseen": foreseen})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,7 @@ class CampaignRecord:
         try:
             stored = content.get("plan")
             plan = None if stored is None else _plan(stored)
-            looks = [Look(**look) for look in content.get("looks") or []]
+            looks = [Look.from_json(look) for look in content.get("looks") or []]
             seeds = [int(seed) for seed in content.get("seeds") or []]
         except (TypeError, ValueError, KeyError) as error:
             raise RunFailed(f"{path} has a plan or a look that cannot be read ({error}): the file was changed.") from error
@@ -85,16 +101,40 @@ class CampaignRecord:
 
     @property
     def looked(self) -> tuple[int, ...]:
-        """The seeds of the looks, in order."""
-        return tuple(look.seed for look in self.looks)
+        """The seeds that were looked at, in the order of their first looks."""
+        return tuple(dict.fromkeys(look.seed for look in self.looks))
+
+    @property
+    def undecided(self) -> list[str]:
+        """The plan's conditions beside the baseline without a verdict."""
+        return [condition for condition in self.plan.conditions if self.decided_at(condition) is None] if self.plan else []
 
     def decided_at(self, condition: str) -> int | None:
         """The number of looks after which the condition was decided; None while it is not."""
         return next((number for number, look in enumerate(self.looks, start=1) if condition in look.decided), None)
 
-    def seeds_of(self, condition: str) -> tuple[int, ...]:
-        """The seeds that the e-process of a condition has seen."""
-        return self.looked[: self.decided_at(condition)]
+    def looks_of(self, condition: str) -> dict[int, int]:
+        """Seed -> number of the look, from 0, at which the e-process of a condition took the pair of that seed."""
+        taken: dict[int, int] = {}
+        for number, look in enumerate(self.looks[: self.decided_at(condition)]):
+            if condition not in look.missing:
+                taken.setdefault(look.seed, number)
+        return taken
+
+    def foresee(self, runs: Sequence[StoredRun], seed: int) -> dict[str, list[Forecast]]:
+        """Condition -> what each evaluation of the runs of `seed` foretells, from the seeds looked at before; only conditions that a look
+        has judged. `runs` are those of the campaign.
+        """
+        if self.plan is None or not self.looks or seed in self.looked or (k := choose_metric(self.plan.metric, []).k) is None:
+            return {}
+        by_place = {(run.condition, run.seed): run for run in runs}
+        more, bar = len(self.seeds) - len(self.looked), len(self.undecided) / self.plan.alpha
+        found = {}
+        for condition in self.undecided:
+            if condition in self.looks[-1].evidence:
+                *earlier, now = [(by_place[condition, s], by_place[self.plan.baseline, s]) for s in (*self.looks_of(condition), seed)]
+                found[condition] = list(forecasts(earlier, now, k, more, bar))
+        return {condition: items for condition, items in found.items() if items}
 
 
 def _plan(stored: Mapping[str, Any]) -> AnalysisPlan:
@@ -122,6 +162,8 @@ def deviations(
     ):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
+    if record.looks and test.margin is not None:
+        yield f"margin ({test.margin:g}, none planned)"
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
@@ -136,7 +178,9 @@ def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
         stopped = " The campaign stopped when its evidence decided, so that an exact test's p is too small." if record.looks else ""
         return f"Exploratory: differs from the plan ({plan.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
     when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
-    line = f"As planned before the first run ({plan.sha256[:8]}): {plan.metric} at {plan.alpha:g}, {len(plan.seeds)} seeds, {when}."
+    line = (
+        f"As planned before the first run ({plan.sha256[:8]}): {plan.metric} at {plan.alpha:g}, {counted(len(plan.seeds), 'seed')}, {when}."
+    )
     added = [seed for seed in record.seeds if seed not in plan.seeds]
     if not added:
         return line
@@ -144,3 +188,19 @@ def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
     if plan.rule == "evidence":
         return f"{line} {which} The evidence stays valid."
     return f"{line} {which} If results were seen before, the exact test is no longer exact: its p is too small."
+
+
+def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[str]:
+    """What the evaluations of the seed that is next to be looked at foretell, one sentence for each undecided condition."""
+    following = next((seed for seed in record.seeds if seed not in record.looked), None)
+    if following is None or record.plan is None:
+        return []
+    from retrain.analysis.headline import difference_words, interval_words
+
+    metric, found = choose_metric(record.plan.metric, []), record.foresee(runs, following)
+    return [
+        f"Foreseen: {condition}, seed {following}, {difference_words(last.difference, metric)} after {counted(last.step, 'step')}; at the "
+        f"end {difference_words(last.expected, metric)} (80%: {interval_words(last.interval, metric)}); {100 * last.chance:.0f}% to decide "
+        "by the last seed. It stops nothing."
+        for condition, (*_, last) in found.items()
+    ]

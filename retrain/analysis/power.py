@@ -2,7 +2,7 @@
 
 The decision rule is the one of `compare`: the t interval excludes 0, and the adjusted sign-flip p is below alpha, for the one arm of the
 family that differs. With few seeds the sign flips are coarse and the rule has less power than a t test, so it is simulated up to
-SIMULATED_SEEDS; beyond, a t test at the level that the flips can reach agrees with it within about three points.
+SIMULATED_SEEDS; beyond, a t test at the level that the flips can reach agrees with it within about five points (benchmarks/calibration.py).
 """
 
 from functools import lru_cache
@@ -199,8 +199,8 @@ def design_line(
     units = minimal_detectable_effect(seeds, 1.0, alpha, power, comparisons, correction)
     if units is None:
         return (
-            f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however large; {family} at {alpha:g} need at "
-            f"least {seeds_to_conclude(alpha, comparisons, correction)} seeds."
+            f"Cannot conclude by design: {counted(seeds, 'seed')} cannot show a difference, however large; {family} at {alpha:g} "
+            f"need{'s' if comparisons == 1 else ''} at least {seeds_to_conclude(alpha, comparisons, correction)} seeds."
         )
     looked = ", looked at one by one," if correction == "evidence" else ""
     found = (

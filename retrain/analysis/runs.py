@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,14 @@ class StoredRun:
     def answers(self) -> Answers | None:
         """The held-out answers of `final_evaluation`."""
         return Answers.of(self.final_evaluation.problems) if self.final_evaluation else None
+
+    @cached_property
+    def evaluations(self) -> dict[int, Answers]:
+        """Step -> the held-out answers of the evaluation after so many steps, oldest first; the last one may be half written."""
+        if not self.folder.evaluation.is_file():
+            return {}
+        by_step = groupby(read_jsonl(self.folder.evaluation), key=lambda line: line["step"])
+        return {step: Answers.of([EvaluationRecord.from_json(line) for line in lines]) for step, lines in by_step}
 
     @cached_property
     def base_answers(self) -> Answers | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from retrain.analysis.planned import CampaignRecord, foreseen_lines
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
@@ -89,6 +90,8 @@ class RunStatus:
 class CampaignStatus:
     path: Path
     runs: tuple[RunStatus, ...]
+    foreseen: tuple[str, ...] = ()
+    """With stop = "evidence": what the evaluations of the seed that runs now foretell, a sentence for each undecided condition."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -120,7 +123,11 @@ class CampaignStatus:
     def to_json(self) -> dict[str, Any]:
         names = ("counts", "steps", "max_steps", "median_step_time_s", "remaining_s")
         summary = {name: getattr(self, name) for name in names}
-        return {"path": str(self.path), "name": self.path.name} | summary | {"runs": [run.to_json() for run in self.runs]}
+        return (
+            {"path": str(self.path), "name": self.path.name}
+            | summary
+            | {"runs": [run.to_json() for run in self.runs], "foreseen": list(self.foreseen)}
+        )
 
 
 @dataclass(frozen=True)
@@ -155,10 +162,18 @@ def overview(folder: Path) -> Overview:
             runs.append(run_status(StoredRun(path), now))
         else:
             try:
-                campaigns.append(CampaignStatus(path, tuple(run_status(run, now) for run in campaign_runs(path))))
+                planned = campaign_runs(path)
+                campaigns.append(CampaignStatus(path, tuple(run_status(run, now) for run in planned), tuple(_foreseen(path, planned))))
             except RunFailed as error:
                 runs.append(_unreadable(StoredRun(path), error))
     return Overview(folder, tuple(campaigns), tuple(runs))
+
+
+def _foreseen(campaign: Path, runs: Sequence[StoredRun]) -> list[str]:
+    try:
+        return foreseen_lines(CampaignRecord.read(campaign), runs)
+    except RunFailed:  # the line of the damaged run says so; a damaged plan is said by `retrain compare`
+        return []
 
 
 def _found(folder: Path) -> Iterator[Path]:
@@ -201,6 +216,8 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     if not folder.config.is_file():  # written once the model is loaded
         if not writer and _lost_its_config(run.path):
             raise RunFailed(f"{folder.config.name} is missing; put it back from a copy, or start the run anew with --overwrite.")
+        if run.failed and not writer:
+            return RunStatus(run.path, run.condition, None, State.FAILED, note=f"{run.unfinished}; it left no configuration.")
         state = State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
         return RunStatus(run.path, run.planned.condition if run.planned else "", None, state)
     recent = run.last_metrics(_WINDOW)

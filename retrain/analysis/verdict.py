@@ -55,8 +55,8 @@ class TestSettings:
     """None: as the campaign planned it, else joint sign flips."""
     failed: Literal["exclude", "worst"] = "exclude"
     """Leave pairs with a failed run out, or give that run the worst value."""
-    looks: tuple[int, ...] = ()
-    """The seeds in the order of the looks, for the correction "evidence"."""
+    looks: int = 0
+    """The number of looks, for the correction "evidence"."""
 
     @property
     def rule(self) -> Correction:
@@ -70,8 +70,10 @@ class TestSettings:
             return statistics.holm([statistics.sign_flip_p(list(contrast.values())) for contrast in family])
         return max_t(family)
 
-    def smallest_adjusted(self, pairs: Sequence[int]) -> list[float]:
-        """The smallest adjusted p that any differences of so many pairs in each contrast could give."""
+    def smallest_adjusted(self, pairs: Sequence[int]) -> list[float] | list[None]:
+        """The smallest adjusted p that any differences of so many pairs in each contrast could give; None where looks may follow."""
+        if self.rule == "evidence":
+            return [None] * len(pairs)
         smallest = [statistics.smallest_p(count) for count in pairs]
         return statistics.holm(smallest) if self.rule == "holm" else smallest
 
@@ -81,9 +83,8 @@ class TestSettings:
 
     def interval(self, differences: Mapping[int, float]) -> Interval | None:
         """Of the mean, by Student; at looks, of the centre, by the confidence sequence. None where there is none yet."""
-        ordered = [differences[seed] for seed in self.looks if seed in differences]
         if self.rule == "evidence":
-            return confidence_sequence(ordered, 1 - self.alpha) if ordered else None
+            return confidence_sequence([differences[look] for look in sorted(differences)], 1 - self.alpha)
         return statistics.t_interval([*differences.values()], 1 - self.alpha) if len(differences) > 1 else None
 
     def seeds_to_conclude(self, comparisons: int) -> int:
@@ -96,6 +97,7 @@ class Paired:
     """The differences of one contrast, one pair or more."""
 
     by_seed: Mapping[int, float]
+    """With the correction "evidence", by the number of the look."""
     least: Mapping[int, float] | None = None
     """With every unjudged answer counted against the candidate; None where all answers were judged."""
     most: Mapping[int, float] | None = None
@@ -129,8 +131,8 @@ class Conclusion:
     """Student's t, at confidence 1 - alpha."""
     p: float
     p_adjusted: float
-    smallest_p_adjusted: float
-    """The smallest that any differences could give with this many pairs in every contrast."""
+    smallest_p_adjusted: float | None
+    """The smallest that any differences could give with this many pairs in every contrast; None for evidence, since looks may follow."""
     d_z: float | None
     """With Hedges' correction, which is 0 for two pairs: None below three."""
     detectable: Interval | None
@@ -149,7 +151,7 @@ class Conclusion:
     verdict: Verdict
 
     def can_conclude(self, alpha: float) -> bool:
-        return self.smallest_p_adjusted < alpha
+        return self.smallest_p_adjusted is None or self.smallest_p_adjusted < alpha
 
     def word(self, alpha: float) -> str:
         """The verdict, or whether nothing could be concluded by design or was looked for and not decided."""
@@ -175,7 +177,7 @@ def _conclusion(
     paired: Paired,
     p_adjusted: float,
     p_at_worst: float,
-    smallest: float,
+    smallest: float | None,
     equivalence_p: float | None,
     test: TestSettings,
     family: int,
@@ -183,7 +185,7 @@ def _conclusion(
 ) -> Conclusion:
     d = paired.values
     mean, sd = statistics.mean(d), statistics.sample_sd(d) if len(d) > 1 else None
-    equivalent = equivalence_p is not None and equivalence_p < test.alpha and smallest < test.alpha
+    equivalent = equivalence_p is not None and equivalence_p < test.alpha and smallest is not None and smallest < test.alpha
     interval = test.interval(paired.by_seed)
     differs = p_adjusted < test.alpha and _excludes_zero(interval)
     unsure = _unsure(paired, p_at_worst, test) if differs else ""

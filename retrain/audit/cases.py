@@ -97,10 +97,6 @@ def _fraction(answer: str) -> Fraction | None:
     return Fraction(int(match["sign"] + (match["top"] or match["t"])), bottom) if bottom else None
 
 
-def _decimal(answer: str) -> Fraction | None:
-    return Fraction(answer) if _DECIMAL.fullmatch(answer) else None
-
-
 def _latex(value: Fraction) -> str:
     sign = "-" if value < 0 else ""
     return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
@@ -129,7 +125,7 @@ def _of_fraction(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
 
 
 def _of_decimal(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
-    return lambda answer: None if (value := _decimal(answer)) is None else rewrite(value)
+    return lambda answer: rewrite(Fraction(answer)) if _DECIMAL.fullmatch(answer) else None
 
 
 def _grouped(separator: str) -> Rewriting:
@@ -302,12 +298,8 @@ NOTHING: dict[str, Callable[[str], str]] = {
 """Name -> a completion without an answer."""
 
 
-def _nested(depth: int) -> str:
-    return r"\frac{1}{1+" * depth + "1" + "}" * depth
-
-
 HOSTILE: dict[str, Callable[[str], str]] = {
-    "40 nested fractions": lambda _: boxed(_nested(40)),
+    "40 nested fractions": lambda _: boxed(r"\frac{1}{1+" * 40 + "1" + "}" * 40),
     "a tower of powers": lambda _: boxed("9^{9^{9^{9}}}"),
     "a tower beside a tower": lambda _: boxed("9^{9^{9^9}}+1"),
     "a power with a long exponent": lambda _: boxed("7^{123456789}"),

@@ -13,6 +13,7 @@ import numpy as np
 from retrain.audit.cases import Case, Kind, cases_of
 from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judge_words, training_rewards
+from retrain.config.schema import Reward
 from retrain.data import load_examples
 from retrain.records.evaluation import wilson_interval
 from retrain.rewards import Scorer, ScoreRequest, build_scorer
@@ -188,17 +189,17 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
         if note := scorer.probe():
             say(note)
         if "judge" not in config.reward.types:  # no time of starting workers in a case's; a judge has answered its probe
-            list(_judge_all(scorer, cases[:_WARM_UP], _at_once(config)))
+            list(_judge_all(scorer, cases[:_WARM_UP], _at_once(config.reward)))
         began = time.perf_counter()
-        judged = list(_judge_all(scorer, cases, _at_once(config)))
+        judged = list(_judge_all(scorer, cases, _at_once(config.reward)))
         seconds = time.perf_counter() - began
     return Audit(judge_words(training_rewards(config), config.reward), loaded.data.source, len(loaded), judged, seconds)
 
 
-def _at_once(config: TrainConfig) -> int:
+def _at_once(reward: Reward) -> int:
     """As many cases as can be judged at the same time, so that a case's time is not spent waiting for others."""
-    workers = config.reward.workers or automatic_workers()
-    return max(workers, config.reward.judge_concurrency) if "judge" in config.reward.types else workers
+    workers = reward.workers or automatic_workers()
+    return max(workers, reward.judge_concurrency) if "judge" in reward.types else workers
 
 
 def _judge_all(scorer: Scorer, cases: Iterable[Case], at_once: int) -> Iterator[Judged]:

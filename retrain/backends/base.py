@@ -175,7 +175,7 @@ class Backend(ABC):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote: adapter, optimizer, schedule."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Release the engine and the device; safe to call twice."""
 
 

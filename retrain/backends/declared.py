@@ -15,6 +15,7 @@ from retrain.plugins import load_plugin
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Loss
 
 
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
@@ -64,17 +65,21 @@ def incapable(config: "TrainConfig") -> list[str]:
     from retrain.config.outcomes import key_refusals, per_token_refusals
 
     backend, engine = declared_backend(config), declared_engine(config)
-    problems = [*key_refusals(config), *per_token_refusals(config, backend.per_token_advantages), *_loss_problems(config, backend)]
+    problems = [
+        *key_refusals(config),
+        *per_token_refusals(config, backend.per_token_advantages),
+        *_loss_problems(config.backend.backend, config.loss, backend),
+    ]
     return [*problems, *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ())]
 
 
-def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
+def _loss_problems(name: str, loss: "Loss", backend: BackendCapabilities) -> Iterator[str]:
     """Sentences on the keys that a plugin's declaration rules out; of a built-in backend, `config/support.py` says more."""
-    if config.backend.backend in BACKENDS:
+    if name in BACKENDS:
         return
-    loss, where = config.loss, f'backend "{config.backend.backend}"'
+    where = f'backend "{name}"'
     if backend.losses and loss.mode not in backend.losses:
-        yield f'[loss] mode = "{loss.mode}" is no loss of {where}; use {" or ".join(backend.losses)}.'
+        yield f'[loss] mode = "{loss.mode}" is not a loss of {where}; use {" or ".join(backend.losses)}.'
     if backend.loss_reduction == "mean" and loss.aggregation != "token_mean":
         yield f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the batch; use "token_mean".'
     if loss.entropy_coef and not backend.entropy:
@@ -94,16 +99,12 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
         yield f"{where} returns text without token ids, and encoding it again may give other tokens; choose another engine."
     if engine.logprobs == "none":
         yield f"{where} returns no log-probs, and the loss needs them for its ratio; choose another engine."
-    if not engine.entropy and _uncertainty(config) == "shannon_entropy":
+    if not engine.entropy and config.algorithm.uncertainty == "shannon_entropy":
         yield f'{where} records no entropies, which uncertainty_kind = "shannon_entropy" needs; use surprisal or predictive_variance.'
     if config.inference.engine != "pytorch" and config.backend.shard_base:
         yield f"{where} with [backend] shard_base = true: only the pytorch engine samples from a sharded model; leave it false."
     if config.inference.engine != "pytorch" and len(config.backend.device_list) > 1:
         yield f"{where} with two [backend] devices: only the pytorch engine samples on a device of its own; name one device."
-
-
-def _uncertainty(config: "TrainConfig") -> str:
-    return str(config.algorithm.transform_params.get("uncertainty_kind", config.algorithm.uncertainty_kind))
 
 
 def capability_notes(config: "TrainConfig") -> Iterator[str]:
@@ -122,16 +123,16 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
         )
     if engine and not engine.token_ids_in:
         yield f"{sampler} takes prompts as text, so each must encode back to its own ids."
-    if engine and local and is_raw(config, engine):
+    if engine and local and is_raw(engine, config.training.temperature):
         yield (
             f"{sampler} returns log-probs before the temperature: the learner computes those at {config.training.temperature:g} itself, in "
             "two more forward passes per step, and surprisals and log_ratio_mean are those at temperature 1."
         )
 
 
-def is_raw(config: "TrainConfig", engine: EngineCapabilities) -> bool:
+def is_raw(engine: EngineCapabilities, temperature: float) -> bool:
     """Whether the log-probs of an engine are of another policy than the one that is sampled and trained."""
-    return engine.logprobs == "raw" and config.training.temperature != 1
+    return engine.logprobs == "raw" and temperature != 1
 
 
 def engine_words(engine: EngineCapabilities) -> str:

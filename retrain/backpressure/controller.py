@@ -207,7 +207,7 @@ class BackpressureController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as the controller that returned `state` would have. Raises KeyError for an incomplete state."""
         law = state["law"]
-        self.observations = deque(((float(p), float(x)) for p, x in state["observations"]), maxlen=WINDOW)
+        self.observations = deque(((p, float(x)) for p, x in state["observations"]), maxlen=WINDOW)
         self.step_count, self.since_change = state["step_count"], state["since_change"]
         self.ema, self.ema_p, self.batch_size = state["ema"], state["ema_p"], state["batch_size"]
         self.law, self.r2 = ScalingLaw(*law) if law else None, state["r2"]

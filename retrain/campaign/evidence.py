@@ -1,23 +1,31 @@
 """Looking after every seed: which runs of a campaign with stop = "evidence" still start, and when it ends.
 
 A seed is looked at once all of its needed runs have ended, in the order of the seeds. What a look decides depends only on these runs, so
-a campaign that was killed and resumed decides the same. The looks are stored in the manifest and are not taken again: a run that failed
-before the look at its seed stays lost, since trying it again after seeing the others would choose among results.
+a campaign that was killed and resumed decides the same. The looks are stored in the manifest and are not taken again.
+
+A run that failed is left out of the look at its seed: nothing is bet on its pair. A resumed campaign tries it again, as it does any failed
+run, and looks at the seed once more if it now ends; that look takes only the pairs that were missing. A run has one result however often it
+is tried, so trying again chooses nothing. As with every comparison among the runs that finished, what must not depend on how good a run
+would have been is whether it fails.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import ceil
 
 from retrain.analysis.compare import Comparison, compare_campaign
-from retrain.analysis.e_process import chance_to_decide, evidence
+from retrain.analysis.e_process import evidence
+from retrain.analysis.futility import FEWEST, chance_to_decide
 from retrain.analysis.headline import difference_words
 from retrain.analysis.planned import CampaignRecord, Look
+from retrain.analysis.runs import campaign_runs
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.errors import ConfigurationError
 from retrain.records.printing import counted
+
+_ENDED = (Status.DONE, Status.FAILED)
 
 
 class EvidenceRule:
@@ -29,92 +37,117 @@ class EvidenceRule:
         self._manifest = manifest
         self._say = say
         self._ahead = 1 if workers >= len(plan.runs) else 1 + ceil((workers - 1) / len(plan.conditions))
-        self._looks = CampaignRecord.read(plan.folder).looks
+        self._record = CampaignRecord.read(plan.folder)
         self._place = {seed: place for place, seed in enumerate(plan.seeds)}
-
-    @property
-    def over(self) -> bool:
-        """True once every condition is decided, or every seed was looked at."""
-        return not self._undecided or len(self._looks) == len(self._plan.seeds)
+        self._runs = {(run.condition, run.seed): run for run in plan.runs}
 
     @property
     def _undecided(self) -> list[str]:
-        decided = {condition for look in self._looks for condition in look.decided}
-        return [condition for condition in self._plan.conditions[1:] if condition not in decided]
+        return [condition for condition in self._plan.conditions[1:] if self._record.decided_at(condition) is None]
+
+    def _missing(self, seed: int) -> list[str]:
+        """Undecided conditions whose pair the looks at a seed went without."""
+        return [condition for condition in self._undecided if seed not in self._record.looks_of(condition)]
 
     def needs(self, run: CampaignRun) -> bool:
         """False for a run that no look to come would use."""
-        wanted = run.condition == self._plan.conditions[0] or run.condition in self._undecided
-        return wanted and not self.over and self._place[run.seed] >= len(self._looks)
+        wanted = self._missing(run.seed) if run.seed in self._record.looked else self._undecided
+        return run.condition in wanted or (bool(wanted) and run.condition == self._plan.conditions[0])
 
     def may_start(self, run: CampaignRun) -> bool:
         """True for a run that is needed and whose turn has come."""
-        return self.needs(run) and self._place[run.seed] < len(self._looks) + self._ahead
+        return self.needs(run) and self._place[run.seed] < len(self._record.looked) + self._ahead
 
     def look(self) -> None:
         """Take the looks that are due."""
-        while not self.over and self._is_due(seed := self._plan.seeds[len(self._looks)]):
-            self._looks = [*self._looks, self._take(seed)]
-            self._manifest.looks = [asdict(look) for look in self._looks]
+        while (seed := self._due()) is not None:
+            self._record = replace(self._record, looks=[*self._record.looks, self._take(seed)])
+            self._manifest.looks = [look.to_json() for look in self._record.looks]
             self._manifest.write_if_possible()
-            if self.over:
+            if not self._undecided or len(self._record.looked) == len(self._plan.seeds):
                 self._say(self._last_line())
 
-    def _is_due(self, seed: int) -> bool:
-        runs = [run for run in self._plan.runs if run.seed == seed and self.needs(run)]
-        return all(self._manifest[run.name].status in (Status.DONE, Status.FAILED) for run in runs)
+    def _due(self) -> int | None:
+        """The seed to look at now: one whose failed run was tried again and is done, else the next one. None while runs have not ended."""
+        if not self._undecided:
+            return None
+        again = [seed for seed in self._record.looked if self._missing(seed)]
+        if not all(self._has_ended(seed) for seed in again):
+            return None
+        recovered = [seed for seed in again if set(self._missing(seed)) - set(self._failed(seed))]
+        following = [seed for seed in self._plan.seeds if seed not in self._record.looked][:1]
+        return next(iter([*recovered, *filter(self._has_ended, following)]), None)
+
+    def _has_ended(self, seed: int) -> bool:
+        return all(self._status(run) in _ENDED for run in self._plan.runs if run.seed == seed and self.needs(run))
+
+    def _failed(self, seed: int) -> list[str]:
+        """Undecided conditions of whose pair a run has failed."""
+        baseline = self._plan.conditions[0]
+        pairs = {condition: [self._runs[label, seed] for label in (condition, baseline)] for condition in self._undecided}
+        return [condition for condition, pair in pairs.items() if any(self._status(run) is Status.FAILED for run in pair)]
+
+    def _status(self, run: CampaignRun) -> Status:
+        return self._manifest[run.name].status
 
     def _take(self, seed: int) -> Look:
-        looks = [*self._looks, Look(seed, {}, {}, {})]
+        look = Look(seed, {}, {}, {}, self._failed(seed))
+        record = replace(CampaignRecord.read(self._plan.folder), looks=[*self._record.looks, look])
+        name = f"Look {len(record.looks)} (seed {seed}{', whose failed run was tried again' if seed in self._record.looked else ''})"
         try:
-            record = replace(CampaignRecord.read(self._plan.folder), looks=looks)
             comparison = compare_campaign(self._plan.folder, TestSettings(), record=record)
         except ConfigurationError:  # no pair so far; the comparison at the end says why
-            self._say(f"Look {len(looks)} of at most {len(self._plan.seeds)} (seed {seed}): no pair yet, since runs failed.")
-            return looks[-1]
+            self._say(f"{name}: no pair yet, since runs failed.")
+            return look
         if comparison.test.rule != "evidence":
-            self._say(f"Look {len(looks)} (seed {seed}) decides nothing. {comparison.planned}")
-            return looks[-1]
-        look = self._look_at(comparison, seed)
+            self._say(f"{name} decides nothing. {comparison.planned}")
+            return look
+        foreseen = self._record.foresee(campaign_runs(self._plan.folder), seed)
+        look = replace(self._judged(look, comparison, record), foreseen=foreseen)
         for line in self._lines(look, comparison):
-            self._say(line)
+            self._say(f"{name}: {line}")
         return look
 
-    def _look_at(self, comparison: Comparison, seed: int) -> Look:
+    def _judged(self, look: Look, comparison: Comparison, record: CampaignRecord) -> Look:
+        taken = [record.looks_of(contrast.condition) for contrast in comparison.contrasts]
+        at_looks = [
+            {looks[seed]: value for seed, value in contrast.differences.items()}
+            for looks, contrast in zip(taken, comparison.contrasts, strict=True)
+        ]
+        found = evidence(at_looks, len(record.looks))
         undecided = set(self._undecided)
-        found = evidence([contrast.differences for contrast in comparison.contrasts], comparison.test.looks)
-        shown = {contrast.condition: (contrast, value) for contrast, value in zip(comparison.contrasts, found, strict=True)}
-        open_now = {condition: pair for condition, pair in shown.items() if condition in undecided}
+        open_now = {
+            contrast.condition: (contrast, value)
+            for contrast, value in zip(comparison.contrasts, found, strict=True)
+            if contrast.condition in undecided
+        }
         verdicts = {condition: contrast.conclusion.verdict for condition, (contrast, _) in open_now.items()}
-        left = len(self._plan.seeds) - len(comparison.test.looks)
-        bar = len(undecided) / comparison.test.alpha
-        return Look(
-            seed,
-            {condition: round(value, 4) for condition, (_, value) in open_now.items()},
-            {
+        left, bar = len(self._plan.seeds) - len(record.looked), len(undecided) / comparison.test.alpha
+        return replace(
+            look,
+            evidence={condition: round(value, 4) for condition, (_, value) in open_now.items()},
+            chance={
                 condition: round(chance_to_decide(list(contrast.differences.values()), left, bar), 2)
                 for condition, (contrast, _) in open_now.items()
-                if verdicts[condition] is Verdict.INCONCLUSIVE and len(contrast.differences) > 2
+                if verdicts[condition] is Verdict.INCONCLUSIVE and len(contrast.differences) >= FEWEST
             },
-            {condition: str(verdict) for condition, verdict in verdicts.items() if verdict is not Verdict.INCONCLUSIVE},
+            decided={condition: str(verdict) for condition, verdict in verdicts.items() if verdict is not Verdict.INCONCLUSIVE},
         )
 
     def _lines(self, look: Look, comparison: Comparison) -> Iterator[str]:
-        """For example: Look 3 (seed 202): maxrl+none +8.2 pp, evidence 12.4 of 20, chance to decide by the last seed 71%."""
-        number, last = len(comparison.test.looks), len(self._plan.seeds)
+        """For example: maxrl+none +8.2 pp, evidence 12.4 of 20; if it goes on so, 71% to decide by the last seed."""
         for contrast in comparison.contrasts:
             condition = contrast.condition
             if condition not in look.evidence:
                 continue
             shown = difference_words(contrast.conclusion.mean, comparison.metric)
-            line = f"Look {number} of at most {last} (seed {look.seed}): {condition} {shown}"
-            line += f", evidence {look.evidence[condition]:.3g} of {1 / comparison.test.alpha:g}"
+            line = f"{condition} {shown}, evidence {look.evidence[condition]:.3g} of {1 / comparison.test.alpha:g}"
             if condition in look.chance:
-                line += f"; if it goes on so, {100 * look.chance[condition]:.0f}% to decide by the last seed"
+                line += f"; at this rate, {100 * look.chance[condition]:.0f}% to decide by the last seed"
             yield line + (f": {look.decided[condition]}." if condition in look.decided else ".")
 
     def _last_line(self) -> str:
-        seeds = counted(len(self._looks), "seed")
+        seeds = counted(len(self._record.looked), "seed")
         if self._undecided:
             return f"All {seeds} were looked at; not decided: {', '.join(self._undecided)}."
         return f"Decided after {seeds} of at most {len(self._plan.seeds)}."

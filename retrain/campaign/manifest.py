@@ -20,6 +20,7 @@ from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
+from retrain.parsing import toml_value
 from retrain.records.atomic import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder, mark
@@ -142,13 +143,35 @@ class Manifest:
     def resumed_with(self, plan: CampaignPlan) -> None:
         """Adopt the plan of a resumed campaign, which may have more conditions, seeds or steps.
 
-        Raises ConfigurationError if the plan lacks a run, or changes how a run is trained.
+        Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives looks that were taken another meaning.
         """
         _check_same(config_from_mapping(self.config), plan)
+        self._check_looks(plan)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
         self._by_name = {entry.name: entry for entry in self.runs}
         self.config, self.conditions, self.seeds, self.max_steps = fresh.config, fresh.conditions, fresh.seeds, fresh.max_steps
+
+    def _check_looks(self, plan: CampaignPlan) -> None:
+        """What a look decided holds for the steps, the conditions and the order of the seeds that it was taken with."""
+        if plan.settings.stop != "evidence":
+            return
+        otherwise = 'set stop = "seeds", which runs everything and looks at nothing, or start a new campaign.'
+        if self.plan and self.plan.get("rule") == "seeds":
+            raise ConfigurationError(
+                f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after all of its seeds; {otherwise}'
+            )
+        looked = list(dict.fromkeys(look["seed"] for look in self.looks))  # a seed whose failed run was tried again has two looks
+        for key, now, before in (
+            ("max_steps", plan.max_steps, self.max_steps),
+            ("conditions", list(plan.conditions), self.conditions),
+            ("seeds", list(plan.seeds[: len(looked)]), looked),
+        ):
+            if looked and now != before:
+                raise ConfigurationError(
+                    f"[campaign] {key} = {toml_value(now)}: {self.folder} has been looked at {len(looked)} times with "
+                    f"{toml_value(before)}; restore that, {otherwise}"
+                )
 
 
 def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:

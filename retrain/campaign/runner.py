@@ -55,13 +55,14 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
             for line in (*checked.lines, _first_line(plan)):
                 board.say(line)
             squeeze = AutoSqueeze(plan, manifest, board.say)
-            _Execution(plan, manifest, launcher, board, interrupts, on_done=squeeze.after).run()
+            execution = _Execution(plan, manifest, launcher, board, interrupts, on_done=squeeze.after)
+            execution.run()
         squeeze.at_end()
         for line in comparison_lines(plan):
             board.say(line)
         with writing_to(plan.folder, resume_hint):
             manifest.write()
-    if undone := [entry for entry in manifest.runs if entry.status not in (Status.DONE, Status.SKIPPED)]:
+    if undone := [manifest[run.name] for run in plan.runs if execution.lacks(run)]:
         first = undone[0]
         raise RunFailed(
             f"{len(undone)} of {len(manifest.runs)} runs did not finish; the first is {first.name} ({first.status}: "
@@ -147,6 +148,11 @@ class _Execution:
                 job.kill()
         if (number := self._interrupts.stopped_by) is not None:
             raise Interrupted(f"Interrupted by {Signals(number).name}; continue with --resume {self._plan.folder}.", number)
+
+    def lacks(self, run: CampaignRun) -> bool:
+        """True for a run that is not done, unless no look to come would use it."""
+        ended = self._manifest[run.name].status in (Status.DONE, Status.SKIPPED)
+        return not ended and (self._rule is None or self._rule.needs(run))
 
     def _queue_unfinished(self) -> None:
         """Finished runs stay as they are; a run that failed or was interrupted in an earlier session is pending again."""
@@ -276,7 +282,7 @@ class AutoSqueeze:
         except Untrained as error:
             self._untrained.add(run.name)
             self._due = True
-            self._say(f"LoRA-Squeeze takes the next run: {error}")
+            self._say(f"LoRA-Squeeze uses the next run instead: {error}")
             return
         except RetrainError as error:
             self._say(f"LoRA-Squeeze failed; the campaign continues: {error}")

@@ -34,7 +34,7 @@ def command(
     if overrides.rest:
         raise ConfigurationError(f"retrain audit takes one configuration; {overrides.rest[0]!r} is one too many.")
     if not target.is_file():
-        raise ConfigurationError(f"{target} is no file; name a configuration, whose [reward] is audited on its [data].")
+        raise ConfigurationError(f"{target} is not a file; name a configuration, whose [reward] is audited on its [data].")
     load_dotenv()
     config = load_config(target, overrides)
     from retrain.audit.run import audit_reward

@@ -22,7 +22,7 @@ def command(
 
     entries = [entry for entry in CATALOGUE if name in ("", entry.name)]
     if not entries:
-        raise ConfigurationError(f"{name!r} is no built-in engine or backend; there are {', '.join(entry.name for entry in CATALOGUE)}.")
+        raise ConfigurationError(f"{name!r} is not a built-in engine or backend; these are {', '.join(entry.name for entry in CATALOGUE)}.")
     if as_json or form == "json":
         print(json.dumps([entry.to_json() for entry in entries], indent=2))
     elif form == "markdown":

@@ -26,7 +26,7 @@ class Format(StrEnum):
 class BaselineTakesSeveral(TyperCommand):
     """`--baseline A B C` is three baselines, so that a shell's pattern can follow it; runs to compare come before it."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # typer.Context is what typer passes
         return super().parse_args(ctx, repeated(args, "--baseline"))
 
 
@@ -143,5 +143,5 @@ def _compare(
         raise ConfigurationError(f"--contrast {':'.join(pairs[0])} names conditions of a campaign, and {targets[0]} is none.")
     if not baseline:
         needs = "--control takes a campaign" if control else "runs need --baseline RUN... to be compared with"
-        raise ConfigurationError(f"{targets[0]} is no campaign (no manifest.json with runs), and {needs}.")
+        raise ConfigurationError(f"{targets[0]} is not a campaign (it has no manifest.json with runs), and {needs}.")
     return compare_runs([open_run(target) for target in targets], [open_run(Path(run)) for run in baseline], test, metric)

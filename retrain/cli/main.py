@@ -90,7 +90,7 @@ def command_named(name: str) -> "TyperCommand":
     module = importlib.import_module(f"retrain.cli.{name.replace('-', '_')}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, epilog=f"Example: {EXAMPLES[name]}", **getattr(module, "SETTINGS", {}))(module.command)
-    command: TyperCommand = typer.main.get_command(app)  # type: ignore[assignment]
+    command: TyperCommand = typer.main.get_command(app)  # type: ignore[assignment]  # typed as click.Command
     return command
 
 

@@ -105,8 +105,10 @@ def command(
         _write_new(output, new)
     elif write and path is not None:
         _rewrite(path, old, new, backup=backup)
+    elif old == new:
+        print(f"{name} needs no migration.")
     else:
-        _preview(old, new, name)
+        sys.stdout.write(unified_diff(old, new, name))
 
 
 def _check_usage(path: Path | None, *, check: bool, write: bool, backup: bool, output: Path | None, stdin: bool, stdout: bool) -> None:
@@ -140,13 +142,6 @@ def _check(old: str, new: str, name: str) -> None:
         return
     print(f"{name} needs migration; `retrain migrate-config` with --write or --output does it.")
     raise typer.Exit(1)
-
-
-def _preview(old: str, new: str, name: str) -> None:
-    if old == new:
-        print(f"{name} needs no migration.")
-        return
-    sys.stdout.write(unified_diff(old, new, name))
 
 
 def _write_new(output: Path, text: str) -> None:

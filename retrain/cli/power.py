@@ -33,10 +33,16 @@ def command(
     if (pilot is None) == (sd is None):
         raise ConfigurationError("retrain power needs the spread of the differences: a pilot's folder, or --sd; give one of them.")
     found = read_pilot(pilot, metric) if pilot else None
+    if found and found.sd == 0:
+        raise ConfigurationError(
+            f"the differences between the runs of {pilot} are all equal, so they show no spread; give --sd, or run a pilot of more seeds."
+        )
     sd = found.sd if found else sd
     assert sd is not None
     plan = SeedPlan(effect, sd, alpha, power, comparisons or (found.comparisons if found else 1), correction)
     _check(plan, comparisons)
+    if found and found.metric.is_rate and effect is not None and effect >= 1:
+        raise ConfigurationError(f"--effect {effect:g} is not a possible difference in {found.metric.name}; two points are 0.02.")
     if as_json or form == "json":
         print(json.dumps(_as_json(plan, found), indent=2))
     else:
@@ -48,11 +54,11 @@ def _check(plan: "SeedPlan", comparisons: int | None) -> None:
     for name, value, example in (("alpha", plan.alpha, 0.05), ("power", plan.power, 0.8)):
         if not 0 < value < 1:
             raise ConfigurationError(f"--{name} {value:g} is not between 0 and 1; use {example}.")
-    for name, size in (("effect", plan.effect), ("sd", plan.sd)):
-        if size is not None and not 0 <= size < float("inf"):
-            raise ConfigurationError(f"--{name} {size:g} is not a positive number; give one, such as 0.02.")
     if plan.effect == 0:
         raise ConfigurationError("--effect 0 needs infinitely many seeds; give the smallest difference that matters, such as 0.02.")
+    for name, size in (("effect", plan.effect), ("sd", plan.sd)):
+        if size is not None and not 0 < size < float("inf"):
+            raise ConfigurationError(f"--{name} {size:g} is not a positive number; give one, such as 0.02.")
     if comparisons is not None and comparisons < 1:
         raise ConfigurationError(f"--comparisons {comparisons} is not a number of comparisons; give 1 or more.")
 

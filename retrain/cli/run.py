@@ -72,7 +72,7 @@ def _squeeze_picture(config: "TrainConfig") -> Path:
 def _draw_squeeze(squeezed: "Squeezed", picture: Path) -> str:
     """Draw the picture, and return a line that tells where it is, or why there is none."""
     if importlib.util.find_spec("matplotlib") is None:
-        return 'No picture of the variance curve: matplotlib is not installed; pip install "retrain[report]".'
+        return 'The variance curve is not drawn: matplotlib is not installed; pip install "retrain[report]".'
     from retrain.report.data import SqueezeCurve
     from retrain.report.figures import write_squeeze_picture
 
@@ -80,17 +80,17 @@ def _draw_squeeze(squeezed: "Squeezed", picture: Path) -> str:
         picture.parent.mkdir(parents=True, exist_ok=True)
         write_squeeze_picture(SqueezeCurve.from_json("", squeezed.to_json()), picture)
     except OSError as error:
-        return f"No picture of the variance curve: {picture} cannot be written ({error.strerror or error})."
+        return f"The variance curve is not drawn: {picture} cannot be written ({error.strerror or error})."
     return f"Picture: {picture}"
 
 
 def _run_campaign(config: "TrainConfig", parsed: RunArguments) -> int:
     if parsed.overwrite:
         raise ConfigurationError(
-            "--overwrite is for a single run: a campaign is too much to lose by a flag; name another --log-dir, or delete the old one."
+            "--overwrite is for a single run: a flag does not delete a campaign; name another --log-dir, or delete the old folder yourself."
         )
     if parsed.skip_parity:
-        raise ConfigurationError("--skip-parity is for a single run: a comparison needs runs that trained what they sampled; leave it out.")
+        raise ConfigurationError("--skip-parity is for a single run: a comparison needs runs that passed the parity gate; leave it out.")
     from retrain.campaign import run_campaign
 
     run_campaign(config, quiet=parsed.quiet)

@@ -44,7 +44,7 @@ def command(
     needs = server_needs(config, prompt_tokens)
     found = server_command(engine, config, needs, python)
     if engine == "max" and needs.device == "cpu":
-        print_progress("MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be evaluated and not trained.")
+        print_progress("MAX applies adapters on a GPU only: on a CPU it serves the base model, which can be evaluated but not trained.")
     if run:
         found.run()
     sys.stdout.write(found.shell())
@@ -53,28 +53,33 @@ def command(
 def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     """Return what the model and the data ask of a server; with `prompt_tokens` the data is not read."""
     from retrain.inference_engine.commands import ServerNeeds
-    from retrain.model.budget import kv_bytes_per_token
+    from retrain.model.budget import kv_bytes_per_token, longest_row
     from retrain.model.devices import choose_device, choose_dtype
     from retrain.model.text import context_length, load_model_config, resolve_model
 
-    device = choose_device(config).device
+    device = choose_device(config.backend).device
     model = load_model_config(config.model.model, config.model.revision, config.model.trust_remote_code)
-    learner = str(choose_dtype(config, device)).removeprefix("torch.")
+    learner = str(choose_dtype(config.model.dtype, device)).removeprefix("torch.")
     dtype = learner if config.inference.dtype == "auto" else "bfloat16"
-    longest = (prompt_tokens or _longest_prompt(config)) + config.training.max_tokens
-    context = min(max(longest, _GATE_TOKENS), context_length(model) or longest)
-    print_progress(f"The longest prompt and {config.training.max_tokens} new tokens fit into a context of {context} tokens.")
+    positions = context_length(model)
+    longest = longest_row(config.training, config.environment, positions, prompt_tokens or _longest_prompt(config))
+    context = min(max(longest, _GATE_TOKENS), positions or longest)
+    answers = " and what the environment says between them" if config.environment.provider else ""
+    print_progress(f"The longest prompt and {config.training.max_tokens} new tokens{answers} fit into a context of {context} tokens.")
     kv_bytes = kv_bytes_per_token(model, 4 if dtype == "float32" else 2, config.inference.kv_cache_dtype)
     return ServerNeeds(resolve_model(config.model.model), dtype, device.type, context, kv_bytes)
 
 
 def _longest_prompt(config: "TrainConfig") -> int:
     """Return the number of tokens of the longest prompt, over the training and the held-out prompts."""
-    from retrain.run.parts import load_held_out, load_prompts, load_text
+    from retrain.run.parts import load_held_out, load_prompts, load_stage, load_text
 
-    if config.environment.provider:
-        raise ConfigurationError("retrain serve cannot count the prompts of an [environment]; give the longest with --prompt-tokens N.")
-    text = load_text(config, print_progress)
-    prompts = load_prompts(config, text, None, print_progress)
-    held_out = load_held_out(config, text, None, prompts, print_progress) if config.evaluation.asked_for else []
+    text = load_text(config.model, print_progress)
+    stage = load_stage(config, text, print_progress)
+    try:
+        prompts = load_prompts(config, text, stage, print_progress)
+        held_out = load_held_out(config, text, stage, prompts, print_progress) if config.evaluation.asked_for else []
+    finally:
+        if stage:
+            stage.host.close()
     return max(len(prompt.token_ids) for prompt in [*prompts.prompts, *held_out])

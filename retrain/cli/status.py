@@ -23,7 +23,7 @@ def command(
     logs: Annotated[Path, typer.Argument(metavar="LOGS", help="A folder of runs, a campaign's or a single run's.")] = Path("logs"),
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
-    watch: Annotated[bool, typer.Option("--watch", help="Print again until nothing runs any more, or Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Print again until nothing is running, or Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two prints of --watch.")] = 2.0,
 ) -> None:
     """Show progress, last metrics, throughput and step time of every run in and below a folder, and which runs were killed or hang."""
@@ -58,7 +58,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         return [f"No runs in {seen.folder}."]
     printed: list[str] = []
     for campaign in seen.campaigns:
-        printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs", width), ""]
+        printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs", width), *campaign.foreseen, ""]
     if seen.runs:
         printed += [*_table(seen.runs, seen.folder, width), ""]
     notes = [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]

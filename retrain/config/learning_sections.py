@@ -108,8 +108,11 @@ class Model(Section):
     base_url: str = key("", "Tinker service URL (tinker backend only).", may_change_at_resume=True)
     lora_rank: int = key(32, "LoRA rank; alpha is twice the rank unless [lora] alpha is set.", ge=1, sets_step_time=True)
     revision: str = key("", "Branch, tag or commit of the model on the hub; empty means the default branch.")
-    dtype: Literal["auto", "bf16", "fp32"] = key(
-        "auto", "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere.", sets_step_time=True
+    dtype: Literal["auto", "bf16", "fp32", "fp8"] = key(
+        "auto",
+        "Data type of the frozen weights; auto is bf16 on CUDA and fp32 elsewhere, and fp8 holds the blocks' linear layers in 8 bits and "
+        "computes as auto does.",
+        sets_step_time=True,
     )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model.")
     load_in_4bit: bool = key(False, "Hold the frozen weights in 4 bits (CUDA, needs bitsandbytes).")
@@ -145,6 +148,11 @@ class Algorithm(Section):
     advantage_params: Table = key({}, "Parameters of the advantage.")
     transform_params: Table = key({}, "Parameters of the transform; its uncertainty_kind overrides the key of that name.")
     uncertainty_params: Table = key({}, "Parameters of an uncertainty plugin.")
+
+    @property
+    def uncertainty(self) -> str:
+        """The name that is used: that of the transform's table, else `uncertainty_kind`."""
+        return str(self.transform_params.get("uncertainty_kind", self.uncertainty_kind))
 
 
 class Plugins(Section):

@@ -285,7 +285,7 @@ def kept_set_refusals(config: TrainConfig, kept_set: bool) -> list[str]:
         return []
     cuts = [key for key in all_keys() if key.path in TRUNCATING_KEYS and config.value(key.path) != key.default]
     return [
-        f"[training] {key.name} = {toml_value(config.value(key.path))} is trained over the tokens that were kept, and engine "
-        f'"{config.inference.engine}" does not say how many those are; leave it at {toml_value(key.default)}, or use engine = "pytorch".'
+        f"[training] {key.name} = {toml_value(config.value(key.path))} is trained over the kept tokens, and engine "
+        f'"{config.inference.engine}" does not report how many were kept; leave it at {toml_value(key.default)}, or use engine = "pytorch".'
         for key in cuts
     ]

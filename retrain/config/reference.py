@@ -98,9 +98,16 @@ def _cells(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+_HELP_FOOTER = """\
+--flag VALUE and --flag=VALUE; --switch and --no-switch; lists as 1,2 or [1, 2]; tables as repeated KEY=VALUE.
+--section.key VALUE works for every key. RETRAIN_<SECTION>_<KEY> sets a key from the environment.
+A later one wins: defaults, file, environment, flags.
+"""
+
+
 def help_text(section: str | None = None) -> str:
     """The text of `retrain help config [SECTION]`: every key with its flag, default, allowed values and documentation."""
-    return "\n".join(line for name in section_models() if section in (None, name) for line in _help_section(name)) + "\n" + _help_footer()
+    return "\n".join(line for name in section_models() if section in (None, name) for line in _help_section(name)) + "\n" + _HELP_FOOTER
 
 
 def _help_section(section: str) -> Iterator[str]:
@@ -111,14 +118,6 @@ def _help_section(section: str) -> Iterator[str]:
         yield f"  {key.flag}{short}  ({key.name} = {default})"
         yield from textwrap.wrap(f"{key.doc} Allowed: {key.allowed}.", WIDTH, initial_indent="      ", subsequent_indent="      ")
     yield ""
-
-
-def _help_footer() -> str:
-    return textwrap.dedent("""\
-        --flag VALUE and --flag=VALUE; --switch and --no-switch; lists as 1,2 or [1, 2]; tables as repeated KEY=VALUE.
-        --section.key VALUE works for every key. RETRAIN_<SECTION>_<KEY> sets a key from the environment.
-        A later one wins: defaults, file, environment, flags.
-        """)
 
 
 def json_schema() -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Violation:
     """A broken rule. The loader adds the file and makes a sentence of it."""
 
     keys: tuple[str, ...]
-    """The keys that the rule reads, as "section.key"; the first is the one to mend."""
+    """The keys that the rule reads, as "section.key"; the first is the one to fix."""
     message: str
     """One sentence without its full stop."""
 
@@ -154,13 +154,41 @@ def _what_a_sharded_base_needs(config: "TrainConfig") -> Iterator[Violation]:
     if config.model.load_in_4bit:
         yield Violation(
             ("backend.shard_base", "model.load_in_4bit"),
-            f"{wanted} cannot part weights in 4 bits; set [model] load_in_4bit = false, or leave shard_base false",
+            f"{wanted} cannot split weights in 4 bits; set [model] load_in_4bit = false, or leave shard_base false",
         )
     if config.inference.dtype != "auto":
         yield Violation(
             ("backend.shard_base", "inference.dtype"),
             f'{wanted} with [inference] dtype = "{config.inference.dtype}" would hold a whole copy of the model in every process; '
             'set dtype = "auto"',
+        )
+
+
+@_rule
+def _what_weights_in_eight_bits_need(config: "TrainConfig") -> Iterator[Violation]:
+    """Sampler and learner must read the same numbers, and a server rounds to 8 bits in its own way."""
+    if config.model.dtype != "fp8" or config.backend.backend != "local":
+        return
+    wanted = '[model] dtype = "fp8"'
+    engine = config.inference.engine
+    if engine != "pytorch" and engine in builtin_names("engine"):
+        yield Violation(
+            ("model.dtype", "inference.engine"),
+            f'{wanted} with engine = "{engine}", whose server rounds weights in its own way, so that it would not sample what the learner '
+            'trains; use engine = "pytorch", or dtype = "auto"',
+        )
+    if config.inference.dtype == "bf16":
+        yield Violation(
+            ("model.dtype", "inference.dtype"),
+            f'{wanted} with [inference] dtype = "bf16": the sampler reads the same 8 bits as the learner; set [inference] dtype = "auto"',
+        )
+    if config.model.load_in_4bit:
+        yield Violation(
+            ("model.dtype", "model.load_in_4bit"), f"{wanted} and load_in_4bit = true are two ways to hold the same weights; choose one"
+        )
+    if config.backend.shard_base:
+        yield Violation(
+            ("model.dtype", "backend.shard_base"), f'{wanted} cannot part weights in 8 bits; set dtype = "auto", or leave shard_base false'
         )
 
 
@@ -512,7 +540,7 @@ def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
         hint = f'; did you mean "{near}"?' if near else f"; known are {', '.join(known)}"
         yield Violation(("backend.options",), f"[backend.options] {name} is not a known option{hint}")
     if more := len(wrong[MOST_SENTENCES - 1 :]):
-        yield Violation(("backend.options",), f"[backend.options] {more:,} more of its names are no known options")
+        yield Violation(("backend.options",), f"[backend.options] {more:,} more of its names are not known options")
     for backend, model in BACKEND_OPTIONS.items():
         try:
             model.model_validate(config.backend.options_of(backend))

@@ -102,7 +102,9 @@ class Inference(Section):
     api_key_env: Annotated[str, AfterValidator(check_variable)] = key(
         "", "Environment variable with the server's API key; empty sends none.", may_change_at_resume=True, own_to_a_run=True
     )
-    timeout_s: float = key(300.0, "Seconds until a request to the server is given up.", gt=0, may_change_at_resume=True, own_to_a_run=True)
+    timeout_s: float = key(
+        300.0, "Longest wait for an answer of the server, in seconds.", gt=0, may_change_at_resume=True, own_to_a_run=True
+    )
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
         "default",
         "Attention implementation. default: torch's flash kernel where it runs, else torch's choice. flash: that or nothing. cutlass: "
@@ -161,7 +163,11 @@ class Environment(Section):
     args: Arguments = key({}, "Arguments of the environment, as a table or a JSON string.")
     max_turns: int = key(-1, "Most turns in multi-turn environments; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = key(False, "Install a missing environment from the Prime hub.")
-    timeout_s: float = key(600.0, "Seconds that the environment itself may take for a trajectory; one over it could not be judged.", gt=0)
+    timeout_s: float = key(
+        600.0,
+        "Seconds that the environment itself may take for a trajectory; a slower one counts as not judged.",
+        gt=0,
+    )
 
 
 RewardType = Annotated[str, OpenName("reward")]

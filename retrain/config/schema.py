@@ -114,7 +114,7 @@ class Campaign(Section):
     )
     stop: Literal["seeds", "evidence"] = key("seeds", "End after all seeds, or look after every seed and stop when the evidence decides.")
     max_seeds: int = key(
-        0, 'Most seeds with stop = "evidence", beyond those of `seeds` counted on from the largest; 0 is as many as `seeds` names.', ge=0
+        0, 'Most seeds with stop = "evidence"; seeds beyond those listed count up from the largest one. 0 is the number listed.', ge=0
     )
     parallel: bool = key(False, "Run conditions simultaneously.")
     max_workers: int = key(0, "Most simultaneous runs; 0 starts all, on CUDA as many as the devices hold.", ge=0)
@@ -210,7 +210,7 @@ class TrainConfig(Section):
         if section not in self.model_fields_set or not name:
             return section in self.model_fields_set
         value = getattr(self, section)
-        return value is not None and ("from_" if name == "from" else name) in value.model_fields_set
+        return value is not None and value.is_set(name)
 
     def value(self, path: str) -> Any:
         """The value of "section.key"; None for a key of an absent [campaign]."""

@@ -72,6 +72,10 @@ class Section(BaseModel):
     traits: ClassVar[Traits] = NO_TRAITS
     """The traits of every key of the section."""
 
+    def is_set(self, name: str) -> bool:
+        """True if the key was given rather than left to its default."""
+        return ("from_" if name == "from" else name) in self.model_fields_set
+
     @field_validator("*")
     @classmethod
     def _is_holdable(cls, value: Any) -> Any:

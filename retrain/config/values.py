@@ -80,7 +80,7 @@ def check_devices(text: str) -> str:
 def check_path(text: str) -> str:
     """Refuse a path that no file system can hold."""
     if not is_path_text(text):
-        raise refuse("is no path: it holds a NUL character or a name of more than 255 bytes")
+        raise refuse("is not a path: it holds a NUL character or a name of more than 255 bytes")
     return text
 
 
@@ -92,7 +92,7 @@ def check_server_url(text: str) -> str:
     except ValueError:  # a port or an IPv6 address that is none
         good = False
     if text and not good:
-        raise refuse("is no address of a server, such as http://127.0.0.1:8000")
+        raise refuse("is not the address of a server, such as http://127.0.0.1:8000")
     if parts.query or parts.fragment:
         raise refuse("has a query or a fragment, which requests would lose; end it before the ? or #")
     return text
@@ -114,7 +114,7 @@ def check_svd_device(text: str) -> str:
 def check_variable(name: str) -> str:
     """Check the name of an environment variable; empty means none. An API key in its place would be stored with the configuration."""
     if name and not _VARIABLE.fullmatch(name):
-        raise refuse("is no name of an environment variable; put the key itself into a variable, and name that one here")
+        raise refuse("is not the name of an environment variable; put the key itself into a variable, and name that one here")
     return name
 
 

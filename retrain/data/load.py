@@ -42,7 +42,7 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     if result.dropped:
         result.notes.append(f"Dropped rows: {result.dropped_rows()}")
     if repeated := len(result.examples) - len({example.example_id for example in result.examples}):
-        result.notes.append(f"Examples with another's example_id, whose results are counted together: {repeated:,}")
+        result.notes.append(f"Examples that share their example_id with another, so that their results are counted together: {repeated:,}")
     return result
 
 

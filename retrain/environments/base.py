@@ -62,7 +62,7 @@ class Episode(ABC):
     def result(self) -> Result:
         """Called once, after the last reply: the episode ended, or its turns or tokens ran out."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Release what the episode holds; called once, after an error too, and while a method hangs that took too long."""
 
 
@@ -84,5 +84,5 @@ class Environment(ABC):
         """Replies that are right, for the parity gate to try; None where the environment knows none."""
         return None
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Release threads, loops and servers; called once at the end of a run."""

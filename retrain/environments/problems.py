@@ -7,8 +7,8 @@ from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.data.load import NoHeldOutSplit, subset
 from retrain.data.sources import ReadResult
 from retrain.environments.base import Environment, Split, is_conversation
+from retrain.environments.loading import environment_code
 from retrain.errors import ConfigurationError
-from retrain.plugins import user_code
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def load_problems(environment: Environment, config: "TrainConfig", split: Split)
     Raises ConfigurationError if none is left, NoHeldOutSplit if the environment has no evaluation set.
     """
     name = environment_name(config)
-    with user_code(f"[environment] {name}: reading its {split} set", ConfigurationError):
-        examples = environment.examples(split)
+    with environment_code(f"[environment] {name}: reading its {split} set", config.environment.timeout_s):
+        examples = list(environment.examples(split))
     if not examples and split == "evaluation":
         raise NoHeldOutSplit(
             f"[environment] {name} has no evaluation set, and an evaluation was asked for: switch off every, at_start and at_end in "

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from retrain.environments.base import Environment
-from retrain.errors import ConfigurationError
-from retrain.plugins import load_plugin, user_code
+from retrain.environments.loading import environment_code
+from retrain.plugins import load_plugin
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -44,8 +44,9 @@ def load_environment(config: "TrainConfig") -> Environment:
     Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure where its library or its data are not here.
     """
     settings = config.environment
-    if settings.provider in PROVIDERS:
-        return PROVIDERS[settings.provider](settings)
-    made: type[Environment] = load_plugin("environment", settings.provider, config)
-    with user_code(f'[environment] provider = "{settings.provider}": building it with args {sorted(settings.args)}', ConfigurationError):
+    what = f'[environment] provider = "{settings.provider}": building it with args {sorted(settings.args)}'
+    with environment_code(what, settings.timeout_s):
+        if settings.provider in PROVIDERS:
+            return PROVIDERS[settings.provider](settings)
+        made: type[Environment] = load_plugin("environment", settings.provider, config)
         return made(**settings.args)

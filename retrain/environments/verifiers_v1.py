@@ -221,11 +221,11 @@ server.resolve_client = _client_of
 # -- a harness in this process -------------------------------------------------------------------------------------------
 
 
-class OneCallConfig(vf.HarnessConfig):  # type: ignore[misc]
+class OneCallConfig(vf.HarnessConfig):  # type: ignore[misc]  # the base class has no types
     """It has nothing to set."""
 
 
-class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]
+class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]  # the base class has no types
     """Sends the conversation to the model once; an environment of several turns resumes it. The library's own start `uv` for that."""
 
     APPENDS_SYSTEM_PROMPT = True
@@ -239,7 +239,8 @@ class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [message_to_wire(item) for item in prompt or ()]
-        async with httpx.AsyncClient(timeout=None) as http:
+        # The endpoint is plain http on this machine. A client that could verify https reads all certificate authorities, 0.09 s a call.
+        async with httpx.AsyncClient(timeout=None, verify=False, trust_env=False) as http:
             answer = await http.post(
                 endpoint.rstrip("/") + "/chat/completions",
                 headers={"Authorization": f"Bearer {secret}"},
@@ -254,7 +255,7 @@ def _register_harness() -> str:
     import sys
 
     module = ModuleType(_HARNESS)
-    module.__all__ = ["OneCall"]  # type: ignore[attr-defined]
-    module.OneCall = OneCall  # type: ignore[attr-defined]
+    module.__all__ = ["OneCall"]  # type: ignore[attr-defined]  # a module made here
+    module.OneCall = OneCall  # type: ignore[attr-defined]  # a module made here
     sys.modules.setdefault(_HARNESS, module)
     return _HARNESS

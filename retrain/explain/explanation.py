@@ -14,9 +14,10 @@ from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
 from retrain.config.outcomes import unused_keys
+from retrain.config.schema import Squeeze
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
-from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign, schedule_run
+from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign
 from retrain.inference_engine.base import EngineCapabilities
 from retrain.records.disk import expanded
 from retrain.records.redact import Redactor
@@ -116,7 +117,7 @@ def explain(
     """
     settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
     if config.kind == "squeeze":
-        adapter, problems = _adapter_of(config)
+        adapter, problems = _adapter_of(config.squeeze)
         return Explanation("squeeze", config, settings, unused, tuple(problems), adapter=adapter)
     runs, plan = _runs(config)
     one_per_condition = runs[: len(config.conditions)]  # a campaign starts with all conditions of its first seed
@@ -178,19 +179,21 @@ def _schedule(
     config: TrainConfig, plan: CampaignPlan | None, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
 ) -> tuple[Schedule | None, list[str]]:
     """Return the schedule, or None and the reasons if a campaign has more workers than its devices have room for."""
+    steps_done = _steps_done(config.resume.from_, plan)
     if plan is None:
-        return schedule_run(config, _steps_done(config, None), step_time, price_per_hour), []
+        devices = len(config.backend.device_list)
+        return Schedule(1, config.training.max_steps, steps_done, 1, None, devices, step_time, price_per_hour or 0.0), []
     try:
-        return schedule_campaign(plan, _steps_done(config, plan), memory, step_time, price_per_hour), []
+        return schedule_campaign(plan, steps_done, memory, step_time, price_per_hour), []
     except ConfigurationError as error:
         return None, list(error.problems)
 
 
-def _steps_done(config: TrainConfig, plan: CampaignPlan | None) -> int:
-    """Count the steps already done in the runs that `[resume] from` continues."""
-    if not config.resume.from_:
+def _steps_done(resumed: str, plan: CampaignPlan | None) -> int:
+    """Count the steps already done in the runs that `[resume] from` = `resumed` continues."""
+    if not resumed:
         return 0
-    folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
+    folders = [run.folder for run in plan.runs] if plan else [Path(resumed)]
     return sum(StoredRun(folder).steps for folder in folders)
 
 
@@ -215,7 +218,7 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
     configs = [replaced(config, {"model.trust_remote_code": False}) for config in configs]  # explaining runs no code
     if memory_gib is None:
         try:
-            choose_device(configs[0])
+            choose_device(configs[0].backend)
         except EnvironmentFailure as error:
             return None, f"{error} Or predict for a device elsewhere by its memory: --memory-gib 24."
     sizing = [key.path for key in all_keys() if key.traits.sizes_memory and key.path != "training.seed"]
@@ -226,13 +229,12 @@ def _memory(configs: Sequence[TrainConfig], memory_gib: float | None) -> "tuple[
         return None, str(error)
 
 
-def _adapter_of(config: TrainConfig) -> "tuple[LoraAdapter | None, list[str]]":
+def _adapter_of(settings: Squeeze) -> "tuple[LoraAdapter | None, list[str]]":
     """Read the adapter of a squeeze job, or return why the job would be refused."""
     from retrain.squeeze.adapter import read_adapter
     from retrain.squeeze.analysis import checked_ranks, svd_device
     from retrain.squeeze.job import check_settings
 
-    settings = config.squeeze
     try:
         adapter = read_adapter(expanded(settings.adapter_path, "[squeeze] adapter_path"))
         svd_device(settings.device)

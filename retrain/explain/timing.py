@@ -153,11 +153,6 @@ class Schedule:
         }
 
 
-def schedule_run(config: "TrainConfig", steps_done: int, step_time: StepTime | None, price_per_hour: float | None) -> Schedule:
-    devices = len(config.backend.device_list)
-    return Schedule(1, config.training.max_steps, steps_done, 1, None, devices, step_time, price_per_hour or 0.0)
-
-
 def schedule_campaign(
     plan: "CampaignPlan", steps_done: int, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
 ) -> Schedule:

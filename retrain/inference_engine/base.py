@@ -172,7 +172,7 @@ class InferenceEngine(ABC):
     """A server woke up or came back since the parity gate last looked; the run checks it before it learns, and clears this."""
 
     @classmethod
-    def preflight(cls, config: Any) -> str | None:  # noqa: ARG003
+    def preflight(cls, config: Any) -> str | None:  # noqa: ARG003 - part of the interface
         """Called before anything is loaded. Returns why its completions are good for an evaluation alone, as a sentence; "" or None where
         they can be trained on. Raises ConfigurationError or EnvironmentFailure where the engine could not work.
         """
@@ -201,12 +201,12 @@ class InferenceEngine(ABC):
         gate, for the trial adapter and again for the restored one, with the same `step`.
         """
 
-    def sleep(self) -> None:  # noqa: B027
+    def sleep(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Give the device's memory to the learner until the next `sync`. Called when the sampling of a step has ended."""
 
     def why_it_differs(self) -> str:
         """The reason that the engine itself finds where its log-probs are not the learner's, as part of a sentence; "" if nothing."""
         return ""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Release servers, threads and memory; safe to call twice."""

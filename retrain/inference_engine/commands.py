@@ -95,7 +95,7 @@ def server_command(engine: str, config: "TrainConfig", needs: ServerNeeds, pytho
     """
     builder = COMMANDS.get(engine)
     if builder is None:
-        raise ConfigurationError(f"{engine!r} is no server that retrain knows how to start; name one of {', '.join(COMMANDS)}.")
+        raise ConfigurationError(f"{engine!r} is not a server that retrain can start; name one of {', '.join(COMMANDS)}.")
     return builder(config, needs, python)
 
 
@@ -222,6 +222,7 @@ def _max(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerComman
     """`max serve` stands beside its Python. It serves adapters on a GPU only, without its prefix cache."""
     host, port = address("max", config)
     _refuse_four_bits("max", config)
+    # Not by pathlib, which would make a bare name of ./max, to be looked up on PATH.
     program = os.path.join(os.path.dirname(python), "max") if os.path.dirname(python) else "max"  # noqa: PTH118, PTH120
     command = ServerCommand(
         [program, "serve", "--model", needs.model, "--host", host, "--port", str(port)], {"MAX_SERVE_DISABLE_TELEMETRY": "1"}

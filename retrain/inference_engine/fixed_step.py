@@ -114,7 +114,7 @@ class Drawn:
             return
         self._host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True) if host is None else host
         self._host.copy_(device, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._event.record()
 
     def read(self) -> npt.NDArray[np.float64]:
@@ -213,7 +213,7 @@ class FixedStep:
         state = self.buffers
         before = {name: buffer.clone() for name, buffer in (state.of_rows | {"ring": state.ring, "ring_place": state.ring_place}).items()}
         state.done.fill_(True)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not annotate it
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):

@@ -5,7 +5,6 @@ A server that does not answer is left out, its requests go to the others, and it
 """
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import httpx
 import stamina
 
 from retrain.errors import ConfigurationError, RetrainError, ServerFailure
-from retrain.web import Answer, TooLong, exchange, masked
+from retrain.web import Answer, TooLong, exchange, key_from, masked
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -116,7 +115,7 @@ class Server:
             return answer.content
         if status < 400:
             raise Refused(status, f"it redirects to {answer.leads_to}; name the address that answers itself")
-        said = masked(answer.said or answer.reason, *self.secrets)
+        said = answer.said(*self.secrets) or masked(answer.reason, *self.secrets)
         if self.lost and (reason := self.lost(status, said)):
             raise Unavailable(f"{self.url}: {reason} ({status}: {said})", gone=True)
         if status in _BUSY:
@@ -351,7 +350,7 @@ class ServerPool:
     def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
         where = f" {server.url}" if server else ""
         if error.status in (401, 403):
-            how = f"the key in {self._key_env} is not accepted" if self._key_env else "it wants a key: name its variable"
+            how = f"the key in {self._key_env} was not accepted" if self._key_env else "it wants a key: name its variable"
             return ServerFailure(f"{self._what}{where} answered {error.status} ({error}): {how} in [inference] api_key_env.")
         return ServerFailure(f"{self._what}{where} answered {error.status}: {error}.")
 
@@ -397,7 +396,7 @@ def addresses(url: str) -> tuple[str, str]:
 def _authorization(key_env: str) -> dict[str, str]:
     if not key_env:
         return {}
-    value = os.environ.get(key_env, "").strip()
+    value = key_from(key_env)
     if not value:
         raise ConfigurationError(f'[inference] api_key_env = "{key_env}" names a variable that is not set; export it or leave the key out.')
     return {"Authorization": f"Bearer {value}"}

@@ -141,7 +141,7 @@ class KVArena:
             stored.grow(self.capacity, active, used)
 
 
-class PromptPass(Cache):  # type: ignore[misc]
+class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
     """Several prompts packed into one row [1, sum P]: each attends to itself only, and leaves its keys and values here."""
 
     def __init__(self, lengths: Sequence[int], kernel: Kernel, held: Sequence[int] = ()) -> None:
@@ -192,7 +192,7 @@ class PromptPass(Cache):  # type: ignore[misc]
         ]
 
 
-class DecodePass(Cache):  # type: ignore[misc]
+class DecodePass(Cache):  # type: ignore[misc]  # the base class has no types
     """One new token for each of the rows 0 .. R-1 of the arena, each written and masked at its own length."""
 
     def __init__(self, arena: KVArena, lengths: npt.NDArray[np.int64], kernel: Kernel) -> None:

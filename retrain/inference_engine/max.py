@@ -103,15 +103,16 @@ class MAXChild:
 
     def __init__(self, config: "TrainConfig", device: str, model: Any) -> None:
         """Starts it. `device` is the learner's: cpu or cuda."""
-        from retrain.model.machine import longest_row
-        from retrain.model.text import resolve_model
+        from retrain.model.budget import longest_row
+        from retrain.model.text import context_length, resolve_model
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.config = config.model_copy(update={"inference": config.inference.model_copy(update={"url": url})})
         dtype = "bfloat16" if config.inference.dtype == "bf16" else str(model.dtype).removeprefix("torch.")
-        needs = ServerNeeds(resolve_model(config.model.model), dtype, device, longest_row(config, model.config), 0)
+        longest = longest_row(config.training, config.environment, context_length(model.config))
+        needs = ServerNeeds(resolve_model(config.model.model), dtype, device, longest, 0)
         command = server_command("max", self.config, needs)
         command.arguments[0] = max_program()
         folder = Path(config.logging.log_dir)

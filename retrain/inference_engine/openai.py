@@ -42,7 +42,7 @@ class OpenAIDialect(VLLMDialect):
             # Without text either, there is nothing: this raises.
             await server.post(COMPLETIONS, {"model": server.facts["base"], "prompt": "1", "max_tokens": 1})
             server.facts["text_alone"] = (
-                f"{self.title} {server.url} can be evaluated and not trained with: {lack}, and the loss needs token ids with log-probs. To "
+                f"{self.title} {server.url} can be evaluated but not trained with: {lack}, and the loss needs token ids with log-probs. To "
                 'train, use the engine made for the server (vllm, sglang, mlx, max); for a judge, [reward] type = "judge" needs text alone.'
             )
 

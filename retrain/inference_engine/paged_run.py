@@ -243,7 +243,10 @@ class PagedRun:
             fed = row.ids[:-1]
             pages = row.pages[: self._pool.needed(len(fed))]
             self._pool.share(pages)
-            self._engine.kept[_row_key(row.job, fed)] = _Kept(pages, len(fed))
+            key = _row_key(row.job, fed)
+            if before := self._engine.kept.pop(key, None):  # the same tokens again, as after a rewritten history
+                self._pool.give_back(before.pages)
+            self._engine.kept[key] = _Kept(pages, len(fed))
 
     def _leave(self, row: _Row) -> None:
         self._slots[row.slot] = None

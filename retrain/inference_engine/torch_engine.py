@@ -153,7 +153,7 @@ class TorchEngine(InferenceEngine):
         """
         longest, page, keeps = max(job.tokens for job in jobs) + 1, self._options.page_tokens, self._options.prefix_caching
         if any(job.request.may_go_on for job in jobs):  # room for later turns, or else each would begin a batch
-            longest = min(2 * longest, self._decoder.context)
+            longest = min(2 * longest, self._decoder.uniform_positions)
         wanted = DecodeLimits(min(self._limits.rows, len(jobs)), min(self._limits.tokens, wanted_tokens(jobs, page)))
         if self._paged is None or self._paged.busy or not self._paged.serves(wanted, longest):
             self._paged = None  # first, so that both are never held

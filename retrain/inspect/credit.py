@@ -276,7 +276,7 @@ def _under(config: TrainConfig, name: str) -> TrainConfig:
         "algorithm.advantage_mode": advantage or (recipe.advantage if recipe else ""),
         "algorithm.transform_mode": transform,
         "algorithm.transform_params": {},  # these belong to the run's own transform
-        "algorithm.uncertainty_kind": str(config.algorithm.transform_params.get("uncertainty_kind", config.algorithm.uncertainty_kind)),
+        "algorithm.uncertainty_kind": config.algorithm.uncertainty,
     }
     if advantage:
         changes["algorithm.advantage_params"] = {}

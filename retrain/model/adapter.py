@@ -23,7 +23,7 @@ from retrain.parsing import read_object
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from retrain.config import TrainConfig
+    from retrain.config.schema import Lora, Model
     from retrain.model.load import BaseModel
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -36,24 +36,24 @@ _ADAPTER = "default"
 class Adapter:
     """The trainable part of a model: its PEFT module, its parameters by name, its files."""
 
-    def __init__(self, base: "BaseModel", config: "TrainConfig") -> None:
+    def __init__(self, base: "BaseModel", model: "Model", lora: "Lora", seed: int) -> None:
         from peft import get_peft_model
 
-        self.name = config.model.model
+        self.name = model.model
         """As the user gave it: the hub id, so that the saved adapter finds its base elsewhere."""
-        self.revision = config.model.revision or None
-        self.dropout = DropoutKey(config.training.seed)
-        self.drops = config.lora.dropout > 0
+        self.revision = model.revision or None
+        self.dropout = DropoutKey(seed)
+        self.drops = lora.dropout > 0
         # peft draws initial weights from the global generator, which ours replace, and reads an attribute that transformers deprecates.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            self.peft_model: PeftModel = get_peft_model(base.model, lora_config(base, config), adapter_name=_ADAPTER)
+            self.peft_model: PeftModel = get_peft_model(base.model, lora_config(base, lora, model.lora_rank), adapter_name=_ADAPTER)
         self.peft_model.eval()
-        _initialise(self.peft_model, config.training.seed)
-        if config.lora.dropout:
-            _key_dropout(self.peft_model, config.lora.dropout, self.dropout)
-        if config.lora.init_from:
-            self.start_from(Path(config.lora.init_from))
+        _initialise(self.peft_model, seed)
+        if lora.dropout:
+            _key_dropout(self.peft_model, lora.dropout, self.dropout)
+        if lora.init_from:
+            self.start_from(Path(lora.init_from))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -183,10 +183,10 @@ def _difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter])
 # --- construction --------------------------------------------------------------------------------------------------
 
 
-def lora_config(base: "BaseModel", config: "TrainConfig") -> Any:
+def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
+    """The peft.LoraConfig of an adapter of this rank."""
     from peft import LoraConfig, TaskType
 
-    lora, rank = config.lora, config.model.lora_rank
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=rank,
@@ -209,7 +209,7 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
     unknown = [name for name in wanted if name.rsplit(".", 1)[-1] not in found]
     if unknown:
         raise ConfigurationError(
-            f"[lora] target_modules names {', '.join(map(repr, unknown))}, which is no linear layer of this model's blocks; "
+            f"[lora] target_modules names {', '.join(map(repr, unknown))}, but this model's blocks have no such linear layer; "
             f"allowed: {', '.join(found)}."
         )
     return sorted(wanted)

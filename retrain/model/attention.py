@@ -71,7 +71,7 @@ def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
     Some families (Qwen2-MoE, Phi-MoE) name their window to the mask alone and not to the attention function.
     """
     mask = torch.empty((1, 1, 1, 1), dtype=torch.int8, device="cpu")
-    mask.window = local_size or 0  # type: ignore[attr-defined]
+    mask.window = local_size or 0  # type: ignore[attr-defined]  # a note for our own kernels
     return mask
 
 

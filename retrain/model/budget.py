@@ -1,10 +1,15 @@
 """The rows and KV tokens that can decode together in a given amount of memory."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.errors import EnvironmentFailure
 
+if TYPE_CHECKING:
+    from retrain.config.schema import Environment, Training
+
+PROMPT_ALLOWANCE = 1024
+"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of an environment's answers."""
 SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Float32 logits handled together: on a CPU they stay in the cache over the passes."""
 PREFILL_TOKENS = 8192
@@ -32,6 +37,17 @@ class DecodeLimits:
     def rows_together(self, tokens_per_row: int, completions: int) -> int:
         """The number of `completions` that decode together if the longest has `tokens_per_row`; the others wait their turn."""
         return max(1, min(self.rows, self.tokens // tokens_per_row, completions))
+
+
+def longest_row(training: "Training", environment: "Environment", context: int, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
+    """Tokens of the longest prompt and completion that must fit; where prompts are not known, an allowance is made.
+
+    What an environment will say between the replies is not known, so all of it together has the same allowance. `context` is the
+    model's, 0 where it names no limit.
+    """
+    answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
+    wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
+    return min(wanted, context or wanted)
 
 
 def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:

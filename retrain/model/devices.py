@@ -1,6 +1,7 @@
 """The devices and dtypes of a run, and the options of its engine; what this machine lacks is refused or replaced."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,11 +11,10 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
 from retrain.model.budget import PAGE_TOKENS
 from retrain.model.packed import computes_bf16
-from retrain.model.varlen import has_flash
+from retrain.model.varlen import has_flash, reads_pages
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
-    from retrain.config.schema import Inference
+    from retrain.config.schema import Backend, Inference, Model
 
 _KV_STORAGE = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -42,7 +42,8 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
     if inference.dtype in ("fp8", "fp4"):
         raise ConfigurationError(
             f'[inference] dtype = "{inference.dtype}" needs {inference.dtype[-1]}-bit matrix products, which the pytorch engine has on no '
-            f'device; use "auto" (the model\'s own) or "bf16", or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
+            f'device; use "auto" (the model\'s own) or "bf16", [model] dtype = "fp8" for weights in 8 bits in sampler and '
+            f'learner alike, or engine = "vllm" with a {inference.dtype} model on a GPU that has them.'
         )
     if inference.kv_cache_dtype == "fp8" and device_type == "mps":
         raise ConfigurationError(
@@ -55,7 +56,7 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
         kv_storage=None if kv_storage == (weights or model_dtype) else kv_storage,
         flash=inference.attention_kernel != "cutlass" and has_flash(device_type, weights or model_dtype),
         prefix_caching=inference.prefix_caching,
-        paged=has_flash(device_type, weights or model_dtype),
+        paged=has_flash(device_type, weights or model_dtype) and (reads_pages() or find_spec("triton") is not None),
     )
 
 
@@ -87,7 +88,7 @@ def _check_attention(kernel: str, device_type: str, dtype: torch.dtype) -> None:
         )
     if kernel == "flash" and not has_flash(device_type, dtype):
         raise EnvironmentFailure(
-            f'[inference] attention_kernel = "flash" needs torch 2.12 and an NVIDIA GPU of compute capability 8.0 (Ampere) or later; '
+            f'[inference] attention_kernel = "flash" needs torch 2.11 and an NVIDIA GPU of compute capability 8.0 (Ampere) or later; '
             f'here is torch {torch.__version__}. Use "default", which takes what there is.'
         )
 
@@ -101,16 +102,16 @@ class DeviceChoice(NamedTuple):
     """Split mode: a device of the sampler's own."""
 
 
-def choose_device(config: "TrainConfig", world: World = ALONE) -> DeviceChoice:
+def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
     """The devices of `[backend] devices`: one, or in split mode the sampler's and then the learner's.
 
     The unset default falls back to cpu; a named device that is absent is refused.
     In a parallel run each process of a computer takes the GPU of its own number.
     """
-    names = config.backend.device_list
+    names = backend.device_list
     if len(names) > 1 and world.size > 1:
         raise ConfigurationError(
-            f'[backend] devices = "{config.backend.devices}" under torchrun: each process takes one GPU, so leave the key out.'
+            f'[backend] devices = "{backend.devices}" under torchrun: each process takes one GPU, so leave the key out.'
         )
     device = torch.device(names[-1])
     if world.size > 1 and device.type == "cuda":
@@ -118,12 +119,12 @@ def choose_device(config: "TrainConfig", world: World = ALONE) -> DeviceChoice:
     sampler = torch.device(names[0]) if len(names) > 1 else None
     if is_present(device) and (sampler is None or is_present(sampler)):
         return DeviceChoice(device, "", sampler)
-    if config.is_set("backend.devices"):
+    if backend.is_set("devices"):
         raise EnvironmentFailure(
-            f'[backend] devices = "{config.backend.devices}": this machine has no such device ({present_devices()}); name one of these, '
+            f'[backend] devices = "{backend.devices}": this machine has no such device ({present_devices()}); name one of these, '
             "or leave the key out to fall back to cpu."
         )
-    return DeviceChoice(torch.device("cpu"), f'No device "{config.backend.devices}" here, and [backend] devices is not set: using cpu.')
+    return DeviceChoice(torch.device("cpu"), f'No device "{backend.devices}" here, and [backend] devices is not set: using cpu.')
 
 
 def is_present(device: torch.device) -> bool:
@@ -143,16 +144,19 @@ def present_devices() -> str:
     return "it has " + ", ".join(names)
 
 
-def choose_dtype(config: "TrainConfig", device: torch.device) -> torch.dtype:
-    """The dtype of the frozen weights: auto is bf16 on CUDA and fp32 elsewhere. Adapter weights are fp32 always."""
-    if config.model.dtype == "auto":
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """The dtype in which the frozen weights are computed with, and held unless in 8 bits: auto is bf16 on CUDA and fp32 elsewhere.
+
+    Adapter weights are fp32 always.
+    """
+    if wanted in ("auto", "fp8"):
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
+    return torch.bfloat16 if wanted == "bf16" else torch.float32
 
 
-def half_precision_note(config: "TrainConfig", device: torch.device) -> str:
+def half_precision_note(model: "Model", inference: "Inference", device: torch.device) -> str:
     """One line to print where bf16 is asked for on a processor that has no units for it; empty otherwise."""
-    keys = [key for key, dtype in (("[model]", config.model.dtype), ("[inference]", config.inference.dtype)) if dtype == "bf16"]
+    keys = [key for key, dtype in (("[model]", model.dtype), ("[inference]", inference.dtype)) if dtype == "bf16"]
     if not keys or device.type != "cpu" or computes_bf16():
         return ""
     return f'{" and ".join(keys)} dtype = "bf16": this processor has no bf16 units and computes it many times slower than fp32.'

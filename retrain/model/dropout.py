@@ -21,7 +21,7 @@ def philox(seed: int, stream: int, counter: tuple[Tensor | int, Tensor | int, Te
     """[..., 4] int64 words in [0, 2**32), one block of four per broadcast element of the counter."""
     last = counter[3]
     words = [torch.as_tensor(word, dtype=torch.int64, device=last.device) & _MASK for word in counter]
-    x0, x1, x2, x3 = torch.broadcast_tensors(*words)  # type: ignore[no-untyped-call]
+    x0, x1, x2, x3 = torch.broadcast_tensors(*words)  # type: ignore[no-untyped-call]  # torch does not annotate it
     key0, key1 = seed & _MASK, int(stream) & _MASK
     for _ in range(10):
         product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]

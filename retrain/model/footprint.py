@@ -18,6 +18,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.adapter import lora_config
 from retrain.model.attention import Kernel, missing, plugged_in
 from retrain.model.devices import attention_of
+from retrain.model.float8 import hold_layers_in_float8, widened_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
 from retrain.model.load import BaseModel
@@ -27,6 +28,7 @@ from retrain.model.text import load_model_config
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Lora, Model
 
 _PROBE_TOKENS = 64
 _META = torch.device("meta")
@@ -41,9 +43,9 @@ class NotPredictable(EnvironmentFailure):
 @dataclass(frozen=True)
 class Footprint:
     dtype: torch.dtype
-    """Bytes of the frozen weights."""
+    """Of what is computed."""
     weights: int
-    """Bytes of the frozen weights that a process holds."""
+    """Bytes of the frozen weights that a process holds, and of layers in 8 bits as long as they are widened."""
     num_frozen: int
     layer_weights: int
     """Bytes of the blocks' linear layers, where the fused forward may hold a second copy of them and of the head; else 0."""
@@ -56,9 +58,17 @@ class Footprint:
     """Bytes that a forward pass keeps for its backward."""
     checkpointed_per_token: int
     """The same with gradient checkpointing: the input of every layer, and one layer's activations while it runs again."""
+    offloaded_per_token: int
+    """The same where these inputs wait in the host's memory: one of them comes back while another goes."""
     gradients_per_token: int
     """Bytes that live beside these in the backward pass, and in a forward pass that keeps nothing: about what one layer keeps (measured on
     the lab model: 1.05 to 1.13 of it)."""
+
+    def activations_per_token(self, *, checkpointing: bool, offloading: bool) -> int:
+        """Bytes that a forward pass keeps for its backward under these choices."""
+        if offloading:
+            return self.offloaded_per_token
+        return self.checkpointed_per_token if checkpointing else self.kept_per_token
 
 
 def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = None) -> Footprint:
@@ -75,39 +85,42 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
         kept = max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
     text: Any = base.model.config.get_text_config()
+    layer, stream = kept // text.num_hidden_layers, text.hidden_size * base.dtype.itemsize
     return Footprint(
         dtype=base.dtype,
-        weights=held_bytes(base) - (_saved_by_four_bits(base) if four_bits else 0),
+        weights=held_bytes(base) + widened_bytes(base.decoder) - (_saved_by_four_bits(base) if four_bits else 0),
         num_frozen=sum(parameter.numel() for parameter in frozen),
         layer_weights=fused.layer_weight_bytes if fused else 0,
         head_weights=base.head.weight.nbytes,
         num_trainable=sum(parameter.numel() for parameter in base.model.parameters() if parameter.requires_grad),
         adapter_copies=fused.adapter_copy_bytes if fused else 0,
         kept_per_token=kept,
-        gradients_per_token=kept // text.num_hidden_layers,
-        checkpointed_per_token=text.num_hidden_layers * text.hidden_size * base.dtype.itemsize + kept // text.num_hidden_layers + 1,
+        gradients_per_token=layer,
+        checkpointed_per_token=text.num_hidden_layers * stream + layer + 1,
+        offloaded_per_token=2 * stream + layer + 1,
     )
 
 
-def weightless_model(config: "TrainConfig", dtype: torch.dtype, shards: World = ALONE) -> BaseModel:
+def weightless_model(model: "Model", lora: "Lora", dtype: torch.dtype, shards: World = ALONE) -> BaseModel:
     """The configured model with its adapter on the meta device, as one of `shards` holds it. Raises NotPredictable where that fails."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    name = config.model
-    settings = load_model_config(name.model, name.revision, name.trust_remote_code)
+    settings = load_model_config(model.model, model.revision, model.trust_remote_code)
     try:
         with _META, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers deprecates
-            model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=name.trust_remote_code)
-            model.requires_grad_(False).eval()
-            base = BaseModel(model, model.base_model, Head(model.get_output_embeddings().weight), _META, dtype, shards)
-            get_peft_model(base.model, lora_config(base, config), low_cpu_mem_usage=True)
+            built = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=model.trust_remote_code)
+            built.requires_grad_(False).eval()
+            if model.dtype == "fp8":
+                hold_layers_in_float8(built.base_model, model.model)
+            base = BaseModel(built, built.base_model, Head(built.get_output_embeddings().weight), _META, dtype, shards)
+            get_peft_model(base.model, lora_config(base, lora, model.lora_rank), low_cpu_mem_usage=True)
     except ConfigurationError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise NotPredictable(
-            f'[model] model = "{name.model}" cannot be built without its weights ({type(error).__name__}), so its memory is not predicted.'
+            f'[model] model = "{model.model}" cannot be built without its weights ({type(error).__name__}), so its memory is not predicted.'
         ) from error
     return base
 

@@ -21,8 +21,8 @@ class Norm:
     """RMS norm with a frozen weight: x / sqrt(mean(x^2) + eps) * weight, the statistics in float32 (arXiv 1910.07467)."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.weight: Tensor = module.weight  # type: ignore[assignment]
-        self.eps: float = module.variance_epsilon  # type: ignore[assignment]
+        self.weight: Tensor = module.weight  # type: ignore[assignment]  # a Module attribute may be a Module to mypy
+        self.eps: float = module.variance_epsilon  # type: ignore[assignment]  # a Module attribute may be a Module to mypy
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> "Norm":
@@ -83,8 +83,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
 def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Apply the function; without gradients, skip saving tensors for a backward pass, which costs as much as a small operation."""
     if torch.is_grad_enabled():
-        return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
-    return function.forward(_Forgetful(), *arguments)  # type: ignore[no-any-return]
+        return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]  # torch does not annotate apply
+    return function.forward(_Forgetful(), *arguments)  # type: ignore[no-any-return]  # torch does not annotate forward
 
 
 class _Forgetful:

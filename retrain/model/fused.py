@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from retrain.errors import ConfigurationError
 from retrain.model.attention import AttentionBatch, FusedAttention
 from retrain.model.functions import Norm, gated_mlp, norm_project, normed, project, rotate
 from retrain.model.packed import PackedWeight
 from retrain.model.projection import AdapterLayer, Projection, fusable
+from retrain.model.recomputing import recomputed
 from retrain.model.step_kernels import TRITON_DEVICES, StepKernels, TorchKernels, step_kernels
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
@@ -175,10 +175,12 @@ class FusedDecoder:
     def _prepare_steps(self, say: Callable[[str], None]) -> None:
         """Choose the kernels of decoding steps, and lay the adapter under the weights where kernels are launched one by one."""
         weight = self._embed.weight
-        self.kernels = step_kernels(weight.device, weight.dtype, say)
+        narrow = any(projection.scale is not None for projection in self._projections)
+        self.kernels = step_kernels(weight.device, weight.dtype, say, narrow=narrow)
         for projection in self._projections if weight.device.type in TRITON_DEVICES else ():
             projection.lay_adapter_under_weight()
             projection.add_row_updates = self.kernels.add_row_updates
+            projection.scaled_product = self.kernels.scaled_product
 
     @property
     def adapter_copy_bytes(self) -> int:
@@ -188,7 +190,7 @@ class FusedDecoder:
     @property
     def layer_weight_bytes(self) -> int:
         """Bytes of a copy of the frozen layers with the adapter merged in."""
-        return sum(projection.weight.nbytes for projection in self._projections)
+        return sum(projection.weight.numel() * projection.dtype.itemsize for projection in self._projections)
 
     def refresh(self, *, sampling: bool = False, mixed: bool = False) -> None:
         """Follow the adapter, for the learner or for products without gradient; costs nothing while neither has changed.
@@ -270,13 +272,16 @@ class FusedDecoder:
         *,
         cache: Cache | None = None,
         checkpointed: bool = False,
+        offloaded: bool = False,
     ) -> Tensor:
-        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass."""
+        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass, and
+        `offloaded` keeps it in the host's memory.
+        """
         rows = len(token_ids)
         hidden, rotary = self._embedded(token_ids, positions)
         for number, layer in enumerate(self._layers):
             if checkpointed:
-                hidden = checkpoint(layer.forward, hidden, rotary, rows, batch, None, number, use_reentrant=False, preserve_rng_state=False)
+                hidden = recomputed(layer.forward, hidden, rotary, rows, batch, None, number, offloaded=offloaded)
             else:
                 hidden = layer.forward(hidden, rotary, rows, batch, cache, number)
         return normed(hidden, self._norm).view(rows, -1, hidden.shape[-1])
@@ -299,7 +304,7 @@ class FusedDecoder:
         """[..., V] of hidden states [..., H]."""
         if self._packed_head is not None:
             return self._packed_head.product(hidden)
-        return self._head(hidden)  # type: ignore[no-any-return]
+        return self._head(hidden)  # type: ignore[no-any-return]  # the library returns Any
 
     @torch.no_grad()
     def _difference(self, decoder: Any) -> float:

@@ -13,6 +13,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model.attention import AttentionBatch
 from retrain.model.devices import choose_dtype, engine_options
+from retrain.model.float8 import hold_layers_in_float8
 from retrain.model.head import Head
 from retrain.model.sharding import shard, shards_of
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from retrain.config import TrainConfig
+    from retrain.config.schema import Model
 
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 2e-2
@@ -72,39 +74,51 @@ def shared_models() -> Iterator[None]:
 
 def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE) -> BaseModel:
     """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
-    dtype = choose_dtype(config, device)
+    dtype = choose_dtype(config.model.dtype, device)
+    if config.model.dtype == "fp8" and device.type == "mps":
+        raise EnvironmentFailure('[model] dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", or [backend] devices = "cpu".')
     if config.inference.engine == "pytorch":
         engine_options(config.inference, device.type, dtype)  # refuses what cannot be served before gigabytes are loaded
-    shards = shards_of(config, world)
+    shards = shards_of(config.backend, world)
     if _model_cache is None or shards.size > 1:  # parts end with their ranks
-        return _load(config, folder_or_id, device, dtype, shards)
+        return _load(config.model, folder_or_id, device, dtype, shards)
     model = config.model
-    source = (folder_or_id, model.revision, dtype, model.trust_remote_code, model.load_in_4bit, config.inference.attention_kernel)
+    source = (
+        folder_or_id,
+        model.revision,
+        dtype,
+        model.dtype,
+        model.trust_remote_code,
+        model.load_in_4bit,
+        config.inference.attention_kernel,
+    )
     for other in [key for key in _model_cache if key[:-1] != source]:
         del _model_cache[other]  # before the next one is loaded: there may not be memory for both
     key = (*source, device)
     if key in _model_cache:
         _remove_adapter(_model_cache[key].model)
     else:
-        _model_cache[key] = _load(config, folder_or_id, device, dtype, shards)
+        _model_cache[key] = _load(config.model, folder_or_id, device, dtype, shards)
     return _model_cache[key]
 
 
-def _load(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World) -> BaseModel:
-    model = _from_pretrained(config, folder_or_id, device, dtype)
+def _load(settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype, shards: World) -> BaseModel:
+    model = _from_pretrained(settings, folder_or_id, device, dtype)
     model.requires_grad_(False)
     model.eval()
     decoder = model.base_model
+    if settings.dtype == "fp8":
+        hold_layers_in_float8(decoder, settings.model)
     if shards.size > 1:
-        shard(model, decoder, device, shards, config.model.model)
-    elif not config.model.load_in_4bit:
+        shard(model, decoder, device, shards, settings.model)
+    elif not settings.load_in_4bit:
         if device.type == "cpu":
             for parameter in model.parameters():  # a weight in the file's dtype maps the file, and a single one keeps all of it resident
                 parameter.data = parameter.data.clone()
         model.to(device)
     if device.type == "cuda":
         choose_deterministic_experts(model)
-    return BaseModel(model, decoder, find_head(model, decoder, config.model.model), device, dtype, shards)
+    return BaseModel(model, decoder, find_head(model, decoder, settings.model), device, dtype, shards)
 
 
 def _remove_adapter(model: "PreTrainedModel") -> None:
@@ -119,25 +133,25 @@ def _remove_adapter(model: "PreTrainedModel") -> None:
         del model.peft_config  # peft would take the next adapter for a second one
 
 
-def _from_pretrained(config: "TrainConfig", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+def _from_pretrained(settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
     """On the CPU, where weights in the file's dtype map the file; in 4 bits, on `device`."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {
         "dtype": dtype,
         "use_safetensors": True,
-        "trust_remote_code": config.model.trust_remote_code,
+        "trust_remote_code": settings.trust_remote_code,
     }
-    if config.model.revision:
-        options["revision"] = config.model.revision
-    if config.model.load_in_4bit:
+    if settings.revision:
+        options["revision"] = settings.revision
+    if settings.load_in_4bit:
         options |= {"quantization_config": _four_bits(device), "device_map": {"": device}}
     try:
         with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
     except (OSError, ValueError, ImportError) as error:
         raise EnvironmentFailure(
-            f'[model] model = "{config.model.model}" cannot be loaded ({first_line(error)}): it must be a folder with config.json and '
+            f'[model] model = "{settings.model}" cannot be loaded ({first_line(error)}): it must be a folder with config.json and '
             'safetensors weights of a causal language model, an id that the hub or its cache can serve, or "lab", which needs neither.'
         ) from error
     return model

@@ -15,7 +15,7 @@ import torch
 
 from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure
-from retrain.model.budget import PREFILL_TOKENS, plan_decode
+from retrain.model.budget import PREFILL_TOKENS, PROMPT_ALLOWANCE, longest_row, plan_decode
 from retrain.model.devices import engine_options
 from retrain.model.footprint import Footprint, footprint
 from retrain.model.head import chunk_bytes_on
@@ -26,6 +26,7 @@ from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Inference, Training
     from retrain.model.load import BaseModel
 
 _LEARNING_SHARE = 0.35
@@ -47,8 +48,6 @@ completions then has work for two workers."""
 _PROBE_TOKENS, _PROBES = 32, 3
 _THREADS_PAY = 0.9
 """Share of the ideal speed-up that threads must reach. Workers reach nearly as much, and keep it when other work arrives later."""
-PROMPT_ALLOWANCE = 1024
-"""Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of an environment's answers."""
 _MOST_TOKENS = {"cpu": 1280, "cuda": 16384}
 """Caps for the automatic choice, where memory would allow more. A CPU: a group of 8 x 128 tokens and its prompt. A GPU computes no faster
 with more (an estimate), and what they would take may hold pages."""
@@ -120,11 +119,11 @@ def plan(
 
     Raises EnvironmentFailure where not even one completion fits.
     """
-    _check_adapter(config, size, machine)
+    _check_adapter(config.model.lora_rank, size, machine)
     spare = max(0, machine.usable - size.weights)
-    longest = longest_row(config, model_config)
-    learning, decoding = budgets(config, size, machine)
-    tokens, checkpointing = _learning_choices(config, size, longest, machine.device_type, learning)
+    longest = longest_row(config.training, config.environment, context_length(model_config))
+    learning, decoding = budgets(config.training.batch_size, size, machine)
+    tokens, checkpointing, offloading = _learning_choices(config.training, size, longest, machine.device_type, learning)
     decode = plan_decode(
         model_config,
         device_type=machine.device_type,
@@ -132,15 +131,16 @@ def plan(
         tokens_per_row=longest,
         compute_bytes=size.dtype.itemsize,
         kv_cache_dtype=config.inference.kv_cache_dtype,
-        paged=decodes_in_pages(config, size, machine.device_type),
+        paged=decodes_in_pages(config.inference, size, machine.device_type),
     )
     multiplies = size.dtype == torch.float32 or computes_bf16()
-    merges = machine.device_type == "cpu" and multiplies and size.weights <= spare * _MERGED_SHARE
+    copied = max(size.weights, size.layer_weights + size.head_weights)  # more than the weights where these are in 8 bits
+    merges = machine.device_type == "cpu" and multiplies and copied <= spare * _MERGED_SHARE
     rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
-    kept = size.checkpointed_per_token if checkpointing else size.kept_per_token
+    kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
     fitting = [decode.tokens // (rows * longest), learning // (kept * max(tokens, longest))]
     if merges:
-        fitting.append(int(spare * _MERGED_SHARE) // size.weights)
+        fitting.append(int(spare * _MERGED_SHARE) // copied)
     workers = min(machine.threads, *fitting)
     # torchrun's processes share the work already, and a sampler beside the learner computes at the same time
     alone = world.size == 1 and len(config.backend.device_list) == 1
@@ -155,71 +155,66 @@ def plan(
         decode_tokens=decode.tokens,
         micro_batch_tokens=tokens,
         gradient_checkpointing=checkpointing,
+        offload_activations=offloading,
         merge_adapter=merges,
         workers=workers,
     )
 
 
-def budgets(config: "TrainConfig", size: Footprint, machine: Machine) -> tuple[int, int]:
+def budgets(batch_size: int, size: Footprint, machine: Machine) -> tuple[int, int]:
     """Bytes for the activations of a micro-batch, and for keys and values."""
     spare = max(0, machine.usable - size.weights)
     if machine.device_type != "cuda":
         return int(spare * _LEARNING_SHARE), int(spare * _DECODE_SHARE)
     stays = 4 * 4 * size.num_trainable + size.adapter_copies + 2 * chunk_bytes_on("cuda")
     turns = int(max(0, spare - stays) * _CUDA_SHARE)
-    return turns, max(0, turns - prompt_pass_bytes(config, size))
+    return turns, max(0, turns - prompt_pass_bytes(batch_size, size))
 
 
-def prompt_pass_bytes(config: "TrainConfig", size: Footprint, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
+def prompt_pass_bytes(batch_size: int, size: Footprint, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
     """Bytes of a packed pass over prompts, beside their keys and values."""
-    return min(PREFILL_TOKENS, config.training.batch_size * prompt_tokens) * size.gradients_per_token
+    return min(PREFILL_TOKENS, batch_size * prompt_tokens) * size.gradients_per_token
 
 
-def decodes_in_pages(config: "TrainConfig", size: Footprint, device_type: str) -> bool:
+def decodes_in_pages(inference: "Inference", size: Footprint, device_type: str) -> bool:
     """Whether the sampler of a run on the local backend holds keys and values in pages; as `TorchEngine` decides it."""
-    options = engine_options(config.inference, device_type, size.dtype)
+    options = engine_options(inference, device_type, size.dtype)
     return options.paged and options.kv_storage is None and size.layer_weights > 0
 
 
 def learning_leaves(config: "TrainConfig", base: "BaseModel", choices: MachineChoices) -> int:
     """Bytes that are left for pages while the learner's activations are held."""
     size = footprint(base, config)
-    learning, _ = budgets(config, size, Machine.of(base.device))
+    learning, _ = budgets(config.training.batch_size, size, Machine.of(base.device))
     return learning - activation_bytes(config, base.model.config, size, choices)
 
 
 def activation_bytes(config: "TrainConfig", model_config: Any, size: Footprint, choices: MachineChoices) -> int:
     """Bytes at most of one micro-batch, or of the longest row where that alone is more."""
-    kept = size.checkpointed_per_token if choices.gradient_checkpointing else size.kept_per_token
-    return max(choices.micro_batch_tokens, longest_row(config, model_config)) * (kept + size.gradients_per_token)
+    kept = size.activations_per_token(checkpointing=choices.gradient_checkpointing, offloading=choices.offload_activations)
+    longest = longest_row(config.training, config.environment, context_length(model_config))
+    return max(choices.micro_batch_tokens, longest) * (kept + size.gradients_per_token)
 
 
-def _check_adapter(config: "TrainConfig", size: Footprint, machine: Machine) -> None:
+def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
     """Raises EnvironmentFailure for an adapter that the whole machine could not hold with its gradient and two moments, in float32."""
     learned = 4 * 4 * size.num_trainable
     if learned > machine.memory:
         raise EnvironmentFailure(
-            f"[model] lora_rank = {config.model.lora_rank} gives an adapter of {size.num_trainable:,} parameters, which take "
+            f"[model] lora_rank = {rank} gives an adapter of {size.num_trainable:,} parameters, which take "
             f"{learned / 2**30:,.0f} GiB with their gradient and two moments, and {machine.device_type} has "
             f"{machine.memory / 2**30:,.0f} GiB; lower lora_rank."
         )
 
 
-def longest_row(config: "TrainConfig", model_config: Any, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
-    """Tokens of the longest prompt and completion that must fit; where prompts are not known, an allowance is made.
+def _learning_choices(training: "Training", size: Footprint, longest: int, device_type: str, memory: int) -> tuple[int, bool, bool]:
+    """(micro_batch_tokens, gradient_checkpointing, offload_activations).
 
-    What an environment says between the replies is known beforehand nowhere, so all of it together has the same allowance.
+    Checkpointing is a third more work, so only where the longest row needs it; offloading, on a GPU, only where it does not fit with that.
     """
-    environment = config.environment
-    answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
-    wanted = config.training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
-    return min(wanted, context_length(model_config) or wanted)
-
-
-def _learning_choices(config: "TrainConfig", size: Footprint, longest: int, device_type: str, memory: int) -> tuple[int, bool]:
-    """(micro_batch_tokens, gradient_checkpointing). Checkpointing is a third more work, so only where the longest row needs it."""
-    wanted, tokens = config.training.gradient_checkpointing, config.training.micro_batch_tokens
+    wanted, tokens = training.gradient_checkpointing, training.micro_batch_tokens
     beside = size.gradients_per_token if device_type == "cuda" else 0  # a processor's share leaves room for them
     checkpointing = (size.kept_per_token + beside) * max(longest, tokens) > memory if wanted == "auto" else wanted
-    kept = (size.checkpointed_per_token if checkpointing else size.kept_per_token) + beside
-    return tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)), checkpointing
+    offloading = checkpointing and device_type == "cuda" and (size.checkpointed_per_token + beside) * max(longest, tokens) > memory
+    kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading) + beside
+    return tokens or max(1, min(_MOST_TOKENS.get(device_type, 2048), memory // kept)), checkpointing, offloading

@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from retrain.distributed import ALONE, World
-from retrain.model.budget import PAGE_TOKENS, PREFILL_TOKENS, SAMPLING_CHUNK_BYTES, STORE_SHARE, DecodeLimits, kv_bytes_per_token
+from retrain.model.budget import (
+    PAGE_TOKENS,
+    PREFILL_TOKENS,
+    PROMPT_ALLOWANCE,
+    SAMPLING_CHUNK_BYTES,
+    STORE_SHARE,
+    DecodeLimits,
+    kv_bytes_per_token,
+    longest_row,
+)
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
 from retrain.model.head import chunk_bytes_on
-from retrain.model.machine import PROMPT_ALLOWANCE, Machine, decodes_in_pages, longest_row, plan, prompt_pass_bytes
+from retrain.model.machine import Machine, decodes_in_pages, plan, prompt_pass_bytes
 from retrain.model.packed import computes_bf16
+from retrain.model.text import context_length
 from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
@@ -96,7 +106,7 @@ class Memory:
         """One line for the start of a run."""
         parts = ", ".join(f"{part.name} {size_words(part.bytes)}" for part in self.parts)
         peaks = " and ".join(f"{size_words(peak)} of {size_words(self.machine.memory)} on {device}" for device, peak in self.peaks.items())
-        return f"Memory of tensors, predicted: {parts}; peak {peaks}, to which Python and the allocator add."
+        return f"Predicted memory of tensors: {parts}; peak {peaks}; Python and the allocator take more."
 
     def to_json(self) -> dict[str, Any]:
         """Sizes in GiB."""
@@ -110,6 +120,7 @@ class Memory:
             "decode_rows": self.choices.decode_rows,
             "micro_batch_tokens": self.choices.micro_batch_tokens,
             "gradient_checkpointing": self.choices.gradient_checkpointing,
+            "offload_activations": self.choices.offload_activations,
         }
 
 
@@ -128,7 +139,7 @@ def predict_memory(
     Raises EnvironmentFailure where the device or the model's configuration is not there, or where one completion does not fit.
     """
     device, sampler, machine = _machine(config, memory_gib)
-    base = weightless_model(config, choose_dtype(config, device), shards)
+    base = weightless_model(config.model, config.lora, choose_dtype(config.model.dtype, device), shards)
     size = footprint(base, config, device.type)
     model_config: Any = base.model.config
     choices = choices or plan(config, model_config, size, machine)
@@ -154,7 +165,7 @@ def predict_memory(
 def _machine(config: "TrainConfig", memory_gib: float | None) -> tuple[torch.device, torch.device | None, Machine]:
     """The learner's device, that of a sampler with one of its own, and what the learner's has."""
     if memory_gib is None:
-        device, _, sampler = choose_device(config)
+        device, _, sampler = choose_device(config.backend)
         return device, sampler, Machine.of(device)
     first, *rest = map(torch.device, config.backend.device_list)
     device = rest[0] if rest else first
@@ -177,7 +188,7 @@ class _Estimate:
 
     @property
     def longest(self) -> int:
-        return longest_row(self.config, self.model_config, self.prompt_tokens)
+        return longest_row(self.config.training, self.config.environment, context_length(self.model_config), self.prompt_tokens)
 
     @property
     def completions(self) -> int:
@@ -196,6 +207,8 @@ class _Estimate:
         """With the second copy where the sampler computes in another dtype."""
         size, total = self.size, self.size.weights
         note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else _dtype_name(size.dtype)}"
+        if self.config.model.dtype == "fp8":
+            note += ", the blocks' products in 8 bits"
         if self.shards > 1:
             note += f", 1/{self.shards} of every layer and two layers whole"
         if self.config.inference.dtype == "bf16" and size.dtype != torch.bfloat16:
@@ -231,12 +244,14 @@ class _Estimate:
         tokens = min(PREFILL_TOKENS, self.config.training.batch_size * self.prompt_tokens)
         kept = 0 if self.paged else tokens * plain
         return Part(
-            "prompt pass", prompt_pass_bytes(self.config, self.size, self.prompt_tokens) + kept, f"{tokens:,} tokens of prompts at a time"
+            "prompt pass",
+            prompt_pass_bytes(self.config.training.batch_size, self.size, self.prompt_tokens) + kept,
+            f"{tokens:,} tokens of prompts at a time",
         )
 
     @property
     def paged(self) -> bool:
-        return decodes_in_pages(self.config, self.size, self.device_type)
+        return decodes_in_pages(self.config.inference, self.size, self.device_type)
 
     def kv_cache(self) -> Part:
         """The rows that decode together, each at its longest, and the prompts of the step."""
@@ -258,10 +273,13 @@ class _Estimate:
 
     def activations(self) -> Part:
         """Activations of one micro-batch, or of the longest row if that is more, with the gradients of one layer."""
-        size, checkpointing = self.size, self.choices.gradient_checkpointing
+        size, checkpointing, offloading = self.size, self.choices.gradient_checkpointing, self.choices.offload_activations
         tokens = min(max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers, self.longest * self.completions)
-        per_token = size.gradients_per_token + (size.checkpointed_per_token if checkpointing else size.kept_per_token)
+        per_token = size.gradients_per_token + size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
         note = f"{tokens:,} tokens at a time at {size_words(per_token)}{', checkpointed' if checkpointing else ''}"
+        if offloading:
+            waiting = tokens * (size.checkpointed_per_token - size.offloaded_per_token)
+            note += f", the layers' inputs offloaded ({size_words(waiting)} of the host's memory)"
         return Part("activations", tokens * per_token, note)
 
     def logits(self) -> Part:

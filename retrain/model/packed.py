@@ -34,7 +34,7 @@ class PackedWeight:
 @cache
 def computes_bf16() -> bool:
     """True if this processor has units for bfloat16 (AMX, avx512_bf16); without them oneDNN is many times slower than in float32."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not annotate it
         return False
     if platform.machine().lower() in ("x86_64", "amd64"):  # oneDNN says yes on every AVX-512 processor
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
@@ -47,7 +47,7 @@ def _packable(weight: Tensor) -> bool:
         weight.numel() >= _FEWEST_ELEMENTS
         and weight.device.type == "cpu"
         and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and computes_bf16()))
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch does not annotate it
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )

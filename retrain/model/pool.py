@@ -185,7 +185,9 @@ class _Worker:
         code = os.waitstatus_to_exitcode(status)
         self.pid = 0
         how = f"was killed by signal {-code} (memory may have run out)" if code < 0 else f"ended with exit code {code}"
-        return RunFailed(f"A worker process of this run {how}; resume it with --resume; OMP_NUM_THREADS=1 computes in one process.")
+        return RunFailed(
+            f"A worker process of this run {how}; continue with --resume, and set OMP_NUM_THREADS=1 to compute in one process."
+        )
 
     def end(self) -> None:
         self.pipe.close()

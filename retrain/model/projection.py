@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retrain.model.float8 import Float8Linear, dequantised, scaled_product
 from retrain.model.packed import PackedWeight
 
 _ALIGNED_ROWS = 16
@@ -83,9 +84,9 @@ def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
 
 
 def fusable(module: nn.Module) -> bool:
-    """True for a plain linear layer, bare or with one plain LoRA adapter, that is not sharded (whose weight is a DTensor)."""
+    """True for a linear layer, plain or in 8 bits, bare or with one plain LoRA adapter, that is not sharded (its weight a DTensor)."""
     base, lora = lora_parts(module)
-    if type(base) is not nn.Linear or type(base.weight) is not nn.Parameter or not base.weight.is_floating_point():
+    if type(base) not in (nn.Linear, Float8Linear) or type(base.weight) is not nn.Parameter or not base.weight.is_floating_point():
         return False
     return lora is None or (len(lora.lora_A) == 1 and not lora.merged and not any(getattr(lora, "use_dora", {}).values()))
 
@@ -99,7 +100,11 @@ class Projection:
         self.outputs: list[int] = [base.out_features for base in bases]
         self._weights: list[nn.Parameter] = [base.weight for base in bases]
         self.weight = _share_storage(self._weights)
-        """[O, I]"""
+        """[O, I], as it is held."""
+        self.scale = torch.cat([base.scale.data for base in bases]) if isinstance(bases[0], Float8Linear) else None
+        """[O, 1] of a weight in 8 bits."""
+        self.dtype: torch.dtype = self.weight.dtype if self.scale is None else self.scale.dtype
+        """Of the products."""
         self.bias = _joined_bias(bases)
         """[O] or None"""
         adapters = [(lora, next(iter(lora.lora_A))) for lora in self._loras if lora is not None]
@@ -130,6 +135,8 @@ class Projection:
         """All adapters, for `row_slots`."""
         self.add_row_updates = add_row_updates
         """Or a kernel that does the same."""
+        self.scaled_product = scaled_product
+        """Or a kernel that does the same."""
         self._joined: tuple[Tensor, Tensor | None] | None = None
         """Weight [O + R', I] and bias of one product that gives both y and what the adapter's up factors take."""
 
@@ -137,6 +144,11 @@ class Projection:
     def adapted(self) -> bool:
         """True if the forward pass applies the adapter now; peft's `disable_adapter` switches it off."""
         return bool(self.downs) and not any(lora.disable_adapters for lora in self._loras if lora is not None)
+
+    @property
+    def wide_weight(self) -> Tensor:
+        """[O, I] in the dtype of the products: the weight itself, or what 8 bits stand for."""
+        return self.weight if self.scale is None else dequantised(self.weight, self.scale)
 
     @torch.no_grad()
     def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
@@ -147,10 +159,10 @@ class Projection:
         if copy != "plain" or self._merged:
             self.copy, self._merged = None, False
         if copy == "merged" and self.factors is not None:
-            self.copy = PackedWeight(torch.addmm(self.weight, self.factors.up.T, self.factors.down), self.bias)
+            self.copy = PackedWeight(torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down), self.bias)
             self._merged = True
         elif copy != "none" and self.copy is None:
-            self.copy = PackedWeight(self.weight, self.bias)
+            self.copy = PackedWeight(self.wide_weight, self.bias)
 
     @torch.no_grad()
     def load(self, slot: int, layers: Mapping[int, AdapterLayer]) -> None:
@@ -179,9 +191,9 @@ class Projection:
     def lay_adapter_under_weight(self) -> None:
         """Give the down factors the rows after the weight's own, so that products without gradient take both as one.
 
-        Padded to a multiple of 16 rows, so that the rows of a product begin where matrix kernels want them.
+        Padded to a multiple of 16 rows, so that the rows of a product begin where matrix kernels want them. A weight in 8 bits stays alone.
         """
-        if not self.downs:
+        if not self.downs or self.scale is not None:
             return
         rank = sum(len(down) for down in self.downs)
         outputs = len(self.weight)
@@ -198,7 +210,9 @@ class Projection:
         ranks = [a.shape[0] for a, *_ in updates]
         if out is None:
             all_outputs, inputs = self.weight.shape
-            out = _Factors(self.weight.new_empty(sum(ranks), inputs), self.weight.new_zeros(sum(ranks), all_outputs))
+            dtype, device = self.dtype, self.weight.device
+            down = torch.empty(sum(ranks), inputs, dtype=dtype, device=device)
+            out = _Factors(down, torch.zeros(sum(ranks), all_outputs, dtype=dtype, device=device))
         start = 0
         for (a, b, scale, outputs), rank in zip(updates, ranks, strict=True):
             out.down[start : start + rank] = a
@@ -229,7 +243,11 @@ class Projection:
 
     def _frozen_product(self, x: Tensor) -> Tensor:
         """[N, O] without any adapter."""
-        return F.linear(x, self.weight, self.bias) if self.copy is None or self._merged else self.copy.product(x)
+        if self.copy is not None and not self._merged:
+            return self.copy.product(x)
+        if self.scale is not None:
+            return self.scaled_product(x, self.weight, self.scale, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
     def _mixed_product(self, x: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
         """One product with the weights for all rows, and a small one per adapter for its rows (arXiv 2310.18547)."""
@@ -253,10 +271,10 @@ class Projection:
         `x` is called for the input where it is needed; `reduced` is the second value of `product`.
         """
         if reduced is None:
-            return grad_output @ self.weight if wants_input else None, [None] * len(self.parameters) if self.adapted else []
+            return grad_output @ self.wide_weight if wants_input else None, [None] * len(self.parameters) if self.adapted else []
         assert self.factors is not None
         grad_reduced = F.linear(grad_output, self.factors.up)
-        grad_x = (grad_output @ self.weight).addmm_(grad_reduced, self.factors.down) if wants_input else None
+        grad_x = (grad_output @ self.wide_weight).addmm_(grad_reduced, self.factors.down) if wants_input else None
         if not wants_params:
             return grad_x, [None] * len(self.parameters)
         return grad_x, list(self._parameter_gradients(grad_output, x(), reduced, grad_reduced))
@@ -302,5 +320,6 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     biases = [layer.bias for layer in layers]
     if all(bias is None for bias in biases):
         return None
-    parts = [layer.weight.new_zeros(layer.out_features) if bias is None else bias.data for layer, bias in zip(layers, biases, strict=True)]
+    like = next(bias for bias in biases if bias is not None)
+    parts = [like.new_zeros(layer.out_features) if bias is None else bias.data for layer, bias in zip(layers, biases, strict=True)]
     return torch.cat(parts)

@@ -14,16 +14,16 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
+    from retrain.config.schema import Backend
     from retrain.model.load import BaseModel
 
 _GATHERED = 2
 """Layers that are whole at once: the one that runs and the next one, which is gathered meanwhile."""
 
 
-def shards_of(config: "TrainConfig", world: World) -> World:
+def shards_of(backend: "Backend", world: World) -> World:
     """The ranks that hold the base in parts; ALONE if each holds all of it."""
-    if not config.backend.shard_base:
+    if not backend.shard_base:
         return ALONE
     if world.size == 1:
         raise ConfigurationError(

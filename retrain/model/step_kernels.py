@@ -14,10 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retrain.model.float8 import quantised, scaled_product
 from retrain.model.functions import Norm, normed, rotate
 from retrain.model.projection import AdapterStack, add_row_updates
+from retrain.model.varlen import PagedKernel, PagedRows, plain_paged, reads_pages
 
 TRITON_DEVICES = {"cuda"}
+_MOST_NARROW_ROWS = 256
+"""Rows up to which Triton's product with 8-bit weights is taken; for more, the weight is widened once for all of them."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference of a kernel on the probe, whose numbers are about 1: two roundings apart."""
 
@@ -56,6 +60,15 @@ class StepKernels(Protocol):
         """`y` [N, O], to which the update of each row's own adapter is added, from `reduced` [N, R] of all adapters."""
         ...
 
+    def scaled_product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """[N, O] of x [N, I] and a weight [O, I] in 8 bits whose outputs have scales [O, 1]."""
+        ...
+
+    @property
+    def attend(self) -> PagedKernel:
+        """Attention over pages, where torch's flash kernel reads none."""
+        ...
+
     @property
     def draw(self) -> Draw | None:
         """None leaves it to the sampler's own function."""
@@ -66,6 +79,7 @@ class TorchKernels:
     """The reference of every kernel."""
 
     draw = None
+    attend = staticmethod(plain_paged)
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         return normed(residual if update is None else residual.add_(update), norm)
@@ -93,14 +107,18 @@ class TorchKernels:
     def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
         return add_row_updates(y, reduced, stack, slots)
 
+    def scaled_product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        return scaled_product(x, weight, scale, bias)
+
 
 class TritonKernels:
     """One kernel each, and two for a draw, four where it is truncated."""
 
     def __init__(self) -> None:
-        from retrain.model.kernels import activation, adapters, norm, rotary, sampler
+        from retrain.model.kernels import activation, adapters, attention, float8, norm, rotary, sampler
 
         self.gate, self.draw = activation.gate, sampler.draw
+        self._attend, self._narrow_product = attention.attend, float8.scaled_product
         self._add_norm, self._turn_and_store, self._add_row_updates = norm.add_norm, rotary.turn_and_store, adapters.add_row_updates
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
@@ -117,12 +135,19 @@ class TritonKernels:
     ) -> Tensor:
         return self._turn_and_store(qkv, heads, rotary, None if norm is None else (norm.weight, norm.eps), pages, places)
 
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
+        return self._attend(query, keys, values, rows.table, rows.lengths, scaling, window)
+
     def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
         return self._add_row_updates(y, reduced, stack.up, stack.first, stack.counts, slots)
 
+    def scaled_product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        product = self._narrow_product if len(x) <= _MOST_NARROW_ROWS else scaled_product
+        return product(x, weight, scale, bias)
 
-def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> StepKernels:
-    """Those of `device`. `say` is told in a line why Triton's were not taken on a device that has them."""
+
+def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], *, narrow: bool = False) -> StepKernels:
+    """Those of `device`. `say` is told in a line why Triton's were not taken on a device that has them; `narrow`: weights are in 8 bits."""
     if device.type not in TRITON_DEVICES:
         return TorchKernels()
     if importlib.util.find_spec("triton") is None:
@@ -131,7 +156,7 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
     try:
         kernels = TritonKernels()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            wrong = differences(kernels, device, dtype)
+            wrong = differences(kernels, device, dtype, narrow=narrow)
     except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
         say(f"Decoding uses torch's operators: Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]}).")
         return TorchKernels()
@@ -142,8 +167,8 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
 
 
 @torch.no_grad()
-def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Names of the kernels that differ from torch's operators on a probe by more than rounding."""
+def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, *, narrow: bool = False) -> list[str]:
+    """Names of the kernels that differ from torch's operators on a probe by more than rounding; `narrow` tries products in 8 bits too."""
     generator = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> Tensor:
@@ -154,6 +179,10 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype) 
     places, slots = torch.tensor([5, 0, 7], device=device), torch.tensor([1, -1, 0], device=device)
     stack = AdapterStack.of({0: (make(4, 40), make(4, 20)), 1: (make(2, 40), make(2, 20))}, 1)
     y, reduced = make(3, 26)[:, :20], make(3, 6)
+    table, lengths = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device, dtype=torch.int32), torch.tensor([7, 1, 4], device=device)
+    asked, attends = make(3, 6, 8)[:, :4], not reads_pages() or device.type == "cpu"
+    rows, kept = PagedRows.of(table, lengths.int(), 4), (make(3, 4, 2, 8), make(3, 4, 2, 8))
+    (weight, scale), bias = quantised(make(21, 40) / 8), make(21)
 
     def results(of: StepKernels) -> dict[str, list[Tensor]]:
         pages, total = (make(3, 4, 2, 8).zero_(), make(3, 4, 2, 8).zero_()), residual.clone()
@@ -164,6 +193,8 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype) 
             "turn_and_store": [queries, *pages],
             "gate": [of.gate(qkv)],
             "add_row_updates": [of.add_row_updates(y.clone(), reduced, stack, slots)],
+            "attend": [of.attend(asked, *kept, rows, 0.3, window) for window in (None, 3)] if attends else [],
+            "scaled_product": [of.scaled_product(update, weight, scale, bias)] if narrow else [],
         }
 
     found, expected = results(kernels), results(TorchKernels())

@@ -102,7 +102,9 @@ def _from_pretrained(load: Callable[..., Any], part: str, name: str, revision: s
     is_local = Path(path).is_dir()
     online = is_local or (_is_hub_id(path) and hub.reachable())
     if not is_local and not _is_hub_id(path):
-        raise EnvironmentFailure(f'[model] model = "{name}" is no folder on this machine; name one, a hub id such as owner/name, or "lab".')
+        raise EnvironmentFailure(
+            f'[model] model = "{name}" is not a folder on this machine; name one, a hub id such as owner/name, or "lab".'
+        )
     try:
         return load(path, revision=revision or None, trust_remote_code=trust_remote_code, local_files_only=is_local or not online)
     except (OSError, ValueError, KeyError) as error:  # transformers raises all three for missing and broken files
@@ -112,7 +114,7 @@ def _from_pretrained(load: Callable[..., Any], part: str, name: str, revision: s
                 f'The {part} of [model] model = "{name}" could not be loaded from {where}: {first_line(error)}'
             ) from error
         raise EnvironmentFailure(
-            f'[model] model = "{name}" is no folder on this machine, not in the hub\'s cache, and {hub.why_unreachable()}; {_ALLOWED}.'
+            f'[model] model = "{name}" is not a folder on this machine, not in the hub\'s cache, and {hub.why_unreachable()}; {_ALLOWED}.'
         ) from error
 
 

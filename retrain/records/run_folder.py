@@ -167,7 +167,7 @@ class RunFolder:
                     os.truncate(path, extent.size)
                 continue
             if state.files:
-                say(f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run goes on.")
+                say(f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run continues.")
             # An evaluation counts completed steps, and one at `state.step` may have been cut before the state knew of it.
             truncate_to_step(path, state.last_evaluation + 1 if path == self.evaluation else state.step)
         self._cut_tokens(state.step)

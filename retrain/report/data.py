@@ -9,6 +9,7 @@ from typing import Any
 from retrain.analysis.compare import Comparison, check_sizes, compare_campaign, compare_runs
 from retrain.analysis.likeness import differing_keys
 from retrain.analysis.measures import choose_metric
+from retrain.analysis.planned import CampaignRecord, foreseen_lines
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs, is_campaign, is_run
 from retrain.analysis.status import RunStatus, run_status
 from retrain.analysis.verdict import TestSettings
@@ -103,6 +104,8 @@ def read_report_data(request: ReportRequest) -> ReportData:
     planned = campaign_runs(folder) if kind == "campaign" else find_runs(folder)
     begun = [run for run in planned if is_run(run.path)]
     now, notes = time.time(), list[str]()
+    if kind == "campaign":
+        notes += foreseen_lines(CampaignRecord.read(folder), planned)
     arms = curves_by_condition(zip(_labels(begun), begun, strict=True))
     if kind == "runs":
         notes += _mixed(arms)
@@ -145,7 +148,9 @@ def _comparison(runs: Sequence[StoredRun], arms: Sequence[ConditionCurves], requ
     """Compare the conditions; None, with a note, if nothing can be compared. A wrong --baseline or --metric is an error."""
     conditions = list(dict.fromkeys(run.condition for run in runs))
     if request.baseline is not None and request.baseline not in conditions:
-        raise ConfigurationError(f"--baseline {request.baseline} is no condition of {request.folder}; they are {', '.join(conditions)}.")
+        raise ConfigurationError(
+            f"--baseline {request.baseline} is not a condition of {request.folder}; its conditions are {', '.join(conditions)}."
+        )
     check_sizes(request.test, choose_metric(request.metric, [run for arm in arms for run in arm.runs]))
     if len(conditions) < 2:
         return None

@@ -13,6 +13,7 @@ from retrain.report.data import ReportData, SqueezeCurve
 from retrain.report.panels import (
     ROW_HEIGHT,
     Drawn,
+    Lines,
     add_legend,
     as_percentages,
     draw_band,
@@ -26,10 +27,17 @@ from retrain.report.panels import (
 from retrain.report.theme import GRID, INK, MUTED, drawing, series, to_png
 
 _SQUEEZE = "squeeze"
-_LENGTH = {"completion_tokens_mean": ""}
-_SPEED = {"tokens_per_s": ""}
-_INFORMATIVE = {"informative_fraction": ""}
-_INFORMATIVE_NOTE = "The fraction of groups in which some token has an advantage; the others add nothing to the policy gradient."
+_TRAINING = Lines("training", "Training accuracy", {"correct_rate": ""}, percent=True, single_label="training")
+_LAMBDA = Lines("sepa", "SEPA's lambda", {"sepa_lambda": ""}, smooth=False, limits=(-0.03, 1.03))
+_LENGTH = Lines("lengths", "Length of the completions", {"completion_tokens_mean": ""}, ylabel="tokens", from_zero=True)
+_INFORMATIVE = Lines(
+    "signal",
+    "Informative groups",
+    {"informative_fraction": ""},
+    percent=True,
+    note="The fraction of groups in which some token has an advantage; the others add nothing to the policy gradient.",
+)
+_SPEED = Lines("throughput", "Throughput", {"tokens_per_s": ""}, ylabel="tokens per second", from_zero=True)
 
 
 def draw_figures(data: ReportData) -> list[Drawn]:
@@ -39,10 +47,7 @@ def draw_figures(data: ReportData) -> list[Drawn]:
         _differences,
         _training,
         _entropy,
-        partial(line_figure, name="sepa", title="SEPA's lambda", fields={"sepa_lambda": ""}, smooth=False, limits=(-0.03, 1.03)),
-        partial(line_figure, name="lengths", title="Length of the completions", fields=_LENGTH, ylabel="tokens", from_zero=True),
-        partial(line_figure, name="signal", title="Informative groups", fields=_INFORMATIVE, percent=True, note=_INFORMATIVE_NOTE),
-        partial(line_figure, name="throughput", title="Throughput", fields=_SPEED, ylabel="tokens per second", from_zero=True),
+        *(partial(line_figure, lines=lines) for lines in (_LAMBDA, _LENGTH, _INFORMATIVE, _SPEED)),
         _phases,
         lambda data: squeeze_figure(data.squeeze) if data.squeeze else None,
     )
@@ -60,7 +65,7 @@ def draw_figures(data: ReportData) -> list[Drawn]:
 
 
 def _training(data: ReportData) -> Drawn | None:
-    drawn = line_figure(data, "training", "Training accuracy", {"correct_rate": ""}, percent=True, single_label="training")
+    drawn = line_figure(data, _TRAINING)
     if drawn and data.single and (points := data.arms[0].held_out[0]):
         (axes,) = drawn.figure.axes
         accuracy = np.array([point.accuracy for point in points])
@@ -145,7 +150,8 @@ def _entropy(data: ReportData) -> Drawn | None:
     else:
         kind, title = "surprisal", "Surprisal of the sampled tokens"
     fields = {f"exec_{kind}_mean": "", f"plan_{kind}_mean": "planning"}
-    return line_figure(data, "entropy", title, fields, ylabel="nats per token", note="Dashed: tokens inside planning phrases.")
+    note = "Dashed: tokens inside planning phrases."
+    return line_figure(data, Lines("entropy", title, fields, ylabel="nats per token", note=note))
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------------

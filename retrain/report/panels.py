@@ -1,6 +1,7 @@
 """The building blocks of a report's figures: curves with bands, rates as percentages, rows of dots, and legends above the axes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,50 +33,59 @@ class Drawn:
     figure: Figure
 
 
-def line_figure(
-    data: ReportData,
-    name: str,
-    title: str,
-    fields: dict[str, str],
-    *,
-    ylabel: str = "",
-    percent: bool = False,
-    smooth: bool = True,
-    limits: tuple[float, float] | None = None,
-    from_zero: bool = False,
-    note: str = "",
-    single_label: str = "",
-) -> Drawn | None:
-    """One line per condition over the steps, dashed for a second field. None if no run has the first field.
+@dataclass(frozen=True)
+class Lines:
+    """A figure of lines over the steps: which fields it shows, and how."""
 
-    `single_label` labels the line in the report of a single run.
-    """
-    first = next(iter(fields))
+    name: str
+    title: str
+    fields: Mapping[str, str]
+    """Field -> "" for the first, and what the dashed line of a second one is."""
+    ylabel: str = ""
+    percent: bool = False
+    smooth: bool = True
+    limits: tuple[float, float] | None = None
+    from_zero: bool = False
+    note: str = ""
+    """On the dashed line if there is a second field, else on the figure."""
+    single_label: str = ""
+    """Of the line, in the report of a single run."""
+
+
+def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
+    """One line per condition, dashed for a second field. None if no run has the first field."""
+    first = next(iter(lines.fields))
     arms = [(index, arm) for index, arm in enumerate(data.arms) if arm.has(first)]
     if not arms:
         return None
-    window = window_for(max(arm.longest for _, arm in arms)) if smooth else 1
+    window = window_for(max(arm.longest for _, arm in arms)) if lines.smooth else 1
     figure, axes = empty_figure()
-    for index, arm in arms:
-        for field, kind in fields.items():
-            band = arm.band(field, window)
-            if band is None:
-                continue
-            if data.single and window > 1 and (raw := arm.band(field)):
-                axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
-            label = None if kind else single_label or arm.label if data.single else arm.label
-            style: dict[str, Any] = {"linestyle": (0, (4, 2))} if kind else {}
-            draw_band(axes, band.steps + 1, band.mean, band.sd, series(index), label=label, **style)
-    axes.set(xlabel="step", ylabel=ylabel)
+    for index, _ in arms:
+        _draw_lines(axes, data, lines, index, window)
+    axes.set(xlabel="step", ylabel=lines.ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if percent:
+    if lines.percent:
         as_percentages(axes)
-    elif limits:
-        axes.set_ylim(*limits)
-    elif from_zero:
+    elif lines.limits:
+        axes.set_ylim(*lines.limits)
+    elif lines.from_zero:
         axes.set_ylim(0, 1.06 * axes.dataLim.y1)
-    dashed = note if len(fields) == 1 or any(arm.has(list(fields)[1]) for _, arm in arms) else ""
-    return Drawn(name, title, " ".join(filter(None, (_line_words(data, window), dashed))), figure)
+    dashed = lines.note if len(lines.fields) == 1 or any(arm.has(list(lines.fields)[1]) for _, arm in arms) else ""
+    return Drawn(lines.name, lines.title, " ".join(filter(None, (_line_words(data, window), dashed))), figure)
+
+
+def _draw_lines(axes: Axes, data: ReportData, lines: Lines, index: int, window: int) -> None:
+    """The lines of one condition; of a single run also each step, thin."""
+    arm = data.arms[index]
+    for field, kind in lines.fields.items():
+        band = arm.band(field, window)
+        if band is None:
+            continue
+        if data.single and window > 1 and (raw := arm.band(field)):
+            axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
+        label = None if kind else (lines.single_label if data.single else "") or arm.label
+        style: dict[str, Any] = {"linestyle": (0, (4, 2))} if kind else {}
+        draw_band(axes, band.steps + 1, band.mean, band.sd, series(index), label=label, **style)
 
 
 def draw_band(axes: Axes, steps: Floats, mean: Floats, sd: Floats | None, colour: str, **style: Any) -> None:

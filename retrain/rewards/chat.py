@@ -1,6 +1,6 @@
 """A client of an OpenAI-compatible chat server: one user message in, one reply out, with retries.
 
-It retries what may pass (time-outs, lost connections, 408, 409, 425, 429, 5xx, bodies that are no chat completion) and raises for what
+It retries what may pass (time-outs, lost connections, 408, 409, 425, 429, 5xx, bodies that are not chat completions) and raises for what
 will not, such as a wrong key. When the server says Retry-After, all requests wait, not just the one that was told.
 """
 
@@ -21,6 +21,8 @@ LONGEST_REPLY = 1 << 20
 REPLY_TOKENS = 1024
 """Leaves room for a judge that thinks before its verdict."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
+_MOST_TOKENS = 1 << 40
+"""Of one request, and more than any costs in any currency: a number above it is no count."""
 _TRANSIENT = frozenset({408, 409, 425, 429})
 
 
@@ -65,7 +67,7 @@ class ChatClient:
         """Loop time before which the server wants no request."""
 
     async def ask(self, message: str) -> Reply:
-        """The reply to one user message. Raises ChatFailed after the last attempt, and at once for what no retry can mend."""
+        """The reply to one user message. Raises ChatFailed after the last attempt, and at once for what no retry can fix."""
         usage = JudgeUsage()
         retries = stamina.retry_context(
             on=_wait_after,
@@ -98,14 +100,14 @@ class ChatClient:
         except TooLong:
             raise _Transient(f"{self.host} answered with more than {LONGEST_REPLY >> 20} MiB") from None
         except httpx.HTTPError as error:
-            raise _Transient(f"{self.host} could not be asked ({type(error).__name__}: {error or 'no more is known'})") from None
+            raise _Transient(f"{self.host} could not be reached ({type(error).__name__}: {error or 'no details'})") from None
         if answer.status != 200:
             raise self._failure(answer)
-        return _reply(answer, self.host)
+        return _reply(answer, self.host, self._key)
 
     def _failure(self, answer: Answer) -> Exception:
         """The error that a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
-        said = f"it redirects to {answer.leads_to}" if 300 <= answer.status < 400 else answer.said
+        said = f"it redirects to {answer.leads_to}" if 300 <= answer.status < 400 else answer.said(self._key)
         sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip() + (f": {said}" if said else "")
         if answer.status == 400 and self._without(_blamed(answer.content)):
             return _Transient(sentence, 0.0)
@@ -139,26 +141,30 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
         return None
 
 
-def _reply(response: Answer, host: str) -> Reply:
+def _reply(response: Answer, host: str, key: str) -> Reply:
     """The text of a chat completion. Raises _Transient for anything else."""
     try:
         answer = response.content
         choice = answer["choices"][0]
         text = choice["message"].get("content")
     except (LookupError, TypeError, AttributeError):
-        raise _Transient(f"{host} answered with something that is no chat completion: {response.said!r}") from None
+        raise _Transient(f"{host} answered with something other than a chat completion: {response.said(key)!r}") from None
     used = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
-    cost = used.get("cost")
     usage = JudgeUsage(
         prompt_tokens=_count(used.get("prompt_tokens")),
         completion_tokens=_count(used.get("completion_tokens")),
-        cost=float(cost) if isinstance(cost, int | float) else None,
+        cost=_price(used.get("cost")),
     )
     return Reply(text if isinstance(text, str) else "", choice.get("finish_reason") == "length", usage)
 
 
 def _count(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    """Tokens, as the server says; 0 for what is no count."""
+    return value if isinstance(value, int) and 0 <= value <= _MOST_TOKENS else 0
+
+
+def _price(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 <= value <= _MOST_TOKENS else None
 
 
 def _blamed(content: Any) -> str:

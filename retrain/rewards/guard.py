@@ -55,7 +55,7 @@ class FailureGuard:
         steps = f"{len(self._steps)} steps" if len(self._steps) > 1 else "step"
         return (
             f"{failed} of {total} completions of the last {steps} could not be judged ({count} times: {reason.rstrip('.')}), "
-            f"more than [reward] max_failure_rate = {self._max_failure_rate:g} allows; mend the reward, then continue with --resume."
+            f"more than [reward] max_failure_rate = {self._max_failure_rate:g} allows; fix the reward, then continue with --resume."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,5 +75,5 @@ def check_held_out(scores: Iterable[Score], max_failure_rate: float) -> None:
         reason, count = reasons.most_common(1)[0]
         raise RunFailed(
             f"{failed} of {len(outcomes)} held-out answers could not be judged ({count} times: {reason.rstrip('.')}), more than "
-            f"[reward] max_failure_rate = {max_failure_rate:g} allows; mend the reward, then continue with --resume or evaluate again."
+            f"[reward] max_failure_rate = {max_failure_rate:g} allows; fix the reward, then continue with --resume or evaluate again."
         )

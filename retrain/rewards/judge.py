@@ -8,7 +8,6 @@ repeats even where the judge itself would not.
 import asyncio
 import hashlib
 import json
-import os
 import re
 import sys
 import threading
@@ -23,6 +22,7 @@ from retrain.rewards.boxed import after_thought
 from retrain.rewards.chat import REPLY_TOKENS, ChatClient, ChatFailed, Reply
 from retrain.rewards.workers import Judgement
 from retrain.types import Example, JudgeUsage
+from retrain.web import key_from
 
 if TYPE_CHECKING:
     from retrain.config.schema import Reward
@@ -216,7 +216,7 @@ class LanguageModelJudge:
 def _api_key(reward: "Reward") -> str:
     """The key, or "" for a server of one's own that needs none. Raises EnvironmentFailure where one is needed or named, and not set."""
     name = reward.judge_api_key_env
-    key = os.environ.get(name, "").strip()
+    key = key_from(name)
     if not key and (not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set):
         raise EnvironmentFailure(
             f'[reward] type = "judge" reads its API key from the environment variable {name}, which is not set; set it, or put it into '

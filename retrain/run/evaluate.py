@@ -49,7 +49,7 @@ def evaluate_run(
         )
     if given.backend.shard_base:
         say("[backend] shard_base = true is unused here: retrain eval runs in one process, which holds the whole model.")
-    if note := trust_note(given):
+    if note := trust_note(given.model):
         say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
     found = _checkpoint(folder, checkpoint, say) if stored else None

@@ -1,6 +1,6 @@
 """The conditions under which a step stops the run: updates that are never finite, and a sampler that has left the trained policy."""
 
-from retrain.config import TrainConfig
+from retrain.config.schema import Inference, Lora
 from retrain.errors import RunFailed
 from retrain.records.checkpoint import TrainerState
 from retrain.types import StepResult
@@ -18,16 +18,14 @@ def default_mismatch_limit(gate_mean: float, *, half_precision: bool) -> float:
     return max(_LIMIT_FACTOR * gate_mean, _LIMIT_FLOOR_HALF if half_precision else _LIMIT_FLOOR)
 
 
-def mismatch_limit(config: TrainConfig, gate_mean: float, *, half_precision: bool, samples_ahead: bool) -> float | None:
+def mismatch_limit(inference: Inference, lora: Lora, gate_mean: float, *, half_precision: bool, samples_ahead: bool) -> float | None:
     """Return the limit of a run in nats; None if there is none.
-
-    Dropout and weights that are one step old move the ratio by themselves, so that only a limit that was set applies there.
 
     Dropout and weights that are one step old move the ratio by themselves, so only a limit that was set holds there.
     """
-    if config.inference.mismatch_limit is not None:
-        return config.inference.mismatch_limit or None
-    if config.lora.dropout or samples_ahead:
+    if inference.mismatch_limit is not None:
+        return inference.mismatch_limit or None
+    if lora.dropout or samples_ahead:
         return None
     return default_mismatch_limit(gate_mean, half_precision=half_precision)
 

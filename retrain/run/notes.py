@@ -3,64 +3,59 @@
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.config import TrainConfig
 from retrain.config.outcomes import unused_keys
-from retrain.config.schema import DEFAULT_CLIPS
+from retrain.config.schema import DEFAULT_CLIPS, Backend, Backpressure, Inference, Lora, Loss, Model, Training
 from retrain.distributed import World
 
 
-def refuse_lone_sharding(config: TrainConfig, world: World) -> None:
+def refuse_lone_sharding(backend: Backend, world: World) -> None:
     """Raise ConfigurationError if [backend] shard_base is set and this process has no other to share the base with."""
-    if config.backend.shard_base:
+    if backend.shard_base:
         from retrain.model.sharding import shards_of  # torch comes with it
 
-        shards_of(config, world)
+        shards_of(backend, world)
 
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """Return the remarks at the start of a run, one sentence each."""
-    return [*_override_lines(config), *unused_keys(config), *notes(config)]
+    given = {path: origin for path, origin in config.origins.items() if origin not in ("default", "file")}
+    overrides = [f"{path} = {config.value(path)!r} from {origin}" for path, origin in given.items()]  # the file alone would mislead
+    return [*overrides, *unused_keys(config), *notes(config)]
 
 
 def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
     found = (
-        trust_note(config),
+        trust_note(config.model),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),
-        _dropout_note(config),
+        _dropout_note(config.lora, config.loss),
         _truncation_note(config),
         _tinker_note(config),
         _split_note(config),
         _sharding_note(config),
-        _back_pressure_note(config),
+        _back_pressure_note(config.backpressure, config.training),
     )
     return [note for note in found if note]
 
 
-def skipped_gate_line(config: TrainConfig) -> str:
+def skipped_gate_line(inference: Inference, training: Training) -> str:
     """Say what `--skip-parity` leaves unchecked."""
     return (
-        f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {config.inference.engine} engine samples from the trained policy. "
-        f"Its log-probs at temperature {config.training.temperature:g}, the adapter's effect, cached prefixes, the end-of-sequence "
+        f"PARITY GATE SKIPPED (--skip-parity): nothing checks that the {inference.engine} engine samples from the trained policy. "
+        f"Its log-probs at temperature {training.temperature:g}, the adapter's effect, cached prefixes, the end-of-sequence "
         "token, the chat template and the gold answers are taken on trust, now, at the first new adapter and after a server comes back."
     )
-
-
-def _override_lines(config: TrainConfig) -> list[str]:
-    """Name the values that a variable or a flag overrides, since the file alone would mislead."""
-    return [
-        f"{path} = {config.value(path)!r} from {origin}" for path, origin in config.origins.items() if origin not in ("default", "file")
-    ]
 
 
 _ROOM = 0.01
 """Distance of a clip bound from 1 that the mismatch of sampler and learner in float32 never reaches."""
 
 
-def trust_note(config: TrainConfig) -> str:
+def trust_note(model: Model) -> str:
     """Warn before a model is loaded with code of its own."""
-    if not config.model.trust_remote_code:
+    if not model.trust_remote_code:
         return ""
-    return f"[model] trust_remote_code = true: Python code that comes with {config.model.model} runs as this user."
+    return f"[model] trust_remote_code = true: Python code that comes with {model.model} runs as this user."
 
 
 def _loss_note(config: TrainConfig) -> str:
@@ -127,15 +122,15 @@ def _sharding_note(config: TrainConfig) -> str:
     )
 
 
-def _dropout_note(config: TrainConfig) -> str:
+def _dropout_note(lora: Lora, loss: Loss) -> str:
     """Explain that the ratio contains dropout masks, since the learner applies dropout and the sampler does not."""
-    if not config.lora.dropout:
+    if not lora.dropout:
         return ""
     effect = (
-        f"[lora] dropout = {config.lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 contain its effect and are "
+        f"[lora] dropout = {lora.dropout:g} is off while sampling, so ratio_mean, ess and mismatch_k1 contain its effect and are "
         "not 1, 1 and 0 before the first update"
     )
-    if config.loss.old_logprobs == "recomputed":
+    if loss.old_logprobs == "recomputed":
         return f"{effect}; the loss takes its ratio against log-probs recomputed under the same masks."
     return f'{effect}; the loss\'s ratio contains it too, unless [loss] old_logprobs = "recomputed" takes it under the same masks.'
 
@@ -153,11 +148,10 @@ def _truncation_note(config: TrainConfig) -> str:
     )
 
 
-def _back_pressure_note(config: TrainConfig) -> str:
-    pressure = config.backpressure
+def _back_pressure_note(pressure: Backpressure, training: Training) -> str:
     if not pressure.enabled:
         return ""
     return (
-        f"[backpressure] changes the batch size, from {config.training.batch_size} to between {pressure.min_batch_size} and "
+        f"[backpressure] changes the batch size, from {training.batch_size} to between {pressure.min_batch_size} and "
         f"{pressure.max_batch_size} prompts per step: steps differ in size and time, and runs of one seed see a prompt in different steps."
     )

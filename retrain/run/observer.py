@@ -130,9 +130,10 @@ class StepObserver:
             )
         check_updates(state, result)
         limit = mismatch_limit(
-            self.config,
+            self.config.inference,
+            self.config.lora,
             state.gate_mismatch or 0.0,
-            half_precision=is_rounded(self.config, backend),
+            half_precision=is_rounded(self.config.inference, backend),
             samples_ahead=backend.capabilities.samples_ahead,
         )
         check_mismatch(state, result.log_ratio_mean, limit, f"--resume {self.folder.path}")

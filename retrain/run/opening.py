@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from retrain.config import TrainConfig, config_from_toml, config_hash, dump_toml, load_stored, replaced, resume_differences, with_drawn_seed
+from retrain.config.schema import Backend
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.parsing import is_path_text, read_object
 from retrain.records.atomic import put_back, replace_file
@@ -51,7 +52,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
     """
     if config.kind == "campaign":
         raise ConfigurationError(
-            f"{config.source_path or 'the configuration'} is a campaign and no single run; start it with `retrain FILE` or "
+            f"{config.source_path or 'the configuration'} is a campaign, not a single run; start it with `retrain FILE` or "
             "retrain.campaign.run_campaign."
         )
     resuming = bool(config.resume.from_)
@@ -59,7 +60,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
     kind = kind_of(folder.path)
     if kind == "campaign":
         raise ConfigurationError(
-            f"{folder.path} holds a campaign and no single run; resume it with the campaign's own file, or name another folder."
+            f"{folder.path} holds a campaign, not a single run; resume it with the campaign's own file, or name another folder."
         )
     if kind not in ("", "run"):
         raise ConfigurationError(f"{folder.path} is a folder of {kind} that retrain made, and contains no run; name another folder.")
@@ -103,7 +104,7 @@ def writer_lock(folder: RunFolder) -> Iterator[None]:
 
 def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite: bool) -> OpenedRun:
     config = with_drawn_seed(config)
-    checkpoints = _checkpoint_folder(config, folder, overwrite)
+    checkpoints = _checkpoint_folder(config.backend, folder, overwrite)
     folder.empty()
     if checkpoints != folder.checkpoints:
         _claim(checkpoints, folder)
@@ -168,9 +169,9 @@ def _not_resumable(folder: RunFolder, problem: str, remedy: str = "put back what
 # -- checkpoints outside the run's folder --------------------------------------------------------------------------------
 
 
-def _checkpoint_folder(config: TrainConfig, folder: RunFolder, overwrite: bool) -> Path:
+def _checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> Path:
     """Return `<adapter_path>/<last part of log_dir>`, or the run's own folder. Raises ConfigurationError if it holds another run's."""
-    if not config.backend.adapter_path:
+    if not backend.adapter_path:
         return folder.checkpoints
     name = folder.path.resolve().name
     if not _SAFE_NAME.fullmatch(name):
@@ -178,7 +179,7 @@ def _checkpoint_folder(config: TrainConfig, folder: RunFolder, overwrite: bool) 
             f"[logging] log_dir ends in {name!r}, which cannot name a folder under [backend] adapter_path; "
             "use letters, digits and ._+=- in its last part."
         )
-    target = (expanded(config.backend.adapter_path, "[backend] adapter_path") / name).resolve()
+    target = (expanded(backend.adapter_path, "[backend] adapter_path") / name).resolve()
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return target
     marker = read_marker(target)
@@ -188,7 +189,7 @@ def _checkpoint_folder(config: TrainConfig, folder: RunFolder, overwrite: bool) 
         foreign = marker.get("kind") != "checkpoints" or marker.get("run") != str(folder.path.resolve())
     if foreign:
         raise ConfigurationError(
-            f"{target} holds the checkpoints of another run, so [backend] adapter_path = {config.backend.adapter_path!r} cannot be used "
+            f"{target} holds the checkpoints of another run, so [backend] adapter_path = {backend.adapter_path!r} cannot be used "
             "with this log_dir; give the run another log_dir or adapter_path."
         )
     if CheckpointStore(target).steps() and not overwrite:

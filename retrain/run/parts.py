@@ -13,6 +13,7 @@ from retrain.backends.base import Backend
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
+from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer
 from retrain.distributed import ALONE, World
@@ -21,6 +22,7 @@ from retrain.environments.problems import environment_name, load_problems
 from retrain.environments.providers import load_environment
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
+from retrain.model.budget import longest_row
 from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import user_code
@@ -75,7 +77,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     for note in capability_notes(config):
         say(note)
     _connect_engine(config, say, learns)
-    text = load_text(config, say)
+    text = load_text(config.model, say)
     credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config, name, world))
     for note in credit.notes:
         say(note)
@@ -104,7 +106,9 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world, stage=stage)
     examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
     limit = config.reward.max_failure_rate
-    evaluator = Evaluator(examiner, held_out, evaluation_plan(config), config.evaluation.k, limit) if held_out else None
+    evaluator = (
+        Evaluator(examiner, held_out, evaluation_plan(config.evaluation, config.training), config.evaluation.k, limit) if held_out else None
+    )
     guard = FailureGuard(limit)
     return Parts(text, prompts, backend, scorer, judge, stage, guard, sampler, credit, SEPAController(config.sepa), evaluator)
 
@@ -137,13 +141,13 @@ def build_backend(config: TrainConfig, eos_ids: Sequence[int], choices: MachineC
         return _prime_rl_backend(config, eos_ids, say)
     make = backend_class(config)
     with user_code(f'building [backend] backend = "{config.backend.backend}"', ConfigurationError):
-        return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]
+        return make(config, choices, eos_ids=eos_ids)  # type: ignore[call-arg]  # a plugin's own constructor
 
 
 def _prime_rl_backend(config: TrainConfig, eos_ids: Sequence[int], say: Say) -> Backend:
     try:
-        import msgspec  # noqa: F401
-        import zmq  # noqa: F401
+        import msgspec  # noqa: F401 - only whether it is installed
+        import zmq  # noqa: F401 - only whether it is installed
     except ImportError as error:
         raise EnvironmentFailure(
             f'[backend] backend = "prime_rl" needs {error.name}: pip install "retrain[prime_rl]", or use backend = "local".'
@@ -160,8 +164,8 @@ def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: Machine
     from retrain.backends.local.backend import LocalBackend
     from retrain.model.devices import choose_device, half_precision_note
 
-    device, note, sampler = choose_device(config, world)
-    for line in filter(None, (note, half_precision_note(config, device))):
+    device, note, sampler = choose_device(config.backend, world)
+    for line in filter(None, (note, half_precision_note(config.model, config.inference, device))):
         say(line)
     say(f"Loading train model: {config.model.model} on {device}...")
     backend = LocalBackend(config, choices, eos_ids=eos_ids, world=world)
@@ -180,12 +184,12 @@ def load_encoder(config: TrainConfig, name: str, world: World) -> Encoder:
         return load_sentence_encoder(name)
     from retrain.model.devices import choose_device
 
-    return load_sentence_encoder(name, str(choose_device(config, world).device))
+    return load_sentence_encoder(name, str(choose_device(config.backend, world).device))
 
 
-def load_text(config: TrainConfig, say: Say) -> TextModel:
-    say(f"Loading tokenizer for {config.model.model} ...")
-    text = load_text_model(config.model)
+def load_text(model: Model, say: Say) -> TextModel:
+    say(f"Loading tokenizer for {model.model} ...")
+    text = load_text_model(model)
     say("Loading vocabulary table...")
     say(f"Vocabulary table: {len(text.vocabulary)} entries")
     return text
@@ -200,7 +204,7 @@ def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Seq
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     try:
-        say(predict_memory(config, prompt_tokens=longest, choices=choices, shards=shards_of(config, world)).line())
+        say(predict_memory(config, prompt_tokens=longest, choices=choices, shards=shards_of(config.backend, world)).line())
     except NotPredictable as error:
         say(str(error))
 
@@ -254,8 +258,7 @@ def load_judge(config: TrainConfig, scorer: Scorer, verdicts: Path | None, say: 
     return build_scorer(judging, verdicts)
 
 
-def training_plan(config: TrainConfig) -> SamplingPlan:
-    training = config.training
+def training_plan(training: Training) -> SamplingPlan:
     return SamplingPlan(
         group_size=training.group_size,
         max_tokens=training.max_tokens,
@@ -263,17 +266,15 @@ def training_plan(config: TrainConfig) -> SamplingPlan:
         seed=training.seed,
         stream=Stream.SAMPLING,
         redraws=training.dynamic_sampling,
-        truncation=truncation(config),
+        truncation=truncation(training),
     )
 
 
-def truncation(config: TrainConfig) -> Truncation:
-    """Return the truncation of training."""
-    return Truncation(config.training.top_k, config.training.top_p, config.training.min_p)
+def truncation(training: Training) -> Truncation:
+    return Truncation(training.top_k, training.top_p, training.min_p)
 
 
-def evaluation_plan(config: TrainConfig) -> SamplingPlan:
-    evaluation, training = config.evaluation, config.training
+def evaluation_plan(evaluation: Evaluation, training: Training) -> SamplingPlan:
     return SamplingPlan(
         group_size=evaluation.samples,
         max_tokens=training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens,
@@ -288,9 +289,9 @@ def evaluation_plan(config: TrainConfig) -> SamplingPlan:
     )
 
 
-def is_rounded(config: TrainConfig, backend: Backend) -> bool:
+def is_rounded(inference: Inference, backend: Backend) -> bool:
     """Return True if sampler or learner computes, or caches keys and values, in 16 bits or fewer."""
-    return backend.half_precision or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
+    return backend.half_precision or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
 
 
 def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bool = False) -> GateResult:
@@ -299,16 +300,16 @@ def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bo
     `step` counts the training steps behind the weights. `trained`: the engine already serves these weights and is checked with them first.
     """
     inputs = _gate_inputs(config, parts, step, trained)
-    return parity_gate(inputs, _gate_prompts(config, parts))
+    return parity_gate(inputs, _gate_prompts(config.training, parts))
 
 
 def check_again(config: TrainConfig, parts: Parts, step: int) -> None:
     """Check the engine's current adapter alone, after a server woke up or came back."""
-    adapter_check(_gate_inputs(config, parts, step, True), _gate_prompts(config, parts))
+    adapter_check(_gate_inputs(config, parts, step, True), _gate_prompts(config.training, parts))
 
 
-def _gate_prompts(config: TrainConfig, parts: Parts) -> list[Prompt]:
-    return parts.prompts.batch(0, min(config.training.batch_size, len(parts.prompts)), config.training.seed)
+def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
+    return parts.prompts.batch(0, min(training.batch_size, len(parts.prompts)), training.seed)
 
 
 def _gold_check(parts: Parts) -> Callable[[Sequence[Prompt]], str]:
@@ -319,17 +320,18 @@ def _gold_check(parts: Parts) -> Callable[[Sequence[Prompt]], str]:
 
 
 def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
+    training, longest_prompt = config.training, max(len(prompt.token_ids) for prompt in parts.prompts.prompts)
     return GateInputs(
         backend=parts.backend,
         check_gold=_gold_check(parts),
         decode=parts.text.decode,
         eos_ids=parts.text.eos_ids,
-        temperature=config.training.temperature,
-        truncation=truncation(config),
-        max_tokens=config.training.max_tokens,
-        longest_row=config.training.max_tokens + max(len(prompt.token_ids) for prompt in parts.prompts.prompts),
-        seed=config.training.seed,
-        half_precision=is_rounded(config, parts.backend),
+        temperature=training.temperature,
+        truncation=truncation(training),
+        max_tokens=training.max_tokens,
+        longest_row=longest_row(training, config.environment, parts.text.context, longest_prompt),
+        seed=training.seed,
+        half_precision=is_rounded(config.inference, parts.backend),
         step=step,
         trained=trained,
     )

@@ -11,7 +11,7 @@ from retrain.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from retrain.backends.base import Backend
-    from retrain.config import TrainConfig
+    from retrain.config.schema import Backpressure, Training
     from retrain.run.step_record import Step
 
 _PASSES_OF_LORA = 4.0
@@ -23,12 +23,11 @@ _RECOMPUTED = 2.0
 class Pressure:
     """Chooses the batch size of the next step; made only where `[backpressure] enabled` is true."""
 
-    def __init__(self, config: "TrainConfig", backend: "Backend", replayed: Mapping[int, float]) -> None:
+    def __init__(self, settings: "Backpressure", training: "Training", backend: "Backend", replayed: Mapping[int, float]) -> None:
         """`replayed`: step -> the seconds that it was decided by before the run was resumed."""
-        training = config.training
-        self.settings = config.backpressure
+        self.settings = settings
         self._backend, self._replayed = backend, replayed
-        self._controller = BackpressureController(self.settings, training.batch_size, training.group_size)
+        self._controller = BackpressureController(settings, training.batch_size, training.group_size)
 
     @property
     def batch_size(self) -> int:

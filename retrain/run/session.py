@@ -52,9 +52,10 @@ class Session:
         self.interrupts = interrupts
         self.parts = parts
         self.world = world
-        self.plan = training_plan(self.config)
+        self.plan = training_plan(self.config.training)
         self.schedule = Schedule(self.config.training, self.config.evaluation)
-        self.pressure = Pressure(self.config, parts.backend, opened.decided_by) if self.config.backpressure.enabled else None
+        settings = self.config.backpressure
+        self.pressure = Pressure(settings, self.config.training, parts.backend, opened.decided_by) if settings.enabled else None
         self.saver = Saver(opened, parts, tracker, self.pressure)
         self.observer = StepObserver(opened, parts, tracker, world, self.pressure)
         self.evaluations: list[Evaluation] = []
@@ -79,7 +80,7 @@ class Session:
                 for line in (*preflight_lines(opened.config), *opened.notes):
                     tracker.message(line)
                 if world.size > 1:
-                    tracker.message(f"{world.size} processes share this run, each with its part of the prompts and of the rows.")
+                    tracker.message(f"{world.size} processes share this run, each with its share of the prompts and rows.")
                 with closing(load_parts(opened.config, opened.state.choices, tracker.message, world)) as parts:
                     session = cls(opened, tracker, interrupts, parts, world, skip_parity=skip_parity)
                     try:
@@ -120,7 +121,7 @@ class Session:
             self.state.gate_mismatch = result.mean_difference
         if not self.world.is_rank_zero:
             return
-        self.tracker.message(result.line() if result else skipped_gate_line(self.config))
+        self.tracker.message(result.line() if result else skipped_gate_line(self.config.inference, self.config.training))
         environment = read_object(self.folder.environment)
         environment |= {"parity_gate": result and result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
         environment |= {"engine": asdict(self.parts.backend.engine.capabilities), "backend": asdict(self.parts.backend.capabilities)}
@@ -279,7 +280,7 @@ class Session:
 @contextmanager
 def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[OpenedRun]:
     """Open the folder on rank 0, which holds its lock, and tell the other ranks what it found."""
-    refuse_lone_sharding(config, world)
+    refuse_lone_sharding(config.backend, world)
     if not world.is_rank_zero:
         found: OpenedRun | RetrainError | None = world.broadcast(None)
         if isinstance(found, RetrainError):

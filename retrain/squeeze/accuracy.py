@@ -60,8 +60,8 @@ def check_evaluable(adapter: LoraAdapter) -> None:
     plain = not settings.get("rank_pattern") and not settings.get("alpha_pattern") and isinstance(settings.get("target_modules"), list)
     if not plain or adapter.others or settings["lora_alpha"] != int(settings["lora_alpha"]):
         raise ConfigurationError(
-            "[squeeze] evaluate = true needs an adapter as retrain trains them: one rank, one whole alpha, its layers listed and nothing "
-            f"else trained; {adapter.folder} is not such an adapter, so leave evaluate false."
+            "[squeeze] evaluate = true needs an adapter with one rank, one whole-number alpha, a list of its layers and nothing else "
+            f"trained, which {adapter.folder} is not; leave evaluate false."
         )
 
 

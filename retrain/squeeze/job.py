@@ -58,7 +58,7 @@ def run_squeeze(config: "TrainConfig", *, overwrite: bool = False, quiet: bool =
     """Run a configuration with `[squeeze] adapter_path` and no `[campaign]`: results go to standard output, progress to standard error."""
     say, progress = (_silence, _silence) if quiet else (_print, partial(_print, file=sys.stderr))
     loads_model = config.squeeze.evaluate and bool(config.squeeze.output_path)
-    for line in [*unused_keys(config), *([note] if loads_model and (note := trust_note(config)) else [])]:
+    for line in [*unused_keys(config), *([note] if loads_model and (note := trust_note(config.model)) else [])]:
         say(line)
     with local_adapter(config) as adapter:
         squeezed = squeeze_adapter(config, adapter, overwrite=overwrite, progress=progress)

@@ -1,19 +1,25 @@
 """What every environment must hold, whichever library it comes from."""
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from retrain import train
+from retrain.config import TrainConfig
 from retrain.config.schema import Model
 from retrain.environments.base import Observation
 from retrain.environments.episodes import EpisodeHost
+from retrain.errors import Interrupted
 from retrain.model.text import load_text_model
 from retrain.records.token_table import read_tokens
+from retrain.run.session import Session
 from retrain.types import Example, Score
 from tests.runs import lines, small
+from tests.trajectories import replies_of_rendered
 
 
 def scripted(host: EpisodeHost, example: Example, replies: Sequence[str], tools: Sequence[str] = ()) -> tuple[list[str], Score]:
@@ -33,10 +39,16 @@ def scripted(host: EpisodeHost, example: Example, replies: Sequence[str], tools:
 
 
 def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None:
-    """A short run learns: its records hold turns and metrics, the tokens of every turn have ratio 1, and their ids render."""
-    sections = {"training": {"max_steps": 2, "batch_size": 4, "max_tokens": 60}, "evaluation": {"at_end": True, "max_examples": 2}}
+    """A short run learns: its records hold turns and metrics, the tokens of every turn have ratio 1, their ids are what the template
+    renders, and a run that is cut within a step resumes to the same bytes.
+    """
+    sections = {
+        "training": {"max_steps": 2, "batch_size": 4, "max_tokens": 60 if turns == 1 else 128},
+        "evaluation": {"at_end": True, "max_examples": 2},
+    }
     logging = {"tokens_every": 1, "generations_per_step": 99}
-    train(small(folder, environment=environment, logging=logging, **sections), quiet=True)
+    config = small(folder, environment=environment, logging=logging, **sections)
+    train(config, quiet=True)
     first, records = lines(folder / "metrics.jsonl")[0], lines(folder / "emergence/generations.jsonl")
     assert first["environment_metrics"] and first["reward_could_not_judge"] == 0
     assert max(record["turns"] for record in records) == turns
@@ -47,7 +59,32 @@ def check_trained(folder: Path, environment: dict[str, Any], turns: int) -> None
     known = table.log_ratios[~np.isnan(table.log_ratios)]
     assert not len(known) or np.abs(known).max() < 1e-4
     text = load_text_model(Model(model="lab"))
-    for record in records:
-        spoken = record["prompt"] + record["completion"]
-        ids = text.tokenizer(spoken, add_special_tokens=False)["input_ids"]
-        assert text.decode(np.array(ids)) == spoken
+    assert max(replies_of_rendered(text, folder / "tokens/step_0.safetensors")) <= turns
+    check_resumes(folder, config)
+
+
+def check_resumes(straight: Path, config: TrainConfig) -> None:
+    """The run `config`, stopped in its last step when every reply is sampled, and resumed, has the bytes of the run that went through."""
+    folder = straight.parent / "cut"
+    cut = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": str(folder)})})
+    real = Session.turn_to_learning
+
+    def stop(session: Session, used: int) -> None:
+        if session.state.step == config.training.max_steps - 1:
+            raise Interrupted("cut", signal.SIGINT)
+        real(session, used)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Session, "turn_to_learning", stop)
+        train(cut, quiet=True)
+    train(cut.model_copy(update={"resume": cut.resume.model_copy(update={"from_": str(folder)})}), quiet=True)
+    for name in ("emergence/generations.jsonl", "evaluation.jsonl", "checkpoints/final/adapter_model.safetensors"):
+        assert (straight / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def check_learns(folder: Path, environment: dict[str, Any]) -> None:
+    """A game whose number is always 1, with two guesses, is won by a third at first and nearly always after five updates."""
+    training = {"max_steps": 6, "group_size": 16, "max_tokens": 64, "lr": 5e-3}
+    train(small(folder, environment=environment, training=training, algorithm={"advantage_mode": "grpo"}), quiet=True)
+    rewards = [record["mean_reward"] for record in lines(folder / "metrics.jsonl")]
+    assert rewards[-1] > rewards[0] + 0.25, rewards

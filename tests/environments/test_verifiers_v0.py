@@ -17,7 +17,7 @@ from retrain.environments.episodes import EpisodeHost, play  # noqa: E402
 from retrain.environments.verifiers import load_verifiers  # noqa: E402
 from retrain.errors import ConfigurationError, EnvironmentFailure  # noqa: E402
 from retrain.types import Outcome  # noqa: E402
-from tests.environments.checks import check_trained, scripted  # noqa: E402
+from tests.environments.checks import check_learns, check_trained, scripted  # noqa: E402
 from tests.runs import small  # noqa: E402
 
 
@@ -43,9 +43,9 @@ def test_multi_turn_answers_each_reply() -> None:
     environment = loaded("lab_guess", largest=7)
     example = next(item for item in environment.examples("train") if item.reference == "6")
     said, score = scripted(host_of(environment), example, ["\\boxed{4}", "\\boxed{7}", "\\boxed{6}"])
-    assert said == [">", "<"] and score.reward == pytest.approx(1.0) and score.metrics["num_turns"] == 3
-    _, lost = scripted(host_of(environment), example, ["1", "2", "3"])
-    assert lost.outcome is Outcome.WRONG and lost.metrics["num_turns"] == 3
+    assert said == ["higher", "lower"] and score.reward == pytest.approx(1.0) and score.metrics["num_turns"] == 3
+    _, lost = scripted(host_of(environment), example, ["1", "2", "3", "4"])
+    assert lost.outcome is Outcome.WRONG and lost.metrics["num_turns"] == 4
 
 
 def test_a_word_game_with_a_parser() -> None:
@@ -73,9 +73,13 @@ def test_running_out_of_tokens_ends_the_rollout_and_is_scored() -> None:
     assert score.outcome is Outcome.WRONG and score.reward == pytest.approx(0.4 * (1 - 1 / 7))
 
 
-@pytest.mark.parametrize(("name", "turns"), [("lab_sums", 1), ("lab_guess", 3)])
+@pytest.mark.parametrize(("name", "turns"), [("lab_sums", 1), ("lab_guess", 4)])
 def test_the_lab_trains(name: str, turns: int, tmp_path: Path) -> None:
     check_trained(tmp_path / "run", {"provider": "verifiers", "id": name}, turns)
+
+
+def test_a_short_run_raises_the_reward(tmp_path: Path) -> None:
+    check_learns(tmp_path / "run", {"provider": "verifiers", "id": "lab_guess", "args": {"problems": 1, "max_turns": 2}})
 
 
 def test_what_cannot_train_says_so(tmp_path: Path) -> None:

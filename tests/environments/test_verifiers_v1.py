@@ -17,14 +17,14 @@ from retrain.environments.episodes import EpisodeHost, play  # noqa: E402
 from retrain.environments.verifiers import load_verifiers  # noqa: E402
 from retrain.errors import ConfigurationError  # noqa: E402
 from retrain.types import Outcome  # noqa: E402
-from tests.environments.checks import check_trained, scripted  # noqa: E402
+from tests.environments.checks import check_learns, check_trained, scripted  # noqa: E402
 from tests.environments.conftest import GENERATION  # noqa: E402
 from tests.runs import small  # noqa: E402
 
 if GENERATION != "v1":
     pytest.skip("the installed verifiers is of the older generation", allow_module_level=True)
 
-HELD_OUT: dict[str, Any] = {"lab_sums": {"evaluation": {"first": 64, "problems": 8}}, "lab_guess": {"evaluation": {"problems": 7}}}
+HELD_OUT: dict[str, Any] = {"lab_sums": {"evaluation": {"first": 64, "problems": 8}}, "lab_guess": {"evaluation": {"problems": 10}}}
 
 
 def loaded(name: str, **args: Any) -> Environment:
@@ -52,8 +52,8 @@ def test_multi_turn_answers_each_reply() -> None:
     host = host_of(environment)
     example = next(item for item in environment.examples("train") if item.reference == "6")
     said, score = scripted(host, example, ["\\boxed{4}", "\\boxed{7}", "\\boxed{6}"])
-    assert said == [">", "<"] and score.reward == 1 and score.metrics["turns"] == 3 == score.metrics["replies"]
-    _, lost = scripted(host, example, ["1", "2", "3"])
+    assert said == ["higher", "lower"] and score.reward == 1 and score.metrics["turns"] == 3 == score.metrics["replies"]
+    _, lost = scripted(host, example, ["1", "2", "3", "4"])
     assert lost.outcome is Outcome.WRONG
     cut = play(host, example, ["1"])
     assert cut.outcome is Outcome.WRONG, "a rollout whose tokens ran out is judged"
@@ -61,9 +61,13 @@ def test_multi_turn_answers_each_reply() -> None:
     host.close()
 
 
-@pytest.mark.parametrize(("name", "turns"), [("lab_sums", 1), ("lab_guess", 3)])
+@pytest.mark.parametrize(("name", "turns"), [("lab_sums", 1), ("lab_guess", 4)])
 def test_the_lab_trains(name: str, turns: int, tmp_path: Path) -> None:
     check_trained(tmp_path / "run", {"provider": "verifiers", "id": name, "args": HELD_OUT[name]}, turns)
+
+
+def test_a_short_run_raises_the_reward(tmp_path: Path) -> None:
+    check_learns(tmp_path / "run", {"provider": "verifiers", "id": "lab_guess", "args": {"taskset": {"problems": 1}, "turns": 2}})
 
 
 def test_what_cannot_train_says_so(tmp_path: Path) -> None:

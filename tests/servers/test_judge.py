@@ -78,7 +78,7 @@ def test_a_server_that_dies_stops_the_run_and_loses_no_step(tmp_path: Path, smol
         traffic.dead = True
         reward = judge(url, max_failure_rate=1.0, judge_timeout_s=2.0)
         resumed = small(tmp_path, reward=reward, training={"max_steps": 2}, resume={"from": str(tmp_path)})
-        with pytest.raises((EnvironmentFailure, RunFailed), match="could not be asked"):
+        with pytest.raises((EnvironmentFailure, RunFailed), match="could not be reached"):
             train(resumed, quiet=True)
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 

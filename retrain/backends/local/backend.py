@@ -11,7 +11,7 @@ import torch
 
 from retrain.backends.base import LOCAL, Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
-from retrain.backends.local.learner import Learner, old_logprobs_note
+from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.backends.local.trial import LocalTrialAdapter, positions_and_window
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
@@ -49,16 +49,17 @@ class LocalBackend(Backend):
     ) -> None:
         """`eos_ids`: the tokens that end a completion; the tokenizer is loaded for them where they are not given."""
         self.config = config
-        device, _, sampler_device = choose_device(config, world)
+        device, _, sampler_device = choose_device(config.backend, world)
         _choose_kernels(config.inference.attention_kernel)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
-        self._adapter = Adapter(self._base, config)
+        self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)
         self._choices = world.broadcast(choose(config, self._base, world, choices))
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self._choices.threads)
         notes: list[str] = []
         self._fused = FusedDecoder.of(self._base.model, merge=self._choices.merge_adapter, say=notes.append)
-        self.notes: tuple[str, ...] = tuple(filter(None, (*notes, old_logprobs_note(config, self._base.dtype))))
+        rounded = rounds(config.inference, self._base.dtype)
+        self.notes: tuple[str, ...] = tuple(filter(None, (*notes, old_logprobs_note(config.loss, rounded=rounded))))
         """Sentences about the loaded model that the user should see at the start."""
         self._pool = Pool(self._choices.workers, list(self._adapter.parameters.values()))
         self._learner = Learner(self._base, self._adapter, config, self._choices, self._fused, world, self._pool)
@@ -69,7 +70,7 @@ class LocalBackend(Backend):
             self.engine = self._build_engine(eos_ids, self._base, self._adapter, self._fused)
         else:
             copy = load_base_model(config, resolve_model(config.model.model), sampler_device)
-            self._sampler_adapter = Adapter(copy, config)
+            self._sampler_adapter = Adapter(copy, config.model, config.lora, config.training.seed)
             fused = FusedDecoder.of(copy.model, merge=self._choices.merge_adapter)
             self.engine = self._build_engine(eos_ids, copy, self._sampler_adapter, fused)
             self.capabilities = replace(self.capabilities, samples_ahead=True)
@@ -83,7 +84,7 @@ class LocalBackend(Backend):
         if inference.engine != "pytorch":
             make = engine_class(self.config)
             where = f'building [inference] engine = "{inference.engine}"'
-            with user_code(where, ConfigurationError):
+            with user_code(where, ConfigurationError):  # a subclass's constructor has these arguments
                 return make(self.config, model=adapter.peft_model, eos_ids=eos_ids, device=base.device)  # type: ignore[call-arg]
         return TorchEngine(
             adapter.peft_model,
@@ -156,7 +157,7 @@ class LocalBackend(Backend):
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        raw = is_raw(self.config, self.engine.capabilities)
+        raw = is_raw(self.engine.capabilities, self.config.training.temperature)
         self._make_room()
         with _deterministic(self._base.device):
             return self._learner.train(rows, step, sampler_is_raw=raw)
@@ -216,11 +217,11 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # not in torch's stubs
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]  # not in torch's stubs

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss
 from retrain.backends.local.micro_batches import (
@@ -36,11 +35,13 @@ from retrain.model.fused import FusedDecoder
 from retrain.model.head import TokenScores, score_tokens
 from retrain.model.load import BaseModel
 from retrain.model.pool import Pool, in_order
+from retrain.model.recomputing import recomputed
 from retrain.model.sharding import layers
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Inference, Loss
 
 
 class _Weights(NamedTuple):
@@ -105,12 +106,12 @@ class Learner:
         self.base, self.adapter, self.choices = base, adapter, choices
         self._fused = fused
         self.world = world
-        self.optimizer = AdapterOptimizer(adapter.parameters, config)
+        self.optimizer = AdapterOptimizer(adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm)
         self.loss, self.max_tokens = config.loss, config.training.max_tokens
         self.temperature = config.training.temperature
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
-        self._recompute = recomputes_old_logprobs(config, base.dtype)
+        self._recompute = recomputes_old_logprobs(config.loss, rounded=rounds(config.inference, base.dtype))
         self._kernel: Kernel = attention_of(config.inference.attention_kernel, base.device.type, base.dtype)
         self._packs = not missing(base.model)
         self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
@@ -253,7 +254,7 @@ class Learner:
             scores = self._forward(micro, entropy=self.loss.entropy_coef != 0)
             tokens = _action_tokens(micro, scores, [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights)
             loss = policy_loss(tokens, self.loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
         yield _Learned(
             loss.detach(),
@@ -290,7 +291,11 @@ class Learner:
         if self._fused is not None and micro.attention is not None and micro.positions is not None and not self.adapter.dropout.is_active:
             self._fused.refresh()
             return self._fused.hidden_states(
-                micro.token_ids, micro.positions, micro.attention, checkpointed=self.choices.gradient_checkpointing
+                micro.token_ids,
+                micro.positions,
+                micro.attention,
+                checkpointed=self.choices.gradient_checkpointing,
+                offloaded=self.choices.offload_activations,
             )
         with self._half_precision():
             return self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
@@ -311,7 +316,7 @@ class Learner:
     @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
         """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and its backward."""
-        with self._attention(), self._dropout(micro, step), _recomputed(self._checkpointed):
+        with self._attention(), self._dropout(micro, step), _recomputing(self._checkpointed, offloaded=self.choices.offload_activations):
             yield
 
     def _dropout(self, micro: MicroBatch, step: int) -> AbstractContextManager[None]:
@@ -322,23 +327,23 @@ class Learner:
         return self.adapter.dropout.active(step, numbers, self.base.device, lengths)
 
 
-def recomputes_old_logprobs(config: "TrainConfig", dtype: torch.dtype) -> bool:
-    """Old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for mode = "gspo" in half precision, where its narrow clip
-    would take rounding for a change of the policy. `dtype` is the base's.
+def recomputes_old_logprobs(loss: "Loss", *, rounded: bool) -> bool:
+    """Old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for mode = "gspo" where log-probs are `rounded`, since its
+    narrow clip would take rounding for a change of the policy.
     """
-    if config.is_set("loss.old_logprobs") or config.loss.mode != "gspo":
-        return config.loss.old_logprobs == "recomputed"
-    return rounds(config, dtype)
+    if loss.is_set("old_logprobs") or loss.mode != "gspo":
+        return loss.old_logprobs == "recomputed"
+    return rounded
 
 
-def old_logprobs_note(config: "TrainConfig", dtype: torch.dtype) -> str:
+def old_logprobs_note(loss: "Loss", *, rounded: bool) -> str:
     """A sentence on gspo in half precision; "" for every other run."""
-    if config.loss.mode != "gspo" or not rounds(config, dtype):
+    if loss.mode != "gspo" or not rounded:
         return ""
-    clip = "({:g}, {:g})".format(*config.loss.clips)
+    clip = "({:g}, {:g})".format(*loss.clips)
     rounding = f"in half precision rounding alone can move a sequence's ratio past its clip {clip}"
-    if recomputes_old_logprobs(config, dtype):
-        chosen = "" if config.is_set("loss.old_logprobs") else "as old_logprobs is unset, "
+    if recomputes_old_logprobs(loss, rounded=True):
+        chosen = "" if loss.is_set("old_logprobs") else "as old_logprobs is unset, "
         return f'[loss] mode = "gspo": {rounding}; {chosen}the learner recomputes old log-probs before the first update of each step.'
     return (
         f'[loss] old_logprobs = "sampler" with mode = "gspo": {rounding}, so it takes gradient away on policy (clip_fraction); '
@@ -346,9 +351,12 @@ def old_logprobs_note(config: "TrainConfig", dtype: torch.dtype) -> str:
     )
 
 
-def rounds(config: "TrainConfig", dtype: torch.dtype) -> bool:
-    """Learner or sampler computes in less than float32, so that their log-probs of one token differ by more than float32's rounding."""
-    return dtype != torch.float32 or config.inference.dtype != "auto" or config.inference.kv_cache_dtype != "auto"
+def rounds(inference: "Inference", dtype: torch.dtype) -> bool:
+    """Learner or sampler computes in less than float32, so that their log-probs of one token differ by more than float32's rounding.
+
+    `dtype` is the base's.
+    """
+    return dtype != torch.float32 or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
 
 
 def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[_Weights]) -> ActionTokens:
@@ -401,13 +409,13 @@ def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
 
 
 @contextmanager
-def _recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+def _recomputing(layers: Sequence[nn.Module], *, offloaded: bool) -> Iterator[None]:
     """Inside, a layer keeps its input and runs again in the backward pass.
 
     Not by transformers' own gradient checkpointing: that wants layers in training mode, where some families drop out (OPT, StarCoder 2).
     """
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(recomputed, layer.forward, offloaded=offloaded)
     try:
         yield
     finally:

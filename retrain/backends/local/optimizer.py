@@ -12,7 +12,7 @@ from retrain.backends.rows import learning_rate
 from retrain.types import Float32Array
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
+    from retrain.config.schema import Optimizer, Training
 
 STATE_FILE = "optimizer.safetensors"
 COUNT_FILE = "optimizer.json"
@@ -21,14 +21,13 @@ COUNT_FILE = "optimizer.json"
 class AdapterOptimizer:
     """Every parameter takes part in every step, with a zero gradient where nothing reached it, so one count serves all."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: "TrainConfig") -> None:
-        training, optimizer = config.training, config.optimizer
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer: "Optimizer", training: "Training", max_grad_norm: float) -> None:
         self.parameters = parameters
         self.steps = 0
         """Optimizer steps taken."""
         self._schedule = (training.lr_schedule, training.lr_warmup_steps, training.max_steps)
         self._peak = training.lr
-        self._max_grad_norm = config.loss.max_grad_norm
+        self._max_grad_norm = max_grad_norm
         self._adamw = torch.optim.AdamW(
             parameters.values(),
             lr=training.lr,

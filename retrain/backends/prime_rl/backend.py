@@ -24,7 +24,7 @@ from retrain.parsing import read_object
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
+    from retrain.config import TrainConfig, schema
 
 STATE = "prime_rl.json"
 
@@ -34,7 +34,7 @@ class PrimeRLBackend(RemoteBackend):
 
     def __init__(self, config: "TrainConfig", choices: MachineChoices | None = None, *, eos_ids: Sequence[int]) -> None:  # noqa: ARG002
         self.config, self._options = config, config.backend.prime_rl
-        self.output_dir = output_dir(config)
+        self.output_dir = output_dir(config.backend, config.logging)
         options = self._options
         folder = self.output_dir / "broadcasts"
         self._broadcasts = Broadcasts(folder, wait_s=options.sync_wait_s, poll_s=options.sync_poll_s, sleep=self._sleep)
@@ -75,7 +75,7 @@ class PrimeRLBackend(RemoteBackend):
         return "PRIME-RL's trainer"
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
-        raise NotImplementedError("PRIME-RL's trainer answers no questions; `capabilities.scores_rows` says so.")
+        raise NotImplementedError("PRIME-RL's trainer does not return log-probs (`capabilities.scores_rows` is False).")
 
     def _sleep(self, seconds: float) -> None:
         self.engine.check()
@@ -152,7 +152,7 @@ class PrimeRLBackend(RemoteBackend):
         self._sender.close()
 
 
-def output_dir(config: "TrainConfig") -> Path:
+def output_dir(backend: "schema.Backend", logging: "schema.Logging") -> Path:
     """The folder that retrain and the trainer share."""
-    named = config.backend.prime_rl.output_dir or config.backend.adapter_path
-    return Path(named).expanduser() if named else Path(config.logging.log_dir) / "prime_rl"
+    named = backend.prime_rl.output_dir or backend.adapter_path
+    return Path(named).expanduser() if named else Path(logging.log_dir) / "prime_rl"

@@ -33,7 +33,7 @@ class Sender(ABC):
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
         """Batch number `batch`, its payload for each rank."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Safe to call twice."""
 
 
@@ -93,9 +93,10 @@ class ZmqSender(Sender):
         self._batches, self._ready = self._context.socket(zmq.XPUB), self._context.socket(zmq.PULL)
         self._batches.set(zmq.SNDHWM, options.zmq_hwm)
         self._ready.set(zmq.RCVHWM, options.zmq_hwm)
+        host = "127.0.0.1" if options.zmq_host == "localhost" else options.zmq_host  # ZMQ binds to addresses and interfaces, not names
         try:
             for socket, port in ((self._batches, options.zmq_port), (self._ready, options.zmq_port + 1)):
-                socket.bind(f"tcp://{_interface(options.zmq_host)}:{port}")
+                socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self.close()
             raise EnvironmentFailure(
@@ -139,11 +140,6 @@ class ZmqSender(Sender):
         for socket in (self._batches, self._ready):
             socket.close(linger=2000)  # milliseconds: the last batch may still be on its way
         self._context.term()
-
-
-def _interface(host: str) -> str:
-    """ZMQ binds to addresses and interfaces; of names, localhost has one that is known."""
-    return "127.0.0.1" if host == "localhost" else host
 
 
 def _number(folder: Path) -> int:

@@ -4,12 +4,15 @@ SDK 0.38 has no call for it, and the hosted service hands out no archives of sam
 adapter_config.json and adapter_model.safetensors.
 """
 
+import gzip
+import io
 import json
 import os
 import re
 import shutil
 import tarfile
 import time
+import zlib
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING
@@ -27,6 +30,10 @@ _FILES = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 32 << 30}
 """Name -> most bytes."""
 _MOST_BYTES = sum(_FILES.values())
 """Of the archive, packed and unpacked: a service must not fill the disk."""
+_MOST_AT_ONCE = 1 << 20
+"""Bytes. tarfile reads the long name of a file into memory, however long it says that it is."""
+_MOST_MEMBERS = 1000
+"""Of which an archive of nothing but empty files would have millions."""
 
 
 def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> None:
@@ -34,7 +41,7 @@ def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> 
     found = _PATH.fullmatch(path)
     address = base_url or os.environ.get("TINKER_BASE_URL", "")
     if not found or {found["run"], found["name"]} & {".", ".."}:
-        raise EnvironmentFailure(f"{path} is no path of a Tinker service (tinker://RUN/sampler_weights/NAME).")
+        raise EnvironmentFailure(f"{path} is not a path of a Tinker service (tinker://RUN/sampler_weights/NAME).")
     if not address:
         raise EnvironmentFailure("the hosted service hands out no adapter files; the SDK's `tinker checkpoint` commands manage them.")
     run, name = (quote(found[part], safe="") for part in ("run", "name"))
@@ -48,7 +55,9 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
     """`timeout` bounds the whole download."""
     import httpx
 
-    key = {"X-API-Key": os.environ.get("TINKER_API_KEY", "")}
+    from retrain.web import key_from
+
+    key = {"X-API-Key": key_from("TINKER_API_KEY")}
     ends, service, address = time.monotonic() + timeout, _origin(httpx.URL(url)), httpx.URL(url)
     try:
         with httpx.Client(timeout=timeout) as client:
@@ -59,11 +68,11 @@ def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
                         address = answer.next_request.url
                         continue
                     if answer.status_code != 200:
-                        raise EnvironmentFailure(f"this service offers no archive of it (status {answer.status_code}).")
+                        raise EnvironmentFailure(f"this service offers no archive of the adapter (status {answer.status_code}).")
                     for part in answer.iter_bytes():
                         into.write(part)
                         if into.tell() > _MOST_BYTES:
-                            raise EnvironmentFailure(f"its archive has more than {_MOST_BYTES >> 30} GiB, which no adapter has.")
+                            raise EnvironmentFailure(f"its archive is larger than {_MOST_BYTES >> 30} GiB, more than any adapter.")
                         if time.monotonic() > ends:
                             raise EnvironmentFailure(f"its archive did not arrive within {timeout:g} s.")
                     return
@@ -82,8 +91,10 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
 
     missing, unpacked = set(_FILES), 0
     try:
-        with tarfile.open(fileobj=content, mode="r|gz") as archive:
-            for member in archive:
+        with gzip.open(content) as plain, tarfile.open(fileobj=_Bounded(plain), mode="r:") as archive:
+            for number, member in enumerate(archive):
+                if number == _MOST_MEMBERS:
+                    raise ValueError(f"more than {_MOST_MEMBERS} files")
                 name, unpacked = Path(member.name).name, unpacked + member.size
                 if unpacked > _MOST_BYTES or member.size > _FILES.get(name, _MOST_BYTES):
                     raise ValueError(f"{name} has {member.size} bytes")
@@ -95,8 +106,17 @@ def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
         if missing:
             raise ValueError(f"no {min(missing)}")
         _name_target_modules(folder)
-    except (tarfile.TarError, EOFError, LookupError, OSError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, LookupError, OSError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise EnvironmentFailure(f"the archive of {path} holds no adapter ({type(error).__name__}: {first_line(error)}).") from error
+
+
+class _Bounded(io.BufferedReader):
+    """A file of which little is read at once."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _MOST_AT_ONCE:
+            raise ValueError(f"a header of {size} bytes")
+        return super().read(size)
 
 
 def _name_target_modules(folder: Path) -> None:

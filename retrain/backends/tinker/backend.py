@@ -208,8 +208,11 @@ class TinkerBackend(RemoteBackend):
         datums = [scoring_datum(row) for row in shifted]
         with self._service.slot():
             found = self._service.result("a forward pass", lambda: self.trainer.forward(datums, "cross_entropy")).loss_fn_outputs
-        values = iter([action_logprobs(row, output) for row, output in zip(shifted, found, strict=True)])
-        return [np.empty(0, np.float32) if not row.num_actions else _returned(next(values)) for row in rows]
+        values = [values for row, output in zip(shifted, found, strict=True) if (values := action_logprobs(row, output)) is not None]
+        if len(values) < len(shifted):
+            raise RunFailed("Tinker returned no log-probs for a forward pass, so sampler and learner cannot be compared.")
+        remaining = iter(values)
+        return [next(remaining) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -283,12 +286,6 @@ def _nonfinite_input(rows: Sequence[_TrainedRow]) -> str:
         if not all(np.isfinite(array).all() for array in arrays):
             return name
     return ""
-
-
-def _returned(logprobs: Float32Array | None) -> Float32Array:
-    if logprobs is None:
-        raise RunFailed("Tinker returned no log-probs for a forward pass, so sampler and learner cannot be compared.")
-    return logprobs
 
 
 def _flat(arrays: Sequence[Float32Array]) -> Values:

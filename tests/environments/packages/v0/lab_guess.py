@@ -1,4 +1,4 @@
-"""Multi-turn: guess a number, told each time whether it is larger (>) or smaller (<)."""
+"""Multi-turn: guess a number, told each time whether it is higher or lower, in the words that the lab model knows."""
 
 import re
 
@@ -17,13 +17,11 @@ class Guess(vf.MultiTurnEnv):
         if guess == number:
             state["final_env_response"] = [{"role": "user", "content": "="}]
             return state["final_env_response"]
-        return [{"role": "user", "content": "?" if guess is None else ">" if guess < number else "<"}]
+        return [{"role": "user", "content": "?" if guess is None else "higher" if guess < number else "lower"}]
 
 
-def load_environment(largest: int = 7, max_turns: int = 3, problems: int = 28) -> vf.Environment:
-    middle = (largest + 1) // 2
-    said = [f"1..{largest}", f"\\boxed{{{middle}}}", ">", f"\\boxed{{{largest}}}", f"1..{largest}"]
-    prompt = [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(said)]
+def load_environment(largest: int = 10, max_turns: int = 4, problems: int = 64) -> vf.Environment:
+    prompt = [{"role": "user", "content": f"guess my number from 1 to {largest}"}]
     rows = [{"prompt": prompt, "answer": str(1 + n % largest)} for n in range(problems)]
 
     def near(completion, answer, **_) -> float:

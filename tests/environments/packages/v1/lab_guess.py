@@ -1,4 +1,4 @@
-"""Multi-turn: guess a number, told each time whether it is larger (>) or smaller (<)."""
+"""Multi-turn: guess a number, told each time whether it is higher or lower, in the words that the lab model knows."""
 
 import re
 from collections.abc import Iterator
@@ -22,23 +22,21 @@ class GuessTask(vf.Task[GuessData]):
 
 
 class GuessConfig(vf.TasksetConfig):
-    largest: int = 7
-    problems: int = 28
+    largest: int = 10
+    problems: int = 64
 
 
 class Guesses(vf.Taskset[GuessTask, GuessConfig]):
     def load(self) -> Iterator[GuessTask]:
         largest = self.config.largest
-        said = [f"1..{largest}", f"\\boxed{{{(largest + 1) // 2}}}", ">", f"\\boxed{{{largest}}}", f"1..{largest}"]
-        roles = vf.UserMessage, vf.AssistantMessage
-        prompt = [roles[n % 2](content=content) for n, content in enumerate(said)]
+        prompt = f"guess my number from 1 to {largest}"
         for n in range(self.config.problems):
             yield GuessTask(GuessData(prompt=prompt, answer=str(1 + n % largest)), self.config.task)
 
 
 class GuessEnvConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig()
-    turns: int = 3
+    turns: int = 4
 
 
 class GuessEnv(vf.Env[GuessEnvConfig]):
@@ -50,7 +48,7 @@ class GuessEnv(vf.Env[GuessEnvConfig]):
                 guess = last_number(said.last_reply)
                 if guess == number or said.terminated or turn == self.config.turns - 1:
                     break
-                said = await line.turn("?" if guess is None else ">" if guess < number else "<")
+                said = await line.turn("?" if guess is None else "higher" if guess < number else "lower")
         line.trace.record_reward("solved", float(guess == number), 1.0)
 
 
