@@ -3,13 +3,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SERVERS := $(abspath $(or $(RETRAIN_CACHE),$(HOME)/.cache/retrain)/servers)
+CACHE := $(abspath $(or $(RETRAIN_CACHE),$(HOME)/.cache/retrain))
+SERVERS := $(CACHE)/servers
 # 3.11 first: constraints.txt pins the versions that the tests run on for it.
 PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14 python; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude test test-servers test-environments test-max lint types docs docs-check check clean
+.PHONY: help setup run conclude test test-kernels test-servers test-environments test-max lint types docs docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -34,7 +35,12 @@ conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with 
 
 test: $(STAMP) ## all tests with coverage and the ten slowest, one process per core
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope --cov --cov-report=term:skip-covered --durations=10
-	@echo "Left out: tests/servers, which need real inference servers (make test-servers), and tests/environments (make test-environments)."
+	@echo "Left out: tests/servers, which need real inference servers (make test-servers), tests/environments (make test-environments), and,"
+	@echo "without the package triton, the kernels for GPUs (make test-kernels)."
+
+test-kernels: $(STAMP) ## the Triton kernels, on a GPU or in Triton's interpreter (installs it in RETRAIN_CACHE, 290 MB)
+	@test -d "$(CACHE)/triton/triton" || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$(CACHE)/triton" triton
+	PYTHONPATH="$(CACHE)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 tests/test_decode_kernels.py
 
 test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
 	$(BIN)/python scripts/test_servers.py

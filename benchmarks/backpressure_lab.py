@@ -1,17 +1,17 @@
 """Tokens per second of the lab with back pressure against every fixed batch size.
 
-    python benchmarks/backpressure_lab.py --output benchmarks/results/backpressure-lab.md
+    python benchmarks/backpressure_lab.py
 
 Fixed sizes take turns, one step at a time in runs that are resumed, so that other load on the machine falls on all of them alike. The run
 with back pressure is counted after its sweep, and once with it.
 """
 
 import argparse
-import datetime
-import platform
 import tempfile
 from pathlib import Path
 from statistics import median
+
+from report import add_output, load_average, publish, table
 
 from retrain import train
 from retrain.config import TrainConfig, config_from_mapping
@@ -55,10 +55,11 @@ def fixed_rates(folder: Path, rounds: int) -> dict[int, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="Markdown file; without it the table is printed alone")
+    add_output(parser)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="measured steps of each fixed size")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps with back pressure, its sweep included")
     chosen = parser.parse_args()
+    load = load_average()
     with tempfile.TemporaryDirectory() as place:
         fixed = fixed_rates(Path(place), chosen.rounds)
         records = train(configuration(Path(place) / "pressed", chosen.steps, 4, True), quiet=True).metrics()
@@ -67,14 +68,10 @@ def main() -> None:
     rows = [(f"fixed, {size} prompts", median(rates), f"{min(rates):.0f} to {max(rates):.0f}") for size, rates in fixed.items()]
     rows.append(("back pressure, after its sweep", rate(swept), f"{swept[-1].next_batch_size} prompts at the end"))
     rows.append(("back pressure, with its sweep", rate(records), f"{len(records) - len(swept)} of {len(records)} steps"))
-    lines = [f"| {name} | {value:.0f} | {value / best:.0%} | {note} |" for name, value, note in rows]
-    head = (
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, groups of {GROUP}, {TOKENS} tokens"
-    )
-    table = "\n".join([head, "", "| batch size | tokens/s | of the best fixed | |", "|---|---|---|---|", *lines]) + "\n"
-    print(table)
-    if chosen.output:
-        chosen.output.write_text(f"# Back pressure on the lab\n\n`python benchmarks/backpressure_lab.py`\n\n{table}", encoding="utf-8")
+    cells = [[name, f"{value:,.0f}", f"{value / best:.0%}", note] for name, value, note in rows]
+    settings = f"The lab, groups of {GROUP}, {TOKENS} tokens; median, least and most of {chosen.rounds} steps of each fixed size."
+    found = [settings, table(["batch size", "tokens/s", "of the best fixed", ""], cells)]
+    publish("backpressure-lab", "Back pressure on the lab", found, load, chosen.output)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,14 @@ from retrain.inference_engine.paged_run import PagedEngine, PagedRun
 from retrain.inference_engine.scheduler import DecodeRun, Job
 from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
 from retrain.model.budget import DecodeLimits
+from retrain.model.float8 import quantised
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head, score_tokens
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.projection import AdapterStack
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
-from retrain.model.varlen import PagedRows, Spans, flash_paged, has_flash, plain, plain_paged
+from retrain.model.varlen import PagedRows, Spans, flash_paged, has_flash, plain, plain_paged, reads_pages
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -120,7 +121,7 @@ class Machine:
 def environment(machine: Machine) -> Found:
     """Versions, and the ceilings of this device: bytes a second of a large copy, products in bf16."""
     found: Found = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    found["flash"] = has_flash(machine.device.type, torch.bfloat16)
+    found |= {"flash": has_flash(machine.device.type, torch.bfloat16), "flash_reads_pages": reads_pages()}
     source = torch.zeros(2 << 30 if machine.cuda else 64 << 20, dtype=torch.uint8, device=machine.device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -150,7 +151,7 @@ def attention(machine: Machine) -> Found:
         table = torch.arange(1, 17, device=machine.device, dtype=torch.int32).view(4, 4)
         lengths = torch.tensor([700, 1, 256, 1000], device=machine.device, dtype=torch.int32)
         one = make(4, heads, size)
-        paged = flash_paged if machine.cuda else plain_paged
+        paged = plain_paged if not machine.cuda else flash_paged if reads_pages() else TritonKernels().attend
         rows = PagedRows.of(table, lengths, 256)
         together = paged(one, keys, values, rows, 0.1, window)
         expected = plain_paged(one.float(), keys.float(), values.float(), rows, 0.1, window)
@@ -163,7 +164,7 @@ def attention(machine: Machine) -> Found:
 def kernels(machine: Machine) -> Found:
     """The Triton kernels of a step: whether they agree with torch's operators, and, one by one beside these, microseconds and bandwidth."""
     chosen: StepKernels = TritonKernels() if machine.cuda else TorchKernels()
-    found: Found = {"kernels": type(chosen).__name__, "wrong": differences(chosen, machine.device, machine.dtype)}
+    found: Found = {"kernels": type(chosen).__name__, "wrong": differences(chosen, machine.device, machine.dtype, narrow=True)}
     rows, shape = 128 if machine.big else 4, machine.shape
     hidden, inner, size, vocabulary = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"], shape["vocab_size"]
     heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["num_key_value_heads"]
@@ -181,11 +182,20 @@ def kernels(machine: Machine) -> Found:
     reduced, logits = make(rows, 48), make(rows, vocabulary)
     ones, halves = torch.ones(rows, device=machine.device), torch.full((rows,), 0.5, device=machine.device, dtype=torch.float64)
     cuts = torch.full_like(places, 50), 0.9 * torch.ones_like(halves), torch.zeros_like(halves)
+    weight, scale = quantised(make(2 * inner, hidden))
+    length = 512 if machine.big else 40
+    pages_each = -(-length // 16)
+    table = torch.arange(rows * pages_each, device=machine.device, dtype=torch.int32).view(rows, pages_each)
+    held = make(rows * pages_each, 16, heads[1], size), make(rows * pages_each, 16, heads[1], size)
+    paged_rows = PagedRows.of(table, torch.full((rows,), length, device=machine.device, dtype=torch.int32), 16)
+    asked = make(rows, heads[0], size)
     calls: dict[str, tuple[int, Callable[[StepKernels], object]]] = {
         "add_norm": (4 * stream.nbytes, lambda of: of.add_norm(stream, update, norm)),
         "turn_and_store": (2 * qkv.nbytes, lambda of: of.turn_and_store(qkv, heads, rotary, head_norm, pages, places)),
         "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates)),
         "add_row_updates": (2 * stream.nbytes + stack.up.nbytes, lambda of: of.add_row_updates(stream, reduced, stack, slots)),
+        "attend": (2 * held[0].nbytes, lambda of: of.attend(asked, *held, paged_rows, size**-0.5, None)),
+        "scaled_product": (weight.nbytes, lambda of: of.scaled_product(stream, weight, scale, None)),
         "draw": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, None)),
         "draw, truncated": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, cuts)),
     }

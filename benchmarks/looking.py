@@ -97,7 +97,8 @@ def found_once(differences: Floats, contrast: int = 0) -> Bools:
     """
     seeds = differences.shape[-1]
     own = differences[:, contrast]
-    t = own.mean(axis=1) * np.sqrt(seeds) / own.std(axis=1, ddof=1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal differences: their interval is a point
+        t = own.mean(axis=1) * np.sqrt(seeds) / own.std(axis=1, ddof=1)
     found = np.abs(t) > stdtrit(seeds - 1, 1 - ALPHA / 2)
     todo = np.flatnonzero(found)
     for part in np.array_split(todo, max(1, len(todo) // 100)):

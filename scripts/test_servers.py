@@ -49,7 +49,8 @@ def main(arguments: list[str]) -> int:
     if failed:
         print("\n".join(failed), file=sys.stderr)
         return 3
-    command = [sys.executable, "-m", "pytest", "-m", "servers", "tests/servers", "-rP", "--durations=20", *arguments]
+    command = [sys.executable, "-m", "pytest", "-m", "servers", "tests/servers", "-rP", "--durations=20"]
+    command += ["--numprocesses=2", "--dist=loadgroup", *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"RETRAIN_SERVERS": str(SERVERS)}, check=False).returncode
 
 

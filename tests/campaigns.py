@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from runs import small
 
 from retrain.config import dump_toml
@@ -92,4 +93,21 @@ def write_campaign(folder: Path, arms: Mapping[str, Sequence[int]], asked: int =
             answers = problems([1] * count + [0] * (asked - count))
             write_run(folder / "runs" / f"{condition}_s{seed}", seed, held_out=answers, algorithm=algorithm, **sections)
             entries.append({"condition": condition, "seed": seed})
+    return write_manifest(folder, entries)
+
+
+def timed_pilot(folder: Path) -> Path:
+    """Six seeds of grpo+none and maxrl+none that do not differ, with 50 problems x 4 samples and their times."""
+    rng = np.random.default_rng(0)
+    difficulty, entries = rng.uniform(0.2, 0.8, 50), []
+    for seed in range(1, 7):
+        for label in ("grpo+none", "maxrl+none"):
+            rates = np.clip(difficulty + rng.normal(0, 0.05), 0, 1)
+            run = write_run(
+                folder / "runs" / f"{label}_s{seed}", seed, held_out=problems(rng.binomial(4, rates).tolist(), samples=4), seconds=800.0
+            )
+            timed = {"time_sample_s": 6.4, "step_time_s": 8.0, "batch_size": 2, "group_size": 4}
+            metrics = [json.loads(line) | timed for line in (run / "metrics.jsonl").read_text().splitlines()]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+            entries.append({"condition": label, "seed": seed})
     return write_manifest(folder, entries)

@@ -73,6 +73,11 @@ class HalvesTheScale(Served):
         return {name: 0.5 * value if "lora_B" in name else value for name, value in weights.items()}
 
 
+class RaisesTheScale(Served):
+    def changed(self, weights: Weights) -> Weights:
+        return {name: 1.35 * value if "lora_B" in name else value for name, value in weights.items()}
+
+
 class DropsAProjection(Served):
     def changed(self, weights: Weights) -> Weights:
         return {name: 0 * value if "v_proj" in name else value for name, value in weights.items()}

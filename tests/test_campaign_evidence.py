@@ -257,6 +257,7 @@ def test_a_campaign_whose_runs_all_failed_starts_over_at_a_resume(tmp_path: Path
     everything = frozenset(run.name for run in plan.runs if run.condition == "grpo+none")
     said = execute(plan, Simulated(BETTER, failing=everything))
     assert said[0] == "Look 1 (seed 1): no pair yet, since runs failed."
+    assert "(10 done, 10 failed)" in (status := " ".join(lines(overview(plan.folder)))) and "failed (out of memory)" in status
     execute(plan, Simulated(BETTER))
     assert any(look["decided"] == {"maxrl+none": "improvement"} for look in looks(plan.folder))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from campaigns import problems, write_campaign, write_manifest, write_run
+from campaigns import problems, timed_pilot, write_campaign, write_manifest, write_run
 
 from retrain.analysis.measures import learning_curve_mean
 from retrain.cli.compare import repeated
@@ -374,18 +374,7 @@ def test_power_of_a_pilot_takes_the_spread_of_its_differences(campaign: Path, ca
 
 def test_a_pilot_that_recorded_its_times_gives_the_cheapest_design(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The runs have luck of their own: beyond some evaluation only seeds help, and an answer costs a thousandth of a run."""
-    rng = np.random.default_rng(0)
-    difficulty, entries = rng.uniform(0.2, 0.8, 50), []
-    for seed in range(1, 7):
-        for label in (BASE, BETTER):
-            rates = np.clip(difficulty + rng.normal(0, 0.05), 0, 1)
-            folder = tmp_path / "runs" / f"{label}_s{seed}"
-            write_run(folder, seed, held_out=problems(rng.binomial(4, rates).tolist(), samples=4), seconds=800.0)
-            timed = {"time_sample_s": 6.4, "batch_size": 2, "group_size": 4}
-            metrics = [json.loads(line) | timed for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-            entries.append({"condition": label, "seed": seed})
-    write_manifest(tmp_path, entries)
+    timed_pilot(tmp_path)
     small, large = (planned(capsys, tmp_path, "--effect", effect)["cheapest"] for effect in ("0.08", "0.2"))
     assert small["detectable"] <= 0.08 and small["seeds"] > large["seeds"] >= 6
     assert small["hours"] == pytest.approx(2 * small["seeds"] * (800 + 0.8 * small["problems"] * small["samples"]) / 3600)

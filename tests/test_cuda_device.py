@@ -1,6 +1,7 @@
 """On a GPU: captured steps draw what called ones draw, an update is the same bytes twice, and so is a run that was resumed."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,42 @@ def test_a_step_takes_the_triton_kernels_and_draws_what_torch_draws(monkeypatch:
     for key, one in expected.items():
         assert abs(one.logprobs[0] - found[key].logprobs[0]) < 0.1
     assert np.mean([np.array_equal(one.token_ids, found[key].token_ids) for key, one in expected.items()]) > 0.5
+
+
+def test_a_row_has_the_same_bits_beside_other_neighbours_of_one_bucket() -> None:
+    """Its attention is its own, and a product's kernel is chosen by the number of rows, which the bucket fixes."""
+    one, other = (np.arange(first, first + 12, dtype=np.int32) for first in (5, 30))
+    found = []
+    for neighbour in (one, other):
+        backend = LocalBackend(config_for(**ON_GPU), eos_ids=[60])
+        asked = [SampleRequest(ids, 3, 24, 0.8, NoiseKey(1, 0, 0, slot)) for slot, ids in enumerate((one, neighbour[::-1].copy()))]
+        found.append({draw.sample: draw for draw in backend.engine.sample(asked) if draw.request == 0})
+    for sample, draw in found[0].items():
+        same = min(len(draw.logprobs), *(len(side[sample].logprobs) for side in found))
+        np.testing.assert_array_equal(draw.logprobs[:same], found[1][sample].logprobs[:same])
+
+
+def test_weights_in_eight_bits_are_one_policy_for_sampler_and_learner() -> None:
+    backend = LocalBackend(config_for(model={"dtype": "fp8"}, **ON_GPU), eos_ids=[3])
+    assert backend._fused is not None and isinstance(backend._fused.kernels, TritonKernels), backend.notes
+    rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
+    difference = np.concatenate([own - row.logprobs for own, row in zip(backend.logprobs(rows), rows, strict=True)])
+    assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
+
+
+def test_offloaded_activations_change_no_bit() -> None:
+    digests = []
+    for offloading in (False, True):
+        chosen = LocalBackend(config_for(**ON_GPU), eos_ids=[3]).choices
+        backend = LocalBackend(
+            config_for(training={"lr": 0.01}, **ON_GPU),
+            replace(chosen, gradient_checkpointing=True, offload_activations=offloading),
+            eos_ids=[3],
+        )
+        backend.train([row_of(one) for _, one in sorted(drawn(backend).items())], 0)
+        weights = (parameter.detach().cpu().numpy().tobytes() for parameter in backend._adapter.parameters.values())
+        digests.append(hashlib.sha256(b"".join(weights)).hexdigest())
+    assert digests[0] == digests[1]
 
 
 def test_captured_steps_draw_what_called_ones_draw(monkeypatch: pytest.MonkeyPatch) -> None:

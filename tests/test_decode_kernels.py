@@ -22,6 +22,7 @@ from retrain.model.fused import FusedDecoder
 from retrain.model.projection import AdapterStack
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences, step_kernels
 from retrain.model.truncation import FixedKeptSets
+from retrain.model.varlen import PagedRows, plain_paged
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py turns the interpreter on
@@ -115,6 +116,24 @@ def test_every_number_of_eight_bits_is_widened_exactly(kernels: StepKernels) -> 
     codes = codes[codes % 128 != 127].view(torch.float8_e4m3fn)
     found = kernels.scaled_product(torch.eye(len(codes)), codes.expand(16, -1).contiguous(), torch.ones(16, 1), None)
     assert torch.equal(found, codes.float()[:, None].expand(-1, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 2, 8), (6, 1, 24)])
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_attention_over_pages(kernels: StepKernels, dtype: torch.dtype, heads: int, key_heads: int, size: int, window: int | None) -> None:
+    """Rows of one token, of a page and of several blocks, whose pages lie anywhere; a row alone has the same bits."""
+    query = make(4, heads + 2, size, dtype=dtype)[:, :heads]
+    pages = make(60, 4, key_heads, size, dtype=dtype), make(60, 4, key_heads, size, dtype=dtype, seed=1)
+    table = torch.randperm(60, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(DEVICE, torch.int32)[:44].view(2, 22)
+    table, lengths = table.repeat(2, 1), torch.tensor([1, 86, 4, 65], dtype=torch.int32)
+    found = kernels.attend(query, *pages, PagedRows.of(table, lengths, 4), 0.3, window)
+    expected = plain_paged(query.float(), *(page.float() for page in pages), PagedRows.of(table, lengths, 4), 0.3, window)
+    bound = {"rtol": 2**-6, "atol": 2**-8} if dtype == torch.bfloat16 else TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected, **bound)
+    for row in range(4):
+        alone = kernels.attend(query[row : row + 1], *pages, PagedRows.of(table[row : row + 1], lengths[row : row + 1], 4), 0.3, window)
+        assert torch.equal(alone[0], found[row])
 
 
 # -- the sampler -----------------------------------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ def test_the_attention_of_a_gpu_is_torchs_flash_kernel_and_where_that_is_missing
     assert not options_for("cuda", torch.float32).flash and not options_for().flash
     assert isinstance(attention_of("default", "cuda", torch.bfloat16), VarlenAttention)
     assert type(attention_of("cutlass", "cuda", torch.bfloat16)) is type(attention_of("default", "cpu", torch.float32)) is FusedAttention
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query: query)  # a torch whose kernel has no grouped heads
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query: query)  # a torch whose kernel has no windows
     assert not options_for("cuda", torch.bfloat16).flash
-    with pytest.raises(EnvironmentFailure, match=r"needs torch 2\.12"):
+    with pytest.raises(EnvironmentFailure, match=r"needs torch 2\.11"):
         options_for("cuda", torch.bfloat16, attention_kernel="flash")
 
 

@@ -18,7 +18,7 @@ from retrain import train
 from retrain.cli.main import main
 from retrain.config import dump_toml, replaced
 from retrain.errors import ConfigurationError, RunFailed, ServerFailure
-from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
+from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.openai import OpenAIEngine
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
@@ -367,6 +367,26 @@ def test_a_server_that_was_restarted_gets_the_adapter_before_any_request(tmp_pat
     assert run.summary.steps == 3 and server.paths().count(LOAD) > 3
 
 
+@pytest.mark.parametrize("trusted", [False, True], ids=["checked", "--skip-parity"])
+def test_a_server_that_comes_back_as_another_is_found_before_the_step_learns(tmp_path: Path, server: VLLMDouble, trusted: bool) -> None:
+    """Restarted in the third step, when the gate has passed twice, it samples from the base model."""
+    folder = tmp_path / "run"
+
+    def restarts(path: str, body: Any) -> None:
+        if path == COMPLETIONS and not server.base_only:
+            server.adapters.clear()
+            server.base_only = True
+
+    server.faults.append(later(folder, restarts, steps=2))
+    config = served(folder, server.url, training={"lr": 0.05, "group_size": 4, "max_tokens": 24})  # the lab always begins alike
+    if trusted:
+        assert train(config, quiet=True, skip_parity=True).summary.steps == 3 and server.base_only
+    else:
+        with pytest.raises(RunFailed, match="after a server woke up or came back, "):
+            train(config, quiet=True)
+        assert len(lines(folder / "metrics.jsonl")) == 2
+
+
 def test_one_of_two_servers_may_die(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with doubles(2) as (one, other):
         one.faults.append(later(tmp_path / "run", kills(one)))
@@ -383,6 +403,35 @@ def test_folders_of_adapters_that_a_killed_process_left_are_removed(tmp_path: Pa
     alive.mkdir()
     engine_of(served(tmp_path, server.url)).close()
     assert not dead.exists() and alive.exists()
+
+
+def test_adapters_that_a_killed_run_left_in_a_server_are_unloaded_and_those_of_others_stay(tmp_path: Path, server: VLLMDouble) -> None:
+    host = socket.gethostname().replace("-", "_")
+    folders = {"left": f".served-{host}-999999999-a", "running": f".served-{host}-1-b", "elsewhere": ".served-other-999999999-c"}
+    server.adapters |= {name: tmp_path / folder / "version-3" for name, folder in folders.items()} | {"mine": Path("/adapters/mine")}
+    engine = engine_of(served(tmp_path, server.url))
+    said: list[str] = []
+    engine.say = said.append
+    list(engine.sample([request(adapter_slot=BASE_MODEL)]))
+    engine.close()
+    assert list(server.adapters) == ["running", "elsewhere", "mine"]
+    assert said == [f"The vllm server {server.url} still had left of a run that was killed; unloaded."]
+
+
+def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None:
+    """Each samples from its own adapter, whatever versions both have, and unloads its own alone."""
+    one, other = (engine_of(served(tmp_path / name, server.url)) for name in ("one", "other"))
+    for engine in (one, other, one):
+        engine.sync(lab().save_adapter, 0)
+    assert len(server.adapters) == 2
+    server.asked.clear()
+    for engine in (one, other):
+        list(engine.sample([request()]))
+    assert {body["model"] for path, body in server.asked if path == COMPLETIONS} == set(server.adapters)
+    one.close()
+    list(other.sample([request()]))
+    other.close()
+    assert not server.adapters
 
 
 # -- the switch ----------------------------------------------------------------------------------------------------------

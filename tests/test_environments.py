@@ -1,11 +1,13 @@
 """Environments: trajectories of several turns, exact in tokens, and episodes that fail alone."""
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,13 @@ from retrain.environments.bridge import BridgedEpisode, EventLoop, Telephone
 from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.lab import NumberGuessing
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.model.budget import PROMPT_ALLOWANCE
 from retrain.model.text import TextModel, load_text_model
 from retrain.records.token_table import read_tokens
 from retrain.run.dialogue import Dialogue
 from retrain.run.dialogues import environment_seed
+from retrain.run.gate import GateInputs, environment_gold
+from retrain.run.parts import load_prompts, load_stage
 from retrain.run.session import Session
 from retrain.types import ChatMessage, Completion, Example, FinishReason, Outcome, Prompt, Row, Trajectory, Turn
 from tests.runs import lines, small, timeless
@@ -448,21 +453,24 @@ class Begins(Misbehaving):
     [
         ("built", r"provider = .*Begins\": building it with args \['how', 'where'\]"),
         ("train", "reading its train set"),
-        ("evaluation", "reading its evaluation set"),
-        ("gold", "gold"),
+        ("gold", "asking for its gold replies"),
     ],
 )
 def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_sentence(
-    where: str, what: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, what: str, how: str, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrain.environments.loading.LEAST_LIMIT_S", 0.5)
-    environment = {"provider": "tests.test_environments.Begins", "args": {"where": where, "how": how}, "timeout_s": 0.4}
-    config = small(tmp_path / "run", environment=environment, evaluation={"at_end": True})
-    before, began = signal.getsignal(signal.SIGTERM), time.monotonic()
-    ending = r"took longer than 0\.5 s; look at" if how == "hang" else r"failed with SystemExit: 3\."
+    importlib.import_module("tests.test_environments")  # not within the time of its environments
+    monkeypatch.setattr("retrain.environments.loading.LEAST_LIMIT_S", 2.0)
+    environment = {"provider": "tests.test_environments.Begins", "args": {"where": where, "how": how}, "timeout_s": 0.5}
+    config = small(tmp_path / "run", environment=environment)
+    before = signal.getsignal(signal.SIGTERM)
+    ending = r"took longer than 2 s; look at" if how == "hang" else r"failed with SystemExit: 3\."
     with pytest.raises(ConfigurationError, match=f"{what} {ending}"):
-        train(config, quiet=True)
-    assert time.monotonic() - began < 30 and signal.getsignal(signal.SIGTERM) is before
+        stage = load_stage(config, text, print)
+        assert stage is not None
+        prompts = load_prompts(config, text, stage, print)
+        environment_gold(stage.host, prompts.prompts)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_environments_signal_handlers_do_not_replace_the_runs() -> None:
@@ -492,6 +500,21 @@ def test_the_gate_plays_the_gold_answers(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(NumberGuessing, "gold", lambda self, example: ["0"])
     with pytest.raises(RunFailed, match=r"own solution .* is not right"):
         train(guessing(tmp_path / "run"), quiet=True)
+
+
+def test_the_gate_reckons_with_what_an_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dialogue may pass a sliding window that its prompt and replies alone do not reach."""
+    rows: list[int] = []
+
+    def gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
+        rows.append(inputs.longest_row - len(prompts[0].token_ids))
+        raise RunFailed("seen")
+
+    monkeypatch.setattr("retrain.run.parts.parity_gate", gate)
+    for turns in (-1, 1):
+        with pytest.raises(RunFailed, match="seen"):
+            train(guessing(tmp_path / str(turns), environment={"max_turns": turns}), quiet=True)
+    assert rows == [72 + PROMPT_ALLOWANCE, 72]
 
 
 def test_unused_sections_are_named(tmp_path: Path) -> None:

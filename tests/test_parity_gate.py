@@ -52,6 +52,7 @@ def adapter_bytes(parts: Parts) -> dict[str, bytes]:
     [
         ("IgnoresTheAdapter", "ignores the adapter"),
         ("HalvesTheScale", r"as if \d\d% of the adapter's effect"),
+        ("RaisesTheScale", r"as if the adapter's effect( on .*)? were \d+% too large"),
         ("DropsAProjection", "as if (9.|100)% of the adapter's effect on v_proj were missing"),
         ("SwapsQAndK", "as if .*% of the adapter.s effect|with a trial adapter, engine and learner disagree"),
         ("DropsTheLastLayer", "as if (9.|100)% of the adapter's effect on part 4 of 4 of the layers were missing"),

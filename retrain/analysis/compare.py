@@ -31,6 +31,7 @@ from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks,
 from retrain.analysis.two_way import TwoWay
 from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
+from retrain.records.printing import counted
 
 _SHOWN = 3
 """Of the runs that were left out, in the sentence of an error."""
@@ -271,7 +272,7 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
 def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
     seeds = {arm.label: ", ".join(map(str, arm.values)) or "none" for arm in (base, *others)}
     found = "; ".join(f"{label}: {values}" for label, values in seeds.items())
-    more = f" {len(left_out) - _SHOWN} more runs were left out, for such reasons." if len(left_out) > _SHOWN else ""
+    more = f" And {counted(len(left_out) - _SHOWN, 'more run')}." if len(left_out) > _SHOWN else ""
     because = f" Left out: {' '.join(left_out[:_SHOWN])}{more}" if left_out else ""
     return f"there is no pair to compare: no usable run shares its seed with a usable run of the baseline (seeds of {found}).{because}"
 

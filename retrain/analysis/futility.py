@@ -75,7 +75,7 @@ class Forecast:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Forecast":
-        return cls(**stored | {"interval": tuple(stored["interval"])})
+        return cls(**{**stored, "interval": tuple(stored["interval"])})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,7 +110,7 @@ def forecasts(earlier: Sequence[Pair], running: Pair, k: int, more: int, bar: fl
         known = [(curve[step], curve[last]) for curve in finished if step in curve and last in curve]
         if step >= last or len(known) < _FEWEST_PAIRS:
             continue
-        found = Prediction.of(*np.transpose(known).tolist(), now)
+        found = Prediction.of([x for x, _ in known], [end for _, end in known], now)
         yield Forecast(step, now, found.centre, found.interval(), chance_to_decide(ends, more, bar, found))
 
 

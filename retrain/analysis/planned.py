@@ -65,7 +65,7 @@ class Look:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Look":
         foreseen = {condition: [Forecast.from_json(item) for item in items] for condition, items in stored.get("foreseen", {}).items()}
-        return cls(**stored | {"foreseen": foreseen})
+        return cls(**{**stored, "foreseen": foreseen})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -216,6 +216,8 @@ def _read(run: StoredRun, now: float) -> RunStatus:
     if not folder.config.is_file():  # written once the model is loaded
         if not writer and _lost_its_config(run.path):
             raise RunFailed(f"{folder.config.name} is missing; put it back from a copy, or start the run anew with --overwrite.")
+        if run.failed and not writer:
+            return RunStatus(run.path, run.condition, None, State.FAILED, note=f"{run.unfinished}; it left no configuration.")
         state = State.STARTING if writer and writer.liveness() is not Liveness.GONE else State.PENDING
         return RunStatus(run.path, run.planned.condition if run.planned else "", None, state)
     recent = run.last_metrics(_WINDOW)

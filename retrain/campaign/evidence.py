@@ -4,8 +4,9 @@ A seed is looked at once all of its needed runs have ended, in the order of the 
 a campaign that was killed and resumed decides the same. The looks are stored in the manifest and are not taken again.
 
 A run that failed is left out of the look at its seed: nothing is bet on its pair. A resumed campaign tries it again, as it does any failed
-run, and looks at the seed once more if it now ends; that look takes only the pairs that were missing. The evidence stays valid, since a run
-has one result however often it is tried, and no bet depends on a result that has not been seen.
+run, and looks at the seed once more if it now ends; that look takes only the pairs that were missing. A run has one result however often it
+is tried, so trying again chooses nothing. As with every comparison among the runs that finished, what must not depend on how good a run
+would have been is whether it fails.
 """
 
 from collections.abc import Callable, Iterator

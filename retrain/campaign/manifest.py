@@ -161,7 +161,7 @@ class Manifest:
             raise ConfigurationError(
                 f'[campaign] stop = "evidence": {self.folder} was planned to be tested once, after all of its seeds; {otherwise}'
             )
-        looked = [look["seed"] for look in self.looks]
+        looked = list(dict.fromkeys(look["seed"] for look in self.looks))  # a seed whose failed run was tried again has two looks
         for key, now, before in (
             ("max_steps", plan.max_steps, self.max_steps),
             ("conditions", list(plan.conditions), self.conditions),

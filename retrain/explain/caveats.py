@@ -5,11 +5,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrain.analysis.design import Design, cheapest
 from retrain.analysis.power import Correction, design_line, minimal_detectable_effect, seeds_to_conclude
 from retrain.campaign.plan import planned_seeds
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from retrain.analysis.pilot import Pilot
     from retrain.config import TrainConfig
     from retrain.explain.timing import Schedule
     from retrain.model.memory import Memory
@@ -31,6 +33,8 @@ class Power:
     of the paired differences. None if nothing can be significant."""
     metric: str | None
     """The metric of the pilot; None without a pilot that shows the spread."""
+    cheapest: Design | None = None
+    """The seeds, problems and samples that find the same difference in the least time; None where the pilot does not show it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
@@ -42,22 +46,26 @@ def power_of(config: "TrainConfig", pilot: Path | None) -> Power | None:
         return None
     seeds, comparisons = len(planned_seeds(config.campaign)), len(config.conditions) - 1
     correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
-    sd, metric = _pilot_sd(pilot)
-    detectable = minimal_detectable_effect(seeds, sd, ALPHA, POWER, comparisons, correction)
-    return Power(seeds, comparisons, max(2, seeds_to_conclude(ALPHA, comparisons, correction)), detectable, metric)
+    found = _spread_of(pilot)
+    detectable = minimal_detectable_effect(seeds, found.sd if found else 1.0, ALPHA, POWER, comparisons, correction)
+    design = None
+    if found and found.spread and detectable and correction == "maxt":
+        design = cheapest(found.spread, detectable, comparisons, ALPHA, POWER)
+    fewest = max(2, seeds_to_conclude(ALPHA, comparisons, correction))
+    return Power(seeds, comparisons, fewest, detectable, found.metric.name if found else None, design)
 
 
-def _pilot_sd(pilot: Path | None) -> tuple[float, str | None]:
-    """Return the standard deviation of the pilot's differences and its metric; (1.0, None) without a pilot or with too few runs in it."""
+def _spread_of(pilot: Path | None) -> "Pilot | None":
+    """The pilot; None without one, with too few runs in it, or where its differences are all equal."""
     if pilot is None:
-        return 1.0, None
+        return None
     from retrain.analysis.pilot import read_pilot
 
     try:
         found = read_pilot(pilot)
     except ConfigurationError:
-        return 1.0, None
-    return found.sd, found.metric.name
+        return None
+    return found if found.sd > 0 else None
 
 
 def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory: "Memory | None", power: Power | None) -> Iterator[str]:

@@ -20,6 +20,7 @@ from retrain.inference_engine.sampling import upload
 from retrain.model import attention
 from retrain.model.fused import FusedDecoder
 from retrain.model.projection import AdapterLayer
+from retrain.model.varlen import flash_paged, reads_pages
 from retrain.types import Int32Array
 
 Slots = npt.NDArray[np.int64]
@@ -47,10 +48,11 @@ class Decoder:
         base: Any = model
         self._base: Any = base.get_base_model() if hasattr(model, "peft_config") else base
         self._text_config: Any = self._base.config.get_text_config()
-        self.kernel: attention.Kernel = attention.VarlenAttention() if flash else attention.FusedAttention()
         _refuse_unknown_attention(self._base)
         self.shards = shards
         self.fused = fused or FusedDecoder.of(self._base, merge=merge)
+        over_pages = flash_paged if self.fused is None or reads_pages() else self.fused.kernels.attend
+        self.kernel: attention.Kernel = attention.VarlenAttention(paged=over_pages) if flash else attention.FusedAttention()
         self.slots = {0, BASE_MODEL}
         """Adapters that a request may name."""
 

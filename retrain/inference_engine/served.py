@@ -151,7 +151,7 @@ class ServedEngine(InferenceEngine):
         self._may_sleep = getattr(device, "type", device) == "cuda"
         self.replicas = len(self._pool.servers)
         try:
-            self._pool.run(self._pool.connect(self._dialect.look))
+            self._pool.run(self._pool.connect(self._look))
         except BaseException:
             self.close()
             raise
@@ -293,12 +293,21 @@ class ServedEngine(InferenceEngine):
             self._pool.run(self._forget(old))
         self._speak()
 
+    async def _look(self, server: Server) -> None:
+        """What the server is. Adapters that a killed run left in it go: it has few places, and nothing else would ever unload them."""
+        await self._dialect.look(server)
+        for name, folder in (await self._dialect.adapters(server) or {}).items():
+            if _owner_is_dead(Path(folder).parent):
+                self._lines.append(f"{self._dialect.title} {server.url} still had {name} of a run that was killed; unloaded.")
+                with suppress(Refused):  # another run was first
+                    await self._dialect.unload(server, ServedAdapter(name, Path(folder)))
+
     async def _prepare(self, server: Server) -> None:
         """Awake, with the current adapter, which its own list confirms."""
         if server.facts.pop("asleep", False):
             await self._dialect.wake(server)
         if "looked" not in server.facts:
-            await self._dialect.look(server)
+            await self._look(server)
         adapter = self._adapter
         if adapter is None:
             return
@@ -382,9 +391,18 @@ def _pool(
 def _adapter_folder(run: Path) -> Path:
     """A folder of this process in the run's folder, which servers on other machines are likely to see too. Those of dead ones go."""
     place = run if os.access(run, os.W_OK) else Path(gettempdir())
-    host = socket.gethostname().replace("-", "_")
-    for old in place.glob(f"{_FOLDER}{host}-*"):
-        owner = old.name.split("-")[2]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+    for old in place.glob(f"{_FOLDER}*"):
+        if _owner_is_dead(old):
             shutil.rmtree(old, ignore_errors=True)
-    return Path(mkdtemp(prefix=f"{_FOLDER}{host}-{os.getpid()}-", dir=place)).resolve()
+    return Path(mkdtemp(prefix=f"{_FOLDER}{_host()}-{os.getpid()}-", dir=place)).resolve()
+
+
+def _owner_is_dead(folder: Path) -> bool:
+    """Whether a process of this machine made this folder for its adapters, and is no more."""
+    made, _, rest = folder.name.partition(f"{_FOLDER}{_host()}-")
+    owner = rest.partition("-")[0]
+    return not made and owner.isdigit() and not psutil.pid_exists(int(owner))
+
+
+def _host() -> str:
+    return socket.gethostname().replace("-", "_")

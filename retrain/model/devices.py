@@ -1,6 +1,7 @@
 """The devices and dtypes of a run, and the options of its engine; what this machine lacks is refused or replaced."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.model.attention import FusedAttention, Kernel, VarlenAttention
 from retrain.model.budget import PAGE_TOKENS
 from retrain.model.packed import computes_bf16
-from retrain.model.varlen import has_flash
+from retrain.model.varlen import has_flash, reads_pages
 
 if TYPE_CHECKING:
     from retrain.config.schema import Backend, Inference, Model
@@ -55,7 +56,7 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
         kv_storage=None if kv_storage == (weights or model_dtype) else kv_storage,
         flash=inference.attention_kernel != "cutlass" and has_flash(device_type, weights or model_dtype),
         prefix_caching=inference.prefix_caching,
-        paged=has_flash(device_type, weights or model_dtype),
+        paged=has_flash(device_type, weights or model_dtype) and (reads_pages() or find_spec("triton") is not None),
     )
 
 
@@ -87,7 +88,7 @@ def _check_attention(kernel: str, device_type: str, dtype: torch.dtype) -> None:
         )
     if kernel == "flash" and not has_flash(device_type, dtype):
         raise EnvironmentFailure(
-            f'[inference] attention_kernel = "flash" needs torch 2.12 and an NVIDIA GPU of compute capability 8.0 (Ampere) or later; '
+            f'[inference] attention_kernel = "flash" needs torch 2.11 and an NVIDIA GPU of compute capability 8.0 (Ampere) or later; '
             f'here is torch {torch.__version__}. Use "default", which takes what there is.'
         )
 

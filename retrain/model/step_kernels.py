@@ -17,6 +17,7 @@ from torch import Tensor
 from retrain.model.float8 import quantised, scaled_product
 from retrain.model.functions import Norm, normed, rotate
 from retrain.model.projection import AdapterStack, add_row_updates
+from retrain.model.varlen import PagedKernel, PagedRows, plain_paged, reads_pages
 
 TRITON_DEVICES = {"cuda"}
 _MOST_NARROW_ROWS = 256
@@ -64,6 +65,11 @@ class StepKernels(Protocol):
         ...
 
     @property
+    def attend(self) -> PagedKernel:
+        """Attention over pages, where torch's flash kernel reads none."""
+        ...
+
+    @property
     def draw(self) -> Draw | None:
         """None leaves it to the sampler's own function."""
         ...
@@ -73,6 +79,7 @@ class TorchKernels:
     """The reference of every kernel."""
 
     draw = None
+    attend = staticmethod(plain_paged)
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         return normed(residual if update is None else residual.add_(update), norm)
@@ -108,9 +115,10 @@ class TritonKernels:
     """One kernel each, and two for a draw, four where it is truncated."""
 
     def __init__(self) -> None:
-        from retrain.model.kernels import activation, adapters, float8, norm, rotary, sampler
+        from retrain.model.kernels import activation, adapters, attention, float8, norm, rotary, sampler
 
-        self.gate, self.draw, self._narrow_product = activation.gate, sampler.draw, float8.scaled_product
+        self.gate, self.draw = activation.gate, sampler.draw
+        self._attend, self._narrow_product = attention.attend, float8.scaled_product
         self._add_norm, self._turn_and_store, self._add_row_updates = norm.add_norm, rotary.turn_and_store, adapters.add_row_updates
 
     def add_norm(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
@@ -126,6 +134,9 @@ class TritonKernels:
         places: Tensor,
     ) -> Tensor:
         return self._turn_and_store(qkv, heads, rotary, None if norm is None else (norm.weight, norm.eps), pages, places)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
+        return self._attend(query, keys, values, rows.table, rows.lengths, scaling, window)
 
     def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
         return self._add_row_updates(y, reduced, stack.up, stack.first, stack.counts, slots)
@@ -168,6 +179,9 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, 
     places, slots = torch.tensor([5, 0, 7], device=device), torch.tensor([1, -1, 0], device=device)
     stack = AdapterStack.of({0: (make(4, 40), make(4, 20)), 1: (make(2, 40), make(2, 20))}, 1)
     y, reduced = make(3, 26)[:, :20], make(3, 6)
+    table, lengths = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device, dtype=torch.int32), torch.tensor([7, 1, 4], device=device)
+    asked, attends = make(3, 6, 8)[:, :4], not reads_pages() or device.type == "cpu"
+    rows, kept = PagedRows.of(table, lengths.int(), 4), (make(3, 4, 2, 8), make(3, 4, 2, 8))
     (weight, scale), bias = quantised(make(21, 40) / 8), make(21)
 
     def results(of: StepKernels) -> dict[str, list[Tensor]]:
@@ -179,6 +193,7 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, 
             "turn_and_store": [queries, *pages],
             "gate": [of.gate(qkv)],
             "add_row_updates": [of.add_row_updates(y.clone(), reduced, stack, slots)],
+            "attend": [of.attend(asked, *kept, rows, 0.3, window) for window in (None, 3)] if attends else [],
             "scaled_product": [of.scaled_product(update, weight, scale, bias)] if narrow else [],
         }
 

@@ -7,6 +7,7 @@ Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,8 +48,9 @@ def flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: floa
 
     before = -1 if window is None else window - 1  # it counts the keys before a query's own
     lengths = spans.queries, spans.keys, spans.most_queries, spans.most_keys
+    shared = {"enable_gqa": True} if _takes("enable_gqa") else {}  # torch 2.11 does not ask, and its kernel knows fewer key heads too
     # One tensor, since no log-sum-exp is asked for.
-    return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(before, 0), enable_gqa=True)  # type: ignore[return-value]
+    return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(before, 0), **shared)  # type: ignore[return-value, arg-type]
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None) -> Tensor:
@@ -110,16 +112,24 @@ def plain_paged(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, sc
 
 
 def has_flash(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether `flash` runs there: torch 2.12 or later, on an NVIDIA GPU of 2020 (Ampere) or later, in half precision."""
-    if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    """Whether `flash` runs there: torch 2.11 or later, on an NVIDIA GPU of 2020 (Ampere) or later, in half precision."""
+    if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not _takes("window_size"):
         return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _OLDEST_GPU
+
+
+def reads_pages() -> bool:
+    """Whether torch's flash kernel does (torch 2.12); on a GPU without it a kernel of this package may."""
+    return _takes("block_table")
+
+
+def _takes(argument: str) -> bool:
+    """Whether this torch's packed attention has that argument."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    if "enable_gqa" not in (varlen_attn.__kwdefaults__ or {}):
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _OLDEST_GPU
+    return argument in signature(varlen_attn).parameters
 
 
 def fits_flash(query: Tensor) -> bool:

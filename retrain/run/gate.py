@@ -45,11 +45,11 @@ _FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 6
 _PROBED = 2
 """Effects are measured on this many completions, the longest ones."""
 _MISSING = 0.25
-"""Share of a group's effect that may be missing; where the engine applies the adapter, the share is within a few hundredths of 0."""
+"""Share of a group's effect that may be missing or too much; where the engine applies the adapter, it is within a few hundredths of 0."""
 _SIGNIFICANT = 5.0
 """Standard errors by which that share must differ from 0."""
 _ROUNDING = 1e-5
-"""Nats per token that must be missing: rounding in float32 gives less, and a few tokens of it can look like a group's effect."""
+"""Nats per token that must be off: rounding in float32 gives less, and a few tokens of it can look like a group's effect."""
 _IGNORED = 0.9
 """From this share of the whole adapter on, the engine ignores it."""
 _WHOLE = "all layers"
@@ -323,7 +323,7 @@ def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled
 
 
 def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: _Sampled) -> float:
-    """The trial adapter's mean effect in nats. Raises RunFailed where part of it is missing from the engine's log-probs.
+    """The trial adapter's mean effect in nats. Raises RunFailed where the engine's log-probs lack part of it, or have too much of it.
 
     A group's effect is what the learner's log-probs lose without the group, on the completions that the whole adapter changes most. The
     whole adapter counts as one more group, on all completions.
@@ -340,9 +340,9 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
     differences = sampled.differences
     fits = _fits(np.concatenate(differences), {_WHOLE: np.concatenate(whole)})
     fits += _fits(np.concatenate([differences[number] for number in probed]), effects)
-    missing = [fit for fit in fits if fit.share > _MISSING and fit.share > _SIGNIFICANT * fit.error and fit.missing > _ROUNDING]
-    if missing:
-        raise RunFailed(_missing_sentence(max(missing, key=lambda fit: fit.explained), inputs.consequence))
+    off = [fit for fit in fits if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error) and fit.nats > _ROUNDING]
+    if off:
+        raise RunFailed(_effect_sentence(max(off, key=lambda fit: fit.explained), inputs.consequence))
     return float(np.abs(np.concatenate(whole)).mean())
 
 
@@ -352,11 +352,11 @@ class _Fit:
 
     group: str
     share: float
-    """The part of the group's effect that the engine lacks."""
+    """The part of the group's effect that the engine lacks; below 0 where it has too much of it."""
     error: float
     """Standard error of the share."""
-    missing: float
-    """That part in nats per token, the root of its mean square."""
+    nats: float
+    """That part per token, the root of its mean square."""
     explained: float
     """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
@@ -378,20 +378,20 @@ def _fits(difference: Float32Array, effects: Mapping[str, Float32Array]) -> list
             continue
         share = -float(found @ own) / size
         rest = found + share * own
-        error, missing = np.sqrt((rest @ rest) / len(rest) / size), abs(share) * np.sqrt(np.mean(np.square(effect)))
-        fits.append(_Fit(group, share, float(error), float(missing), share**2 * size / total))
+        error, nats = np.sqrt((rest @ rest) / len(rest) / size), abs(share) * np.sqrt(np.mean(np.square(effect)))
+        fits.append(_Fit(group, share, float(error), float(nats), share**2 * size / total))
     return fits
 
 
-def _missing_sentence(fit: _Fit, consequence: str) -> str:
+def _effect_sentence(fit: _Fit, consequence: str) -> str:
     advice = f"so {consequence}; check how the engine loads the adapter, its scale, the names of its layers, and cached prefixes."
     if fit.group == _WHOLE and fit.share > _IGNORED:
         return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
     where = "" if fit.group == _WHOLE else f" on {fit.group}"
-    return (
-        f"Parity gate: the engine's log-probs differ from the learner's as if {min(fit.share, 1):.0%} of the adapter's effect{where} were "
-        f"missing, {advice}"
-    )
+    off = f"{min(fit.share, 1):.0%} of the adapter's effect{where} were missing"
+    if fit.share < 0:
+        off = f"the adapter's effect{where} were {-fit.share:.0%} too large"
+    return f"Parity gate: the engine's log-probs differ from the learner's as if {off}, {advice}"
 
 
 # -- tokens, template, reward ----------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ _NOT_APPLICABLE = "not applicable"
 
 def environment_gold(host: EpisodeHost, prompts: Sequence[Prompt]) -> str:
     """Play the replies that the environment itself calls right; each episode must be scored as right."""
-    with environment_code("[environment] gold", host.timeout_s):
+    with environment_code("[environment] asking for its gold replies", host.timeout_s):
         known = [(prompt, replies) for prompt in prompts if (replies := host.environment.gold(prompt.example))]
     for prompt, replies in known:
         score = play(host, prompt.example, replies)

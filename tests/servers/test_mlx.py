@@ -26,7 +26,7 @@ LEARNING: dict[str, Any] = {
     "model": {"lora_rank": 16},
     "reward": {"type": "match"},
     # At this temperature raw log-probs are not those of the policy.
-    "training": {"seed": 0, "max_steps": 10, "batch_size": 8, "group_size": 4, "max_tokens": 128, "temperature": 0.8, "lr": 1e-3},
+    "training": {"seed": 0, "max_steps": 10, "batch_size": 4, "group_size": 4, "max_tokens": 64, "temperature": 0.8, "lr": 1e-3},
     "loss": {"max_grad_norm": 1.0},
 }
 

@@ -56,16 +56,16 @@ def admin_shim(target: str) -> Iterator[str]:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_steps_through_a_real_server_are_on_policy(tmp_path: Path, vllm: RealServer, temperature: float) -> None:
     """What the trainer computes for each batch before its update is what the server sampled with: the adapter is the new one each time."""
-    training = {"max_steps": 6, "batch_size": 4, "group_size": 4, "max_tokens": 48, "lr": 3e-3, "temperature": temperature}
+    training = {"max_steps": 4, "batch_size": 4, "group_size": 4, "max_tokens": 48, "lr": 3e-3, "temperature": temperature}
     learner = LocalBackend(small(tmp_path / "learner", training=training))
     with admin_shim(vllm.url) as url:
         options = {"output_dir": str(tmp_path / "shared"), "sync_wait_s": 60, "sync_poll_s": 0.02}
         backend = {"backend": "prime_rl", "options": options}
         config = small(tmp_path / "run", training=training, backend=backend, inference={"url": url})
-        trainer = Trainer(learner, tmp_path / "shared", FileReceiver(tmp_path / "shared"), steps=6)
+        trainer = Trainer(learner, tmp_path / "shared", FileReceiver(tmp_path / "shared"), steps=4)
         trainer.start()
         records = train(config, quiet=True).metrics()
         trainer.join(timeout=60)
-    assert trainer.error is None and len(records) == len(trainer.batches) == 6
+    assert trainer.error is None and len(records) == len(trainer.batches) == 4
     print("largest |sampler - trainer| per batch, nats:", ", ".join(f"{value:.1e}" for value in trainer.differences))
     assert max(trainer.differences) < 1e-3

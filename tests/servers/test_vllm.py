@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 LEARNING: dict[str, Any] = {
     "model": {"lora_rank": 16},
     "reward": {"type": "match"},
-    "training": {"seed": 0, "max_steps": 10, "batch_size": 16, "group_size": 4, "max_tokens": 96, "lr": 1e-3, "save_every": 50},
+    "training": {"seed": 0, "max_steps": 10, "batch_size": 8, "group_size": 4, "max_tokens": 96, "lr": 1e-3, "save_every": 50},
 }
 
 
@@ -186,7 +186,7 @@ def test_a_service_of_text_alone_is_evaluated_as_the_local_engine_is(
     with faulty_proxy(vllm.url) as (url, traffic):
         traffic.text_alone = True
         for engine in ("openai", "pytorch"):
-            evaluation = {"max_examples": 32, "samples": 1, "temperature": 0.0, "max_tokens": 64}
+            evaluation = {"max_examples": 16, "samples": 1, "temperature": 0.0, "max_tokens": 64}
             config = served(tmp_path, url, engine=engine, reward={"type": "match"}, evaluation=evaluation)
             (tmp_path / f"{engine}.toml").write_text(dump_toml(config))
             assert main(["eval", str(tmp_path / f"{engine}.toml"), "--output", str(tmp_path / f"answers-{engine}")]) == 0
@@ -196,7 +196,7 @@ def test_a_service_of_text_alone_is_evaluated_as_the_local_engine_is(
         one["completion"] == other["completion"] and one["num_tokens"] == other["num_tokens"] for one, other in zip(*found, strict=True)
     ]
     print(f"\n{sum(same)} of {len(same)} greedy completions are equal")
-    assert sum(same) >= 28
+    assert sum(same) >= 14
 
 
 # -- servers that die ----------------------------------------------------------------------------------------------------
