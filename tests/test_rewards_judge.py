@@ -346,7 +346,7 @@ def test_a_key_is_needed_for_the_hosted_service_and_where_one_is_named(monkeypat
 @pytest.mark.parametrize(
     ("reward", "sentence"),
     [
-        ({"judge_api_key_env": "sk-abc"}, "is no name of an environment variable"),
+        ({"judge_api_key_env": "sk-abc"}, "is not the name of an environment variable"),
         ({"judge_base_url": "localhost:8000"}, "is not the address of a server"),
         ({"judge_template": "Right? {reference}"}, r"has no \{completion\} in it"),
         ({"judge_prices": [1.0]}, "is not two prices"),

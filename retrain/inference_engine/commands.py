@@ -13,6 +13,7 @@ from retrain.parsing import toml_value
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Inference, Model, Training
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
@@ -99,27 +100,27 @@ def server_command(engine: str, config: "TrainConfig", needs: ServerNeeds, pytho
     return builder(config, needs, python)
 
 
-def address(engine: str, config: "TrainConfig") -> tuple[str, int]:
+def address(engine: str, inference: "Inference") -> tuple[str, int]:
     """Host and port of the first `[inference] url`, or this machine's loopback and the port that the server uses by itself."""
-    urls = config.inference.urls
+    urls = inference.urls
     parts = urlsplit(urls[0] if urls else "")
     host = parts.hostname or "127.0.0.1"
     return ("127.0.0.1" if host == "localhost" else host), parts.port or _PORTS[engine]
 
 
-def _model_flags(config: "TrainConfig", revision: str) -> list[str]:
-    name = ["--served-model-name", config.inference.served_model] if config.inference.served_model else []
-    commit = [revision, config.model.revision] if config.model.revision else []
-    return name + commit + (["--trust-remote-code"] if config.model.trust_remote_code else [])
+def _model_flags(model: "Model", served_model: str, revision: str) -> list[str]:
+    name = ["--served-model-name", served_model] if served_model else []
+    commit = [revision, model.revision] if model.revision else []
+    return name + commit + (["--trust-remote-code"] if model.trust_remote_code else [])
 
 
-def _sequences(config: "TrainConfig") -> int:
-    return min(config.training.batch_size * config.training.group_size, MOST_SEQUENCES)
+def _sequences(training: "Training") -> int:
+    return min(training.batch_size * training.group_size, MOST_SEQUENCES)
 
 
-def _choice(engine: str, config: "TrainConfig", name: str, known: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _choice(engine: str, inference: "Inference", name: str, known: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The flags for a key of `[inference]`; its default has none. Raises ConfigurationError for a value that is not known."""
-    value = getattr(config.inference, name)
+    value = getattr(inference, name)
     if value in ("auto", "default"):
         return ()
     if value not in known:
@@ -128,8 +129,8 @@ def _choice(engine: str, config: "TrainConfig", name: str, known: dict[str, tupl
     return known[value]
 
 
-def _refuse_four_bits(engine: str, config: "TrainConfig") -> None:
-    if config.model.load_in_4bit:
+def _refuse_four_bits(engine: str, model: "Model") -> None:
+    if model.load_in_4bit:
         raise ConfigurationError(f"[model] load_in_4bit = true: a server of {engine} has no such setting; leave it false.")
 
 
@@ -137,7 +138,7 @@ def _refuse_four_bits(engine: str, config: "TrainConfig") -> None:
 
 
 def _vllm(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerCommand:
-    host, port = address("vllm", config)
+    host, port = address("vllm", config.inference)
     rank = next((rank for rank in VLLM_RANKS if rank >= config.model.lora_rank), 0)
     if not rank:
         raise ConfigurationError(
@@ -150,23 +151,25 @@ def _vllm(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerComma
     )
     if config.inference.api_key_env:
         command.environment["VLLM_API_KEY"] = Variable(config.inference.api_key_env)
-    command.add(*_model_flags(config, "--revision"))
-    command.add("--dtype", needs.dtype, *_choice("vllm", config, "dtype", {"bf16": (), "fp8": ("--quantization", "fp8")}))
+    command.add(*_model_flags(config.model, config.inference.served_model, "--revision"))
+    command.add("--dtype", needs.dtype, *_choice("vllm", config.inference, "dtype", {"bf16": (), "fp8": ("--quantization", "fp8")}))
     command.add(*(("--quantization", "bitsandbytes") if config.model.load_in_4bit else ()))
-    command.add("--max-model-len", str(needs.context), "--max-num-seqs", str(_sequences(config)))
+    command.add("--max-model-len", str(needs.context), "--max-num-seqs", str(_sequences(config.training)))
     # Two adapters: the new version is loaded before the old one goes.
     command.add("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "2")
     # Log-probs of the sampled distribution: the default is before the temperature. No sampling defaults from the model's own files.
     command.add("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm")
     command.add("--enable-prefix-caching" if config.inference.prefix_caching else "--no-enable-prefix-caching")
     kernels = {"flash": "FLASH_ATTN", "triton": "TRITON_ATTN", "cutlass": "CUTLASS_MLA"}
-    command.add(*_choice("vllm", config, "attention_kernel", {key: ("--attention-backend", flag) for key, flag in kernels.items()}))
+    command.add(
+        *_choice("vllm", config.inference, "attention_kernel", {key: ("--attention-backend", name) for key, name in kernels.items()})
+    )
     caches = {"bf16": "bfloat16", "fp8": "fp8", "int8": "int8_per_token_head"}
-    command.add(*_choice("vllm", config, "kv_cache_dtype", {key: ("--kv-cache-dtype", flag) for key, flag in caches.items()}))
+    command.add(*_choice("vllm", config.inference, "kv_cache_dtype", {key: ("--kv-cache-dtype", flag) for key, flag in caches.items()}))
     if config.training.truncated:
         command.add("--enable-scale-out", "--return-sampling-mask")
     if needs.device == "cpu":
-        space = ceil(_sequences(config) * needs.context * needs.kv_bytes / _GIB)
+        space = ceil(_sequences(config.training) * needs.context * needs.kv_bytes / _GIB)
         command.environment["VLLM_CPU_KVCACHE_SPACE"] = str(min(max(space, 1), 16))
         # Else the first request for log-probs compiles a function, and kills the engine on a machine without a C++ compiler.
         command.environment["TORCHDYNAMO_DISABLE"] = "1"
@@ -177,29 +180,31 @@ def _vllm(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerComma
 
 
 def _sglang(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerCommand:
-    host, port = address("sglang", config)
-    _refuse_four_bits("sglang", config)
+    host, port = address("sglang", config.inference)
+    _refuse_four_bits("sglang", config.model)
     command = ServerCommand([python, "-m", "sglang.launch_server", "--model-path", needs.model, "--host", host, "--port", str(port)])
     if config.inference.api_key_env:
         command.add("--api-key", Variable(config.inference.api_key_env))
-    command.add(*_model_flags(config, "--revision"))
-    command.add("--dtype", needs.dtype, *_choice("sglang", config, "dtype", {"bf16": (), "fp8": ("--quantization", "fp8")}))
-    command.add("--context-length", str(needs.context), "--max-running-requests", str(_sequences(config)))
+    command.add(*_model_flags(config.model, config.inference.served_model, "--revision"))
+    command.add("--dtype", needs.dtype, *_choice("sglang", config.inference, "dtype", {"bf16": (), "fp8": ("--quantization", "fp8")}))
+    command.add("--context-length", str(needs.context), "--max-running-requests", str(_sequences(config.training)))
     command.add("--enable-lora", "--max-lora-rank", str(config.model.lora_rank), "--max-loras-per-batch", "2")
     command.add("--lora-target-modules", *(config.lora.target_modules or ["all"]))
     if not config.inference.prefix_caching:
         command.add("--disable-radix-cache")
     kernels = {"flash": "fa3", "triton": "triton", "cutlass": "cutlass_mla"}
-    command.add(*_choice("sglang", config, "attention_kernel", {key: ("--attention-backend", flag) for key, flag in kernels.items()}))
+    command.add(
+        *_choice("sglang", config.inference, "attention_kernel", {key: ("--attention-backend", name) for key, name in kernels.items()})
+    )
     caches = {"bf16": "bf16", "fp8": "fp8_e4m3"}
-    command.add(*_choice("sglang", config, "kv_cache_dtype", {key: ("--kv-cache-dtype", flag) for key, flag in caches.items()}))
+    command.add(*_choice("sglang", config.inference, "kv_cache_dtype", {key: ("--kv-cache-dtype", flag) for key, flag in caches.items()}))
     return command
 
 
 def _mlx(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerCommand:
     """It computes in the checkpoint's own dtype, takes adapters with each request, and has no limit of its own on the context."""
-    host, port = address("mlx", config)
-    _refuse_four_bits("mlx", config)
+    host, port = address("mlx", config.inference)
+    _refuse_four_bits("mlx", config.model)
     if config.model.revision:
         raise ConfigurationError(
             f'[model] revision = "{config.model.revision}": mlx_lm.server knows none; download it and name its folder.'
@@ -209,10 +214,10 @@ def _mlx(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerComman
     )
     if config.model.trust_remote_code:
         command.add("--trust-remote-code")
-    command.add("--decode-concurrency", str(_sequences(config)))
-    _choice("mlx", config, "dtype", {"bf16": ()})
-    _choice("mlx", config, "attention_kernel", {})
-    command.add(*_choice("mlx", config, "kv_cache_dtype", {"int8": ("--kv-bits", "8", "--quantized-kv-start", "0")}))
+    command.add("--decode-concurrency", str(_sequences(config.training)))
+    _choice("mlx", config.inference, "dtype", {"bf16": ()})
+    _choice("mlx", config.inference, "attention_kernel", {})
+    command.add(*_choice("mlx", config.inference, "kv_cache_dtype", {"int8": ("--kv-bits", "8", "--quantized-kv-start", "0")}))
     if not config.inference.prefix_caching:
         command.add("--prompt-cache-size", "0")
     return command
@@ -220,19 +225,19 @@ def _mlx(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerComman
 
 def _max(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerCommand:
     """`max serve` stands beside its Python. It serves adapters on a GPU only, without its prefix cache."""
-    host, port = address("max", config)
-    _refuse_four_bits("max", config)
+    host, port = address("max", config.inference)
+    _refuse_four_bits("max", config.model)
     # Not by pathlib, which would make a bare name of ./max, to be looked up on PATH.
     program = os.path.join(os.path.dirname(python), "max") if os.path.dirname(python) else "max"  # noqa: PTH118, PTH120
     command = ServerCommand(
         [program, "serve", "--model", needs.model, "--host", host, "--port", str(port)], {"MAX_SERVE_DISABLE_TELEMETRY": "1"}
     )
-    command.add(*_model_flags(config, "--huggingface-model-revision"), "--no-enable-echo")
-    _choice("max", config, "dtype", {"bf16": ()})
-    _choice("max", config, "attention_kernel", {})
-    _choice("max", config, "kv_cache_dtype", {})
+    command.add(*_model_flags(config.model, config.inference.served_model, "--huggingface-model-revision"), "--no-enable-echo")
+    _choice("max", config.inference, "dtype", {"bf16": ()})
+    _choice("max", config.inference, "attention_kernel", {})
+    _choice("max", config.inference, "kv_cache_dtype", {})
     command.add("--devices", "cpu" if needs.device == "cpu" else "gpu:0", "--quantization-encoding", needs.dtype)
-    command.add("--max-length", str(needs.context), "--max-batch-size", str(_sequences(config)))
+    command.add("--max-length", str(needs.context), "--max-batch-size", str(_sequences(config.training)))
     if needs.device == "cpu":
         command.add("--enable-prefix-caching" if config.inference.prefix_caching else "--no-enable-prefix-caching")
     else:
