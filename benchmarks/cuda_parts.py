@@ -230,7 +230,8 @@ def parity(bench: Bench) -> list[str]:
 
 def _gradients(bench: Bench, model: dict[str, str], folder: Path) -> Iterator[list[str]]:
     losses, old = {}, str(folder / "logprobs.safetensors")
-    common = {**model, "prompts": 4, "tokens": bench.sizes.slice_tokens, "ragged": True, "logprobs": old, "training": {}}
+    common = {**model, "dtype": "float32", "prompts": 4, "tokens": bench.sizes.slice_tokens, "ragged": True, "logprobs": old}
+    common |= {"training": {}}
     for kind in ("reference", "retrain"):
         with bench.worker("learn_worker.py", LIMITS["parity"], **common, kind=kind) as worker:
             losses[kind] = worker.ask(gradient=str(folder / f"{kind}.safetensors"), logprobs=old)["loss"]
