@@ -454,7 +454,7 @@ def test_an_archive_becomes_a_peft_folder_and_nothing_else(tmp_path: Path, monke
 
 @pytest.mark.parametrize(
     ("status", "body", "words"),
-    [(404, b"", "offers no archive of it"), (200, b"no tar", "holds no adapter"), (200, tar(a=b""), "holds no adapter")],
+    [(404, b"", "offers no archive of the adapter"), (200, b"no tar", "holds no adapter"), (200, tar(a=b""), "holds no adapter")],
     ids=["refused", "no archive", "an archive of something else"],  # an archive holds the time of its making
 )
 def test_a_service_without_an_archive_gives_a_sentence(tmp_path: Path, status: int, body: bytes, words: str) -> None:
@@ -509,7 +509,7 @@ def test_an_archive_that_is_hostile_writes_nothing_outside_and_is_one_sentence(t
 
 def test_an_archive_without_end_and_a_path_upwards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "_MOST_BYTES", 1000)
-    with archive_server(200, bytes(5000)) as (url, _), pytest.raises(EnvironmentFailure, match="which no adapter has"):
+    with archive_server(200, bytes(5000)) as (url, _), pytest.raises(EnvironmentFailure, match="more than any adapter"):
         archive.download_adapter(url, "tinker://run/name", tmp_path, 10)
     with pytest.raises(EnvironmentFailure, match="is not a path of a Tinker service"):
         archive.download_adapter("http://127.0.0.1:1", "tinker://../name", tmp_path, 10)
@@ -527,7 +527,7 @@ def test_a_path_of_the_service_is_squeezed_after_a_download(tmp_path: Path, caps
     local = train(small(tmp_path / "local"), quiet=True).adapter
     packed = tar(**{name.replace(".", "__"): (local / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")})
     (tmp_path / "squeeze.toml").write_text('[squeeze]\nadapter_path = "tinker://run/sampler_weights/name"\n')
-    for status, code, words in ((200, 0, "Recommended rank: "), (404, 3, "this service offers no archive of it")):
+    for status, code, words in ((200, 0, "Recommended rank: "), (404, 3, "this service offers no archive of the adapter")):
         with archive_server(status, packed) as (url, _):
             assert main([str(tmp_path / "squeeze.toml"), "--base-url", url, "--log-dir", str(tmp_path / "logs/train")]) == code
         shown = capsys.readouterr()
