@@ -265,7 +265,7 @@ def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
     toml.write_text(dump_toml(config))
     local.write_text(dump_toml(replaced(config, {"inference.engine": "pytorch"})))
     assert main([str(toml)]) == 2
-    told = "can be evaluated and not trained with: it answers a prompt of token ids with 400 (prompt must be a string), and the loss needs"
+    told = "can be evaluated but not trained with: it answers a prompt of token ids with 400 (prompt must be a string), and the loss needs"
     assert told in capsys.readouterr().err
     found = []
     for file in (toml, local):

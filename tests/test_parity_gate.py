@@ -173,7 +173,7 @@ def test_rounding_of_a_few_tokens_is_no_missing_group() -> None:
     rounding = np.array([8e-7], np.float32)
     (fit,) = gate._fits(-rounding, {"part 3 of 4 of the layers": rounding * np.float32(1.2)})
     assert fit.share > gate._MISSING and fit.share > gate._SIGNIFICANT * fit.error
-    assert fit.missing < gate._ROUNDING
+    assert fit.nats < gate._ROUNDING
 
 
 def test_rounding_of_the_few_sensitive_tokens_of_a_sharp_policy_is_no_missing_group() -> None:

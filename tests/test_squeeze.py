@@ -332,7 +332,7 @@ def test_an_untrained_adapter_has_no_recommendation(tmp_path: Path) -> None:
         ({"device": "mps"}, "no float64"),
         ({"compress_to": 9, "output_path": "new"}, "compress_to = 9 is out of range; allowed: 1 to 8"),
         ({"compress_to": 4, "per_layer": True, "output_path": "new"}, "leave one of them out"),
-        ({"evaluate": True, "output_path": "new"}, "as retrain trains them"),
+        ({"evaluate": True, "output_path": "new"}, "one rank, one whole-number alpha"),
         ({"output_path": "source"}, "is the adapter itself"),
         ({"output_path": "full"}, "was not made by a squeeze job"),
     ],
