@@ -118,7 +118,7 @@ def test_a_hundred_thousand_unknown_keys_get_twenty_sentences_at_once(text: str)
     began = time.process_time()
     with pytest.raises(ConfigurationError) as caught:
         config_from_toml(text)
-    assert time.process_time() - began < 5  # a second where nothing else runs, half of it Python's own parser
+    assert time.process_time() - began < 30  # one or two, half of it Python's own parser; if it grew with the square, it would be minutes
     assert len(caught.value.problems) == 21
     assert caught.value.problems[-1] == "There are 99,980 more problems; fix these first."
 
