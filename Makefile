@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CACHE := $(abspath $(or $(RETRAIN_CACHE),$(HOME)/.cache/retrain))
 SERVERS := $(CACHE)/servers
+# A process for each core; one that has run out of tests takes some from the others, so that all are busy until the end. Bytecode is kept
+# even where the environment says otherwise: dozens of tests start processes, which would all compile the package again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 # 3.11 first: constraints.txt pins the versions that the tests run on for it.
 PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14 python; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run conclude test test-kernels test-servers test-environments test-max lint types docs docs-check check clean
+.PHONY: help setup run conclude test coverage test-kernels test-servers test-environments test-max lint types docs docs-check check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,14 +36,17 @@ conclude: $(STAMP) ## a campaign that concludes, and a null that does not, with 
 	@$(BIN)/retrain report logs/conclude
 	@$(BIN)/python -m webbrowser -t "file://$(abspath logs/conclude/report.html)" >/dev/null 2>&1 || true
 
-test: $(STAMP) ## all tests with coverage and the ten slowest, one process per core
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadscope --cov --cov-report=term:skip-covered --durations=10
+test: $(STAMP) ## all tests and the ten slowest, one process per core
+	$(PYTEST) --durations=10
 	@echo "Left out: tests/servers, which need real inference servers (make test-servers), tests/environments (make test-environments), and,"
 	@echo "without the package triton, the kernels for GPUs (make test-kernels)."
 
+coverage: $(STAMP) ## the same, and which lines of the package no test runs (slower)
+	$(PYTEST) --cov --cov-report=term:skip-covered
+
 test-kernels: $(STAMP) ## the Triton kernels, on a GPU or in Triton's interpreter (installs it in RETRAIN_CACHE, 290 MB)
 	@test -d "$(CACHE)/triton/triton" || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$(CACHE)/triton" triton
-	PYTHONPATH="$(CACHE)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 tests/test_decode_kernels.py
+	PYTHONPATH="$(CACHE)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTEST) tests/test_decode_kernels.py
 
 test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
 	$(BIN)/python scripts/test_servers.py
@@ -64,7 +70,7 @@ docs: $(STAMP) ## write the documents that are made from the code: keys, metrics
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py
 
-check: lint types docs-check test test-environments ## everything that .ci/run does
+check: lint types docs-check test test-environments test-servers ## everything that .ci/run does
 
 clean: ## caches and the environment; never a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -61,7 +61,7 @@ class Interrupted(RetrainError):
 class StoppedAtOnce(KeyboardInterrupt):
     """A second signal arrived: the run ends where it stands and saves nothing. The exit codes are those of Interrupted.
 
-    It is raised between any two bytecodes, so it is no Exception: code that catches what a plugin raises must not take it for that.
+    It is raised between any two bytecodes, so it is not an Exception: code that catches what a plugin raises must not take it for that.
     """
 
     def __init__(self, signal_number: int) -> None:

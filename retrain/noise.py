@@ -41,7 +41,7 @@ Counter = int | npt.NDArray[np.integer]
 
 
 def philox(seed: int, stream: int, counter: tuple[Counter, Counter, Counter, Counter]) -> npt.NDArray[np.uint64]:
-    """Ten rounds of Philox4x32. The counter's words broadcast against each other; returns [4, ...] words below 2**32."""
+    """Run ten rounds of Philox4x32. The counter's words broadcast against each other; returns [4, ...] words below 2**32."""
     words = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) & _MASK for word in counter))
     x0, x1, x2, x3 = (word.copy() for word in words)
     key = [seed & 0xFFFFFFFF, int(stream) & 0xFFFFFFFF]
@@ -58,7 +58,7 @@ def philox(seed: int, stream: int, counter: tuple[Counter, Counter, Counter, Cou
 
 
 def uniform(seed: int, stream: int, a: Counter, b: Counter, c: Counter, d: Counter) -> npt.NDArray[np.float64]:
-    """Uniforms in (0, 1) with 53 random bits, one per broadcast element of the counter (a, b, c, d)."""
+    """Return uniforms in (0, 1) with 53 random bits, one per broadcast element of the counter (a, b, c, d)."""
     words = philox(seed, stream, (a, b, c, d))
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
     bits = (high.astype(np.float64) * 67108864.0) + low.astype(np.float64)

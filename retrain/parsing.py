@@ -49,12 +49,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def is_path_text(value: Any) -> bool:
-    """True if a value from a file can name a file: a string without NUL, and without a name that no file system holds."""
+    """Return True if a value from a file can name a file: a string without NUL, and without a name that no file system holds."""
     return isinstance(value, str) and "\0" not in value and all(len(name.encode(errors="replace")) <= 255 for name in value.split("/"))
 
 
 def json_kind(value: Any) -> str:
-    """The type of a JSON value, with its article."""
+    """Return the type of a JSON value, with its article."""
     return _KINDS[type(value)]
 
 

@@ -75,7 +75,7 @@ class Call:
 
 
 def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[str, Any] | None = None) -> Any:
-    """The callable, class or built-in object that `name` means for this kind.
+    """Return the callable, class or built-in object that `name` means for this kind.
 
     `builtins` holds the kind's own names. Raises ConfigurationError, one sentence naming what was tried, for a name that is not found
     or found twice, code that cannot be loaded, a signature that is not of the kind, or params that it cannot take.
@@ -130,7 +130,11 @@ def inspect_call(kind: str, function: Callable[..., Any]) -> Call:
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     keywords = frozenset(key for key in expected.keywords if anything or any(p.name == key for p in parameters))
     inputs = [p for p in positional if p.name not in expected.keywords]
-    takes_context = expected.context and len(inputs) >= 1 and _is_context(inputs[0])
+    takes_context = False
+    if expected.context and inputs:
+        annotation = inputs[0].annotation
+        type_name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        takes_context = inputs[0].name in _CONTEXT_NAMES or type_name.endswith("Context")
     wanted = 1 if takes_context else len(expected.inputs)
     required = [p for p in inputs if p.default is p.empty]
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -163,7 +167,7 @@ def refuse_unknown_params(kind: str, name: str, known: frozenset[str], config: "
     if unknown:
         allowed = f"it knows {', '.join(sorted(known))}" if known else "it has no parameters"
         raise ConfigurationError(
-            f'{_file(config)}{KINDS[kind].params_key} {unknown[0]} is not a parameter of the built-in "{name}"; {allowed}.'
+            f'{_file(config.source_path)}{KINDS[kind].params_key} {unknown[0]} is not a parameter of the built-in "{name}"; {allowed}.'
         )
 
 
@@ -199,14 +203,19 @@ def describe(error: BaseException) -> str:
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     module_path, _, attribute = name.rpartition(".")
+    beside = [config.source_path.resolve().parent] if config.source_path is not None else []
+    folders = list(dict.fromkeys([Path.cwd(), *beside]))
     tried = []
     for prefix in [*config.plugins.search_paths, ""]:
         candidate = f"{prefix}.{module_path}" if prefix else module_path
         if not all(part.isidentifier() for part in candidate.split(".")):
             tried.append(f"{candidate} (not a module's name; search_paths holds prefixes such as plugins)")
             continue
-        folders = _folders(config)
-        _refuse_two_files(candidate, folders, where)
+        relative = Path(*candidate.split("."))
+        files = [folder / tail for folder in folders for tail in (relative.with_suffix(".py"), relative / "__init__.py")]
+        existing = [file for file in files if file.is_file()]
+        if len(existing) > 1:
+            raise ConfigurationError(f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one.")
         with _importable(folders), user_code(f"{where}: importing {candidate}", ConfigurationError):
             try:
                 module = importlib.import_module(candidate)
@@ -220,14 +229,7 @@ def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
         public = [item for item in vars(module) if not item.startswith("_")]
         close = nearest(attribute, public)
         tried.append(f"{candidate} (has no {attribute}" + (f", but {close})" if close else ")"))
-    raise ConfigurationError(f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, _folders(config)))} and sys.path.")
-
-
-def _folders(config: "TrainConfig") -> list[Path]:
-    folders = [Path.cwd()]
-    if config.source_path is not None:
-        folders.append(config.source_path.resolve().parent)
-    return list(dict.fromkeys(folders))
+    raise ConfigurationError(f"{where} cannot be loaded: tried {', '.join(tried)} in {', '.join(map(str, folders))} and sys.path.")
 
 
 @contextmanager
@@ -247,14 +249,6 @@ def _importable(folders: Sequence[Path]) -> Iterator[None]:
         sys.path.extend(name for name in names if name not in sys.path)
 
 
-def _refuse_two_files(module: str, folders: Sequence[Path], where: str) -> None:
-    relative = Path(*module.split("."))
-    files = [folder / tail for folder in folders for tail in (relative.with_suffix(".py"), relative / "__init__.py")]
-    existing = [file for file in files if file.is_file()]
-    if len(existing) > 1:
-        raise ConfigurationError(f"{where} is found twice, in {existing[0]} and {existing[1]}; rename one.")
-
-
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +266,12 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
         raise ConfigurationError(f"{where} is {_a(plugin)}, and must be a function: {KINDS[kind].forms}.")
     params = params_of(kind, config)
     if kind == "data":
-        _check_bind(plugin, params, where)
+        split = {"split": "train"} if any(parameter.name == "split" for parameter in _parameters(plugin) or ()) else {}
+        try:  # `split` is given by the data part
+            if _parameters(plugin) is not None:  # a function written in C tells nothing
+                inspect.signature(plugin).bind(**{**params, **split})
+        except TypeError as error:
+            raise ConfigurationError(f"{where} cannot be called with [data] params {sorted(params)}: {error}.") from error
         return
     try:
         call = inspect_call(kind, plugin)
@@ -285,17 +284,6 @@ def _check(kind: str, plugin: Any, where: str, config: "TrainConfig") -> None:
         )
 
 
-def _check_bind(function: Callable[..., Any], params: Mapping[str, Any], where: str) -> None:
-    parameters = _parameters(function)
-    if parameters is None:
-        return
-    split = {"split": "train"} if any(parameter.name == "split" for parameter in parameters) else {}  # given by the data part
-    try:
-        inspect.signature(function).bind(**{**params, **split})
-    except TypeError as error:
-        raise ConfigurationError(f"{where} cannot be called with [data] params {sorted(params)}: {error}.") from error
-
-
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(function).parameters.values())
@@ -303,21 +291,15 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def _is_context(parameter: inspect.Parameter) -> bool:
-    annotation = parameter.annotation
-    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    return parameter.name in _CONTEXT_NAMES or name.endswith("Context")
-
-
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
-def _file(config: "TrainConfig") -> str:
-    return f"{config.source_path}: " if config.source_path is not None else ""
+def _file(source: Path | None) -> str:
+    return f"{source}: " if source is not None else ""
 
 
 def _where(kind: str, name: str, config: "TrainConfig") -> str:
-    return f'{_file(config)}{KINDS[kind].key} = "{name}"'
+    return f'{_file(config.source_path)}{KINDS[kind].key} = "{name}"'
 
 
 def _a(thing: object) -> str:

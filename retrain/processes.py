@@ -34,7 +34,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if it has ended or belongs to another user."""
+    """Return the resident memory of a process; 0 if it has ended or belongs to another user."""
     import psutil  # here, since most processes never ask
 
     try:

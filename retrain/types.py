@@ -46,6 +46,8 @@ class Prompt:
     text: str
     token_ids: Int32Array
     """[P] token ids."""
+    messages: tuple[ChatMessage, ...] = ()
+    """What the chat template was given; empty for a prompt that was never text."""
 
     @property
     def prompt_id(self) -> str:
@@ -161,7 +163,7 @@ class Trajectory:
         return tuple(chain.from_iterable(known)) if len(known) == len(self.turns) else None
 
     def parts(self) -> list[tuple[Turn, ...]]:
-        """The turns, grouped by what continues: one part, and another one for every later turn that restarts."""
+        """Group the turns by what continues: one part, and another one for every later turn that restarts."""
         starts = [0, *(number for number, turn in enumerate(self.turns) if number and turn.restarts), len(self.turns)]
         return [self.turns[start:stop] for start, stop in pairwise(starts)]
 
@@ -357,7 +359,7 @@ class Row:
 
 
 def _sequence(prompt: Prompt, turns: Sequence[Turn]) -> tuple[Int32Array, tuple[tuple[int, int], ...]]:
-    """The token ids of turns that continue each other, prompt included, and the spans of their actions."""
+    """Return the token ids of turns that continue each other, prompt included, and the spans of their actions."""
     pieces: list[Int32Array] = [] if turns[0].restarts else [prompt.token_ids]
     spans: list[tuple[int, int]] = []
     for turn in turns:

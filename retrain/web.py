@@ -44,7 +44,7 @@ class Answer:
             return self.body.decode(errors="replace")
 
     def said(self, *secrets: str) -> str:
-        """What the server itself says about an error, in the few forms that servers have for it, as one line without `secrets`."""
+        """Return what the server itself says about an error, in the few forms that servers have for it, as one line without `secrets`."""
         content = self.content
         for name in ("error", "message", "detail"):
             while isinstance(content, dict) and name in content:
@@ -75,7 +75,7 @@ async def exchange(
 
 
 def key_from(variable: str) -> str:
-    """The key in an environment variable; "" if it is not set. Raises EnvironmentFailure for one that no request can carry."""
+    """Return the key in an environment variable; "" if it is not set. Raises EnvironmentFailure for one that no request can carry."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise EnvironmentFailure(
@@ -86,7 +86,7 @@ def key_from(variable: str) -> str:
 
 
 def masked(sentence: str, *secrets: str) -> str:
-    """Without the secrets, which a server may repeat in its answer."""
+    """Return the text without the secrets, which a server may repeat in its answer."""
     for secret in filter(None, secrets):
         sentence = sentence.replace(secret, "***")
     return sentence

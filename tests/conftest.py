@@ -1,5 +1,6 @@
 """Options of the suite, and what several files need."""
 
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+gc.disable()  # until everything is imported and collected
+
 # How long an example takes says nothing about its property, and a busy machine is slow.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -26,6 +29,12 @@ settings.load_profile("untimed")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=2, help="how often a run is killed at a random moment and resumed (test_run_resume.py)")
     parser.addoption("--stops", type=int, default=3, help="at how many of 50 moments two signals stop a run (test_run_resume.py)")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A million objects, of libraries and of tests, stay until the end: the garbage collector need not visit them again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

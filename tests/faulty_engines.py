@@ -73,6 +73,13 @@ class HalvesTheScale(Served):
         return {name: 0.5 * value if "lora_B" in name else value for name, value in weights.items()}
 
 
+class Hotter(Served):
+    """Its temperature is too high by a tenth."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        return super().sample([replace(request, temperature=1.1 * request.temperature) for request in requests])
+
+
 class RaisesTheScale(Served):
     def changed(self, weights: Weights) -> Weights:
         return {name: 1.35 * value if "lora_B" in name else value for name, value in weights.items()}
@@ -88,6 +95,10 @@ class DropsAProjectionInBf16(DropsAProjection):
 
 
 class ServedInBf16(Served):
+    options = EngineOptions(weights=torch.bfloat16)
+
+
+class HotterInBf16(Hotter):
     options = EngineOptions(weights=torch.bfloat16)
 
 

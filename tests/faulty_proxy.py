@@ -36,6 +36,8 @@ class Traffic:
     """Connections are dropped without an answer, those that are open already too."""
     text_alone: bool = False
     """As a hosted service: prompts and completions are text, and no adapter is loaded."""
+    chat_alone: bool = False
+    """As `text_alone`, and prompts are messages."""
     lock: Any = field(default_factory=threading.Lock)
 
     def fault_for(self, path: str) -> int:
@@ -52,7 +54,8 @@ class Traffic:
 
     def withheld(self, path: str, request: bytes) -> tuple[int, str] | None:
         """The refusal of a service of text alone."""
-        if self.text_alone and path.endswith("_lora_adapter"):
+        absent = [*["_lora_adapter"] * (self.text_alone or self.chat_alone), *["/v1/completions"] * self.chat_alone]
+        if path.endswith(tuple(absent)):
             return 404, "Not Found"
         if self.text_alone and path.endswith("/completions") and isinstance(json.loads(request)["prompt"], list):
             return 400, "the prompt is no text"

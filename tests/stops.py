@@ -1,10 +1,6 @@
-"""Runs in processes of their own that signals reach at chosen moments.
-
-The processes are forked from a server that has imported everything, so each costs a second less than a command line's.
-"""
+"""Runs in processes of their own that signals reach at chosen moments."""
 
 import importlib
-import multiprocessing
 import os
 import pty
 import random
@@ -17,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.commands import Command, forked
 
 _BETWEEN_SIGNALS_S = 0.02
 
@@ -97,26 +95,17 @@ MOMENTS = (*_PLACED[:2], *_RANDOM[:2], *_PLACED[2:], *_RANDOM[2:])
 
 def stop_twice(file: Path, folder: Path, moment: Placed | Random, threads: int) -> int:
     """Run a configuration, send two Ctrl-C 20 ms apart at the moment, and return the exit code of the command line."""
-    process = _forked(_run_until_stopped, str(file), str(folder), moment, threads)
+    process = forked(_run_until_stopped, str(file), str(folder), moment, threads)
     process.join(240)
     assert process.exitcode is not None
     return process.exitcode
-
-
-def _forked(target: Callable[..., None], *arguments: Any) -> Any:
-    """A started process, forked from a server that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["retrain.run.loop", "retrain.backends.local.backend", "transformers", "peft", "tests.stops"])
-    process = context.Process(target=target, args=arguments)
-    process.start()
-    return process
 
 
 def killed(file: Path, folder: Path, steps: int, seconds: float) -> int | None:
     """Run a configuration, or resume what is in the folder, and kill it after `seconds` past its `steps`-th step; None if it was killed,
     else its exit code. Steps take the time that they are told, so that back pressure decides the same in every process.
     """
-    process = _forked(_run_with_told_time, str(file), ["--resume", str(folder)] if (folder / "config.toml").exists() else [])
+    process = forked(_run_with_told_time, str(file), ["--resume", str(folder)] if (folder / "config.toml").exists() else [])
     metrics = folder / "metrics.jsonl"
     while process.is_alive() and (count(metrics) if metrics.exists() else 0) < steps:
         time.sleep(0.005)
@@ -139,17 +128,17 @@ def _run_with_told_time(file: str, arguments: list[str]) -> None:
 
 def hang_up(file: Path, folder: Path) -> int:
     """The exit code of a command line whose terminal closes after the second step."""
-    child, terminal = pty.fork()
-    if child == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test that nohup started would pass on that hangups are ignored
-        os.execve(sys.executable, [sys.executable, "-m", "retrain", str(file)], os.environ | {"OMP_NUM_THREADS": "1"})
+    terminal, its_end = pty.openpty()
+    command = Command([sys.executable, "-m", "retrain", str(file)], env=os.environ | {"OMP_NUM_THREADS": "1"}, terminal=its_end)
+    os.close(its_end)
     os.set_blocking(terminal, False)
     while not (folder / "metrics.jsonl").exists() or count(folder / "metrics.jsonl") < 2:
+        assert command.poll() is None
         with suppress(BlockingIOError):
             os.read(terminal, 1 << 16)  # a terminal that nobody reads holds the run up
         time.sleep(0.01)
     os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return command.wait(240)
 
 
 def _run_until_stopped(file: str, folder: str, moment: Placed | Random, threads: int) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,19 +58,33 @@ def layer_of(room: str) -> int:
     return next(rank for rank, rooms in enumerate(LAYERS) if room in rooms)
 
 
-TREES = house.parse_package(ROOT)
-MODULES = {house.module_of(ROOT, path): tree for path, tree in TREES.items()}
-ARROWS = [(path.relative_to(ROOT), part_of(house.room_of(ROOT, path)), part_of(other)) for path, other in house.file_arrows(ROOT, TREES)]
-"""(file, its room, room that it imports); "" is retrain/__init__.py, which hands out names of every layer."""
+NAMES = [house.module_of(ROOT, path) for path in house.files(ROOT)]
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return house.parse_package(ROOT)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {house.module_of(ROOT, path): tree for path, tree in trees().items()}
+
+
+@cache
+def arrows() -> list[tuple[Path, str, str]]:
+    """(file, its room, room that it imports); "" is retrain/__init__.py, which hands out names of every layer."""
+    found = house.file_arrows(ROOT, trees())
+    return [(path.relative_to(ROOT), part_of(house.room_of(ROOT, path)), part_of(other)) for path, other in found]
 
 
 def modules_of(part: str) -> list[str]:
-    return [name for name in MODULES if part_of(name) == part]
+    return [name for name in NAMES if part_of(name) == part]
 
 
 def top_packages(module: str) -> set[str]:
     """Packages that importing the module alone loads at once."""
-    return {name.partition(".")[0] for name in house.imported(executed_at_import(MODULES[module]))}
+    return {name.partition(".")[0] for name in house.imported(executed_at_import(modules()[module]))}
 
 
 def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -86,41 +101,43 @@ def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_every_room_has_a_layer() -> None:
-    rooms = {part_of(room) for room in house.room_arrows(ROOT, TREES)} - {""}
+    rooms = {part_of(room) for room in house.room_arrows(ROOT, trees())} - {""}
     assert rooms == set().union(*LAYERS)
 
 
 def test_imports_point_one_way() -> None:
     assert not [
-        f"{path} imports {other or 'retrain'}" for path, room, other in ARROWS if room and (not other or layer_of(other) > layer_of(room))
+        f"{path} imports {other or 'retrain'}" for path, room, other in arrows() if room and (not other or layer_of(other) > layer_of(room))
     ]
 
 
 def test_no_circle_of_rooms_imports_itself() -> None:
-    assert not [circle for circle in house.strong_components(house.room_arrows(ROOT, TREES)) if len(circle) > 1]
+    assert not [circle for circle in house.strong_components(house.room_arrows(ROOT, trees())) if len(circle) > 1]
 
 
 @pytest.mark.parametrize("part", APART)
 def test_neighbours_stay_apart(part: str) -> None:
-    assert not [f"{path} imports {other}" for path, room, other in ARROWS if room == part and other in APART[part]]
+    assert not [f"{path} imports {other}" for path, room, other in arrows() if room == part and other in APART[part]]
 
 
 def test_no_import_is_relative() -> None:
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}:{node.lineno}"
 
 
 def test_a_function_fits_a_screen() -> None:
     others = [path for folder in ("benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
-    trees = TREES | {path: ast.parse(path.read_text(encoding="utf-8")) for path in others}
-    long = [(str(path), one.name, house.lines_of(one)) for path, one in house.functions(trees) if house.lines_of(one) > LONGEST_FUNCTION]
+    everything = trees() | {path: ast.parse(path.read_text(encoding="utf-8")) for path in others}
+    long = [
+        (str(path), one.name, house.lines_of(one)) for path, one in house.functions(everything) if house.lines_of(one) > LONGEST_FUNCTION
+    ]
     assert not long
 
 
 @pytest.mark.parametrize("module", modules_of("advantages"))
 def test_credit_knows_no_model(module: str) -> None:
-    assert not {name.partition(".")[0] for name in house.imported(ast.walk(MODULES[module]))} & {"torch", "transformers", "peft"}
+    assert not {name.partition(".")[0] for name in house.imported(ast.walk(modules()[module]))} & {"torch", "transformers", "peft"}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +146,7 @@ def test_credit_knows_no_model(module: str) -> None:
 def test_an_engine_knows_no_text(module: str) -> None:
     """But for texts, for servers that take nothing else, and mlx and max, which tell the server where the model's files are."""
     text = {"retrain.model.text", "retrain.model.vocabulary", "tokenizers"}
-    assert not [name for name in house.imported(ast.walk(MODULES[module])) if house.enclosing(name, text) or "okenizer" in name]
+    assert not [name for name in house.imported(ast.walk(modules()[module])) if house.enclosing(name, text) or "okenizer" in name]
 
 
 # -- what an import loads ------------------------------------------------------------------------------------------------
@@ -140,10 +157,10 @@ def reached_from(start: str) -> set[str]:
     reached: set[str] = set()
     waiting = [start]
     while waiting:
-        module = house.enclosing(waiting.pop(), MODULES)
+        module = house.enclosing(waiting.pop(), modules())
         if module and module not in reached:
             reached.add(module)
-            waiting += [module.rpartition(".")[0], *house.imported(executed_at_import(MODULES[module]))]
+            waiting += [module.rpartition(".")[0], *house.imported(executed_at_import(modules()[module]))]
     return reached
 
 
@@ -206,7 +223,7 @@ def test_every_declared_dependency_is_imported_by_the_package() -> None:
     """A core dependency or an extra comes with the code that needs it; the tools of the dev extra are run, not imported."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name: wanted for name, wanted in declared["optional-dependencies"].items() if name != "dev"}
-    named = {package for tree in TREES.values() for package in packages_named_in(tree)}
+    named = {package for tree in trees().values() for package in packages_named_in(tree)}
     for where, requirements in {"dependencies": declared["dependencies"], **extras}.items():
         for requirement in requirements:
             name = re.match(r"[A-Za-z0-9._-]+", requirement).group()  # type: ignore[union-attr]

@@ -7,8 +7,7 @@ import pytest
 from scipy import stats
 
 from benchmarks import futility, looking
-from retrain.analysis.confidence_sequence import confidence_sequence
-from retrain.analysis.e_process import adjust, anytime_p, capital, evidence
+from retrain.analysis.e_process import adjust, anytime_p, capital, confidence_sequence, evidence
 from retrain.analysis.futility import Prediction, chance_to_decide
 from retrain.analysis.headline import p_words
 

@@ -26,6 +26,7 @@ from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.records.run_folder import RunFolder
 from retrain.records.writer import Liveness, Writer
+from tests import commands
 from tests.runs import SMALL, lines, timeless
 
 BASE: dict[str, Any] = deep_merge(
@@ -338,7 +339,7 @@ def test_without_gpus_every_run_may_have_a_worker(monkeypatch: pytest.MonkeyPatc
 @dataclass
 class Started:
     folder: Path
-    process: "subprocess.Popen[str]"
+    process: commands.Command
 
     @property
     def manifest(self) -> Manifest:
@@ -372,8 +373,7 @@ def environment() -> dict[str, str]:
 
 def start(folder: Path, *flags: str, **campaign: Any) -> Started:
     file = write_toml(folder.with_suffix(".toml"), sections(folder, campaign))
-    process = subprocess.Popen(command(file, *flags), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return Started(folder, process)
+    return Started(folder, commands.Command(command(file, *flags), env=environment(), stderr=subprocess.STDOUT))
 
 
 def assert_same_runs(folder: Path, undisturbed: Path, names: list[str]) -> None:
@@ -384,17 +384,13 @@ def assert_same_runs(folder: Path, undisturbed: Path, names: list[str]) -> None:
 
 
 def resume(folder: Path, *flags: str) -> str:
-    result = subprocess.run(
-        command(folder.with_suffix(".toml"), "--resume", str(folder), *flags), env=environment(), capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return commands.run(command(folder.with_suffix(".toml"), "--resume", str(folder), *flags), env=environment(), check=True).stdout
 
 
 def test_a_lost_worker_starts_again_and_a_killed_campaign_loses_nothing(sequential: Finished, tmp_path: Path) -> None:
     names = NAMES[:2]
     campaign = start(tmp_path / "c", "--seed", "1", parallel=True)
-    campaign.wait_for(lambda: all(campaign.worker(name) and campaign.steps(name) for name in names))
+    campaign.wait_for(lambda: campaign.worker(names[1]) and campaign.steps(names[1]))  # the first may have ended on a busy machine
     lost = campaign.worker(names[1])
     os.kill(lost, signal.SIGKILL)
     campaign.wait_for(lambda: campaign.worker(names[1]) not in (0, lost))

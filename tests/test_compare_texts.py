@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from campaigns import write_campaign
 
 from retrain.cli.main import main
 from scripts.five_campaigns import WIDTH, texts
@@ -21,3 +22,8 @@ def test_the_page_of_five_campaigns_shows_what_compare_prints(
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     assert main(["compare", str(tmp_path / "winner")]) == 0
     assert capsys.readouterr().out == shown["A clear winner"]
+
+
+def test_a_single_seed_is_not_set_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(write_campaign(tmp_path, {"grpo+none": [40], "maxrl+none": [46]}))]) == 0
+    assert "\nmaxrl+none, seed 1: +6.0 pp\n" in capsys.readouterr().out

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from retrain.cli.help import reference
 from retrain.config import TrainConfig, config_from_mapping, config_from_toml, dump_toml, load_config
 from retrain.config.keys import Key, all_keys, flags, keys_by_path, section_models
-from retrain.config.reference import annotated_toml, artefacts, help_text, json_schema
 from retrain.config.values import OpenName
 from retrain.errors import ConfigurationError
 from retrain.parsing import toml_value
+from scripts.docs_keys import annotated_toml, artefacts, json_schema
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = sorted((ROOT / "tests" / "data" / "config_blocks").glob("*.toml"))
@@ -194,7 +195,7 @@ def test_every_key_has_a_sentence_a_flag_and_a_variable_of_its_own() -> None:
 
 
 def test_the_help_and_the_json_schema_know_every_key() -> None:
-    text, schema = help_text(), json_schema()
+    text, schema = reference(""), json_schema()
     for key in all_keys():
         assert f"  {key.flag}" in text
         assert key.name in schema["$defs"][key.section.capitalize()]["properties"]

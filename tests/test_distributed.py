@@ -15,6 +15,7 @@ from retrain import train
 from retrain.config import dump_toml
 from retrain.records.run_folder import RunFolder
 from retrain.records.token_table import read_tokens
+from tests.commands import Ranks
 from tests.runs import lines, small
 
 SHARED: dict[str, Any] = {
@@ -26,18 +27,19 @@ SHARED: dict[str, Any] = {
 """Three prompts for two processes, so that the shares differ in size; every pass of the learner takes part."""
 
 
-def torchrun(folder: Path, *flags: str, **sections: dict[str, Any]) -> subprocess.Popen[str]:
+def arguments(folder: Path, *flags: str, **sections: dict[str, Any]) -> list[str]:
     file = folder.parent / f"{folder.name}.toml"
     file.write_text(dump_toml(small(folder, **sections)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "retrain", str(file), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return ["-m", "retrain", str(file), *flags]
 
 
-def finished(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    return output
+def shared(folder: Path, *flags: str, **sections: dict[str, Any]) -> Ranks:
+    return Ranks([sys.executable, *arguments(folder, *flags, **sections)])
+
+
+def finished(ranks: Ranks) -> None:
+    output, codes = ranks.communicate(timeout=240)
+    assert codes == [0, 0], output
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,8 @@ def assert_same_learning(shared: Path, alone: Path) -> None:
 
 def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
-    output = finished(torchrun(folder, **SHARED))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = subprocess.run([*launcher, *arguments(folder, **SHARED)], capture_output=True, text=True, check=True, timeout=240).stdout
     assert output.count("Step 0 ") == 1, "one process speaks"
     assert "2 processes share this run" in output
     assert_same_learning(folder, alone)
@@ -72,23 +75,22 @@ def test_two_processes_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
 def test_a_shared_run_goes_on_where_it_was_stopped(alone: Path, tmp_path: Path) -> None:
     """A signal to one process stops all of them between two steps."""
     folder = tmp_path / "stopped"
-    process = torchrun(folder, **SHARED)
+    ranks = shared(folder, **SHARED)
     metrics = folder / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n")):
-        assert process.poll() is None, process.communicate()[0]
+        assert ranks.codes() == [None, None], ranks.communicate(0)[0]
         time.sleep(0.05)
     leader = int(RunFolder(folder).lock_owner.read_text().split()[1])
     os.kill(leader, signal.SIGTERM)
-    process.communicate(timeout=240)
-    assert process.returncode != 0
-    finished(torchrun(folder, "--resume", str(folder), **SHARED))
+    output, codes = ranks.communicate(timeout=240)
+    assert codes == [143, 143], output
+    finished(shared(folder, "--resume", str(folder), **SHARED))
     assert_same_learning(folder, alone)
 
 
 def test_a_wrong_configuration_is_said_once(alone: Path) -> None:
-    process = torchrun(alone, **SHARED)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode != 0
+    output, codes = shared(alone, **SHARED).communicate(timeout=240)
+    assert codes == [2, 2], output
     assert output.count("already holds a run") == 1
 
 
@@ -101,5 +103,5 @@ SHARDED: dict[str, Any] = SHARED | {"training": SHARED["training"] | {"micro_bat
 
 def test_two_processes_that_hold_half_of_the_layers_learn_what_one_does(alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sharded"
-    finished(torchrun(folder, **SHARDED))
+    finished(shared(folder, **SHARDED))
     assert_same_learning(folder, alone)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from retrain.cli.reference import commands_document
 from retrain.cli.usage import COMMANDS, EXAMPLES
-from retrain.records.reference import RECORDS, field_docs, metrics_document
+from scripts.docs_commands import commands_document
+from scripts.docs_metrics import RECORDS, field_docs, metrics_document
 
 ROOT = Path(__file__).resolve().parents[1]
 

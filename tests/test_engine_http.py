@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from judges import Answer, breaking_off, closing, dripping, endless, failing, first, hanging_after_headers, raw, serving
+from judges import Answer, breaking_off, closing, dripping, endless, failing, first, hanging_after_headers, hanging_up, raw, serving
 from vllm_double import HASTY
 
 from retrain import web
@@ -184,7 +184,7 @@ def test_the_key_comes_from_its_variable_and_stays_out_of_sentences(net: Net, mo
     with pytest.raises(ServerFailure, match="the key in SERVER_KEY was not accepted") as caught:
         ask(net.pool(A, key_env="SERVER_KEY"))
     assert "very-secret" not in str(caught.value)
-    with pytest.raises(ServerFailure, match=r"it wants a key: name its variable in \[inference\] api_key_env"):
+    with pytest.raises(ServerFailure, match=r"it requires a key: name its variable in \[inference\] api_key_env"):
         ask(net.pool(A))
     with pytest.raises(ConfigurationError, match='api_key_env = "NO_SUCH_KEY" names a variable that is not set'):
         net.pool(A, key_env="NO_SUCH_KEY")
@@ -232,12 +232,28 @@ def test_an_old_protocol_half_a_body_and_a_busy_moment_cost_nothing(behaviour: A
     assert ask_for_real(behaviour, monkeypatch) == [{"done": 1}]
 
 
+def test_a_connection_that_breaks_while_a_server_is_looked_at_costs_nothing() -> None:
+    """As one does that the server had kept open, and closes when the next request comes."""
+    said: list[str] = []
+
+    async def look(server: Server) -> None:
+        await server.post("/v1/completions", {"prompt": "1"})
+
+    with serving(first(hanging_up, 1, raw(b'{"done": 1}'))) as server:
+        pool = ServerPool([server.url], what="The server", timeout_s=5, say=said.append, patience=HASTY)
+        try:
+            pool.run(pool.connect(look))
+        finally:
+            pool.close()
+        assert pool.servers[0].alive and not said and len(server.requests) == 2
+
+
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
         (dripping, r"healthy and did not answer a request within \[inference\] timeout_s = 0.5"),
         (hanging_after_headers, "healthy and did not answer a request within"),
-        (endless, "more than 1 MiB, which was not read to its end"),
+        (endless, "more than 1 MiB, which was not read to the end"),
         (
             lambda handler: handler.send(307, b"", Location=f"http://u:{KEY}@10.0.0.1:9/v1"),
             r"answered 307: it redirects to 10\.0\.0\.1:9; name",

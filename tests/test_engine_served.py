@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from retrain.config import dump_toml, replaced
 from retrain.errors import ConfigurationError, RunFailed, ServerFailure
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.openai import OpenAIEngine
+from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
 
@@ -151,7 +153,7 @@ def test_the_gate_stops_a_server_that_samples_from_another_policy(
         (first(9, (200, {"choices": []})), ServerFailure, "returned 0 completions and was asked for 1"),
         (first(9, (200, "<html>")), ServerFailure, "answered in a form that retrain does not know"),
         (first(9, (200, {"choices": ["six"]})), ServerFailure, "answered in a form that retrain does not know"),
-        (first(9, (401, {"error": "Unauthorized"})), ServerFailure, r"it wants a key: name its variable in \[inference\] api_key_env"),
+        (first(9, (401, {"error": "Unauthorized"})), ServerFailure, r"it requires a key: name its variable in \[inference\] api_key_env"),
         (choice(token_ids=[300] * 6), ServerFailure, "sampled token 300, and the model has 259 tokens"),
         (choice(token_ids=[258] * 6), ServerFailure, "does not end completions at the model's end-of-sequence tokens"),
         (choice(token_ids=[9] * 6, finish_reason="stop"), ServerFailure, "does not end completions at the model's end-of-sequence"),
@@ -242,6 +244,16 @@ def test_a_server_never_sleeps_without_the_mode_or_without_a_gpu(tmp_path: Path,
     assert "/sleep" not in server.paths()
 
 
+def test_a_server_that_cannot_tell_whether_it_sleeps_is_served_awake(tmp_path: Path, server: VLLMDouble) -> None:
+    """vLLM's own error at that question closes the connection, too."""
+    server.sleeps = server.hangs_up_on_server_info = True
+    with closing(engine_of(served(tmp_path, server.url), SleepyVLLM)) as engine:
+        engine.sync(lab().save_adapter, 0)
+        engine.sleep()
+        assert len(list(engine.sample([request(3)]))) == 3
+    assert "/sleep" not in server.paths()
+
+
 def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(tmp_path: Path, server: VLLMDouble) -> None:
     config = served(tmp_path, server.url, engine="openai")
     server.token_strings = True
@@ -283,6 +295,69 @@ def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(
     assert server.calls >= 6 and not server.adapters
 
 
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_a_server_of_messages_alone_is_evaluated_and_not_trained_with(
+    tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str], limit: str
+) -> None:
+    """It has /v1/chat/completions and nothing else, and puts the messages into the template into which they are put here."""
+    server.chats, server.chat_limit = True, limit
+    evaluation = {"max_examples": 4, "samples": 1, "temperature": 0.0}
+    data = {"system_prompt": "Add.", "prompt_template": "Now {prompt}"}
+    config = served(tmp_path / "run", server.url, engine="openai", reward={"type": "match"}, evaluation=evaluation, data=data)
+    (tmp_path / "chat.toml").write_text(dump_toml(config))
+    (tmp_path / "local.toml").write_text(dump_toml(replaced(config, {"inference.engine": "pytorch"})))
+    assert main([str(tmp_path / "chat.toml")]) == 2
+    assert "can be evaluated but not trained with: it has /v1/chat/completions alone" in capsys.readouterr().err
+    found = []
+    for name in ("chat", "local"):
+        assert main(["eval", str(tmp_path / f"{name}.toml"), "--output", str(tmp_path / name), "--json"]) == 0
+        folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["folder"])
+        found.append(
+            [[line[key] for key in ("completion", "reward", "finish_reason", "num_tokens")] for line in lines(folder / "samples.jsonl")]
+        )
+    assert found[0] == found[1] and len(found[0]) == 4
+    asked = [body for path, body in server.asked if path == "/v1/chat/completions"][-1]
+    assert [message["role"] for message in asked["messages"]] == ["system", "user"] and asked["messages"][1]["content"].startswith("Now ")
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"content": None}, "content_filter"),
+        ({"content": None, "tool_calls": [{"id": "1"}]}, "tool_calls"),
+        ({"content": None, "refusal": "I will not."}, "stop"),
+        ({"content": ["6"]}, "stop"),
+        ({"content": "6"}, None),
+    ],
+)
+def test_a_reply_that_is_no_answer_is_never_scored(tmp_path: Path, server: VLLMDouble, message: dict[str, Any], reason: str | None) -> None:
+    server.chats = True
+    with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
+        asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0))
+        asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
+        choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
+        server.faults.append(first(1, (200, {"choices": [choice], "usage": {}})))
+        with pytest.raises(ServerFailure, match=f"finish_reason = {reason!r}, and no answer that could be scored"):
+            list(engine.sample([asked]))
+        (usual,) = engine.sample([asked])
+        assert usual.text is not None
+
+
+def test_a_dialogue_is_not_evaluated_on_a_server_of_messages_alone(tmp_path: Path, server: VLLMDouble) -> None:
+    """Its later prompts continue token ids."""
+    server.chats = True
+    with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
+        asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0))
+        with pytest.raises(ConfigurationError, match=r"/v1/chat/completions alone, .* continues token ids"):
+            list(engine.sample([asked]))
+
+
+def test_a_server_that_answers_neither_text_nor_messages_is_told_with_its_answer(tmp_path: Path, server: VLLMDouble) -> None:
+    server.chats, server.chat_limit = True, "another_limit"
+    with pytest.raises(ServerFailure, match="answered 400: Unsupported parameter"):
+        OpenAIEngine.preflight(served(tmp_path, server.url, engine="openai"))
+
+
 def test_a_trained_adapter_is_not_evaluated_on_a_server_that_cannot_load_it(
     tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,7 +392,7 @@ def test_a_busy_server_and_a_broken_connection_cost_time_and_nothing_else(tmp_pa
     ("fault", "told"),
     [
         (first(99, (500, {"error": {"message": "EngineCore encountered an issue."}})), "its engine has died"),
-        (first(99, (401, {"error": "Unauthorized"})), "it wants a key"),
+        (first(99, (401, {"error": "Unauthorized"})), "it requires a key"),
         (slow(6.0), r"healthy and did not answer a request within \[inference\] timeout_s = 2:"),
     ],
     ids=["EngineDead", "401", "too slow"],
@@ -415,7 +490,7 @@ def test_adapters_that_a_killed_run_left_in_a_server_are_unloaded_and_those_of_o
     list(engine.sample([request(adapter_slot=BASE_MODEL)]))
     engine.close()
     assert list(server.adapters) == ["running", "elsewhere", "mine"]
-    assert said == [f"The vllm server {server.url} still had left of a run that was killed; unloaded."]
+    assert said == [f"The vllm server {server.url} still had the adapter left of a killed run; it was unloaded."]
 
 
 def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None:

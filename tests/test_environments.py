@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from retrain.run.gate import GateInputs, environment_gold
 from retrain.run.parts import load_prompts, load_stage
 from retrain.run.session import Session
 from retrain.types import ChatMessage, Completion, Example, FinishReason, Outcome, Prompt, Row, Trajectory, Turn
+from tests import commands
 from tests.runs import lines, small, timeless
 from tests.trajectories import replies_of_rendered
 
@@ -152,7 +152,7 @@ def test_a_run_killed_within_a_dialogue_resumes_to_the_same_bytes(straight: Path
     text = (straight / "config.toml").read_text().replace(str(straight), str(folder))
     file.write_text(text.replace("retrain.environments.lab.NumberGuessing", environment["provider"]))
     command = [sys.executable, "-m", "retrain", str(file), "--quiet"]
-    killed = subprocess.run(command, env=os.environ | {"RETRAIN_TEST_RUN": str(folder)}, capture_output=True, check=False)
+    killed = commands.run(command, env=os.environ | {"RETRAIN_TEST_RUN": str(folder)})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(lines(folder / "metrics.jsonl")) == 3
     train(guessing(folder, environment=environment, resume={"from": str(folder)}), quiet=True)
@@ -310,7 +310,7 @@ class Misbehaves(Episode):
         ("numbers", "step returned list, and must return a list of messages {role, content} of text"),
         ("half a character", "failed with UnicodeEncodeError"),
         ("no conversation", "a rewritten conversation without messages"),
-        ("no tools", "tools that are no list of JSON schemas"),
+        ("no tools", "tools that are not a list of JSON schemas"),
         ("long", ""),
     ],
 )

@@ -1,6 +1,7 @@
 """Reading runs back: real ones, campaigns, torn and damaged files."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,49 @@ def test_a_torn_last_line_is_no_step(tmp_path: Path) -> None:
     assert run.curve("correct_rate").tolist() == [[0, 1, 2], [0.1, 0.2, 0.3]]
 
 
-@pytest.mark.parametrize("damage", ["{]", '{"step": "x"}', "7"])
-def test_a_damaged_line_is_named(damage: str, tmp_path: Path) -> None:
-    run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.1, 0.2]))
+DAMAGE = {
+    "{]": "line 2",
+    '{"step": 1, "corr': "line 2",
+    '{"step": "x"}': "line 2",
+    "7": "line 2",
+    '{"step": 1, "condition": "x", "loss": NaN}': "step 1",
+    '{"step": 1, "condition": "x", "loss": "low"}': "step 1",
+}
+"""A damaged second line, and where a sentence says that it is."""
+
+
+@pytest.mark.parametrize(("damage", "place"), DAMAGE.items())
+def test_a_damaged_line_is_named(damage: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By load_runs, which reads the file from its start, and by status and compare, which read the last steps from its end."""
+    run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.1, 0.2], held_out=problems([1])))
+    other = write_run(tmp_path / "other", 1, rates=[0.1, 0.2], held_out=problems([1]))
     lines = run.folder.metrics.read_text().splitlines()
     run.folder.metrics.write_text("\n".join([lines[0], damage, lines[1]]) + "\n")
-    with pytest.raises(RunFailed, match=r"metrics\.jsonl"):
+    sentence = rf"run/metrics\.jsonl, {place}\b"
+    with pytest.raises(RunFailed, match=sentence):
         retrain.load_runs(tmp_path)
+    assert main(["status", str(run.path)]) == 0
+    assert re.search(sentence, capsys.readouterr().out)
+    assert main(["compare", str(run.path), "--baseline", str(other), "--metric", "correct_rate"]) == 1
+    assert re.search(sentence, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("damage", "place"), [('{"step": 2, "exam', "line 1"), ('{"step": 2, "example_id": "0"}', "step 2")])
+def test_a_damaged_line_of_an_evaluation_is_named(damage: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = StoredRun(write_run(tmp_path / "run", 1, held_out=problems([1, 0])))
+    other = write_run(tmp_path / "other", 1, held_out=problems([1, 0]))
+    run.folder.evaluation.write_text(damage + "\n" + run.folder.evaluation.read_text().splitlines()[1] + "\n")
+    for command in (["status", str(run.path)], ["compare", str(run.path), "--baseline", str(other)]):
+        main(command)
+        printed = capsys.readouterr()
+        assert re.search(rf"run/evaluation\.jsonl, {place}\b", printed.out + printed.err)
+
+
+def test_a_line_without_a_step_is_named_by_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = StoredRun(write_run(tmp_path / "run", 1, rates=[0.1, 0.2]))
+    run.folder.metrics.write_text(re.sub(r'"step": ?\d+', '"step": null', run.folder.metrics.read_text()))
+    assert main(["report", str(run.path)]) == 1
+    assert re.search(r"run/metrics\.jsonl, line 1\b", capsys.readouterr().err)
 
 
 def test_lines_of_other_versions_are_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from retrain import train
 from retrain.backends.local.backend import LocalBackend
 from retrain.config import TrainConfig
 from retrain.errors import EnvironmentFailure
-from retrain.model.budget import PROMPT_ALLOWANCE, longest_row
+from retrain.model.budget import PROMPT_ALLOWANCE, longest_row, longest_sampled
 from retrain.model.footprint import footprint
 from retrain.model.machine import Machine, activation_bytes, budgets, plan
 from retrain.model.memory import GIB, Memory, predict_memory
@@ -83,6 +83,21 @@ def test_a_dialogue_has_room_for_what_its_environment_says() -> None:
     assert longest() == longest(provider="reasoning_gym", id="chain_sum") == longest(provider="my.Mine", max_turns=1) == 164
     assert longest(provider="my.Mine") == longest(provider="my.Mine", max_turns=3) == 164 + PROMPT_ALLOWANCE
     assert longest(1500) == 1600 and longest(1500, provider="my.Mine") == 2048
+
+
+def test_what_evaluations_sample_may_be_longer_than_what_is_trained(tmp_path: Path) -> None:
+    """Decoding has room for it where the run evaluates, and the learner is planned for what it trains."""
+
+    def planned(**evaluation: Any) -> tuple[int, int, str]:
+        config = small(tmp_path, evaluation=evaluation)
+        predicted = predict_memory(config)
+        longest = longest_sampled(config.training, config.evaluation, config.environment, context=0, prompt_tokens=100)
+        return longest - config.training.max_tokens, predicted.activations.bytes, predicted.kv_cache.note
+
+    training = small(tmp_path).training.max_tokens
+    unread, read = planned(every=0, at_start=False, at_end=False, max_tokens=3 * training), planned(every=1, max_tokens=3 * training)
+    assert (unread[0], read[0]) == (100, 100 + 2 * training)
+    assert unread[1] == read[1] and unread[2] != read[2]
 
 
 def test_the_parts_that_stay_are_the_bytes_of_the_tensors(tmp_path: Path) -> None:
@@ -209,7 +224,8 @@ def test_the_standard_profile_of_a_4b_model(tmp_path: Path) -> None:
     assert [choices.decode_tokens // 2_048 for choices in plans] == [14, 40, 223, 423], "2, 5, 24 and 44 before there were pages"
     smallest = Machine("cuda", 16 * GIB, 1)
     learning, _ = budgets(config.training.batch_size, predicted.size, smallest)
-    assert activation_bytes(config, load_model_config(str(tmp_path)), predicted.size, plans[0]) <= learning
+    model_config = load_model_config(str(tmp_path))
+    assert activation_bytes(config.training, config.environment, model_config, predicted.size, plans[0]) <= learning
 
 
 def memory_of(folder: Path, gib: float = 40, **sections: dict[str, Any]) -> Memory:

@@ -92,6 +92,25 @@ def test_in_half_precision_a_missing_projection_is_told_from_rounding(parts: Par
             run_parity_gate(rounded, parts, 0)
 
 
+def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(parts: Parts, engine: Any) -> None:
+    for seed in (2, 3):
+        rounded = small(Path("nowhere"), inference={"dtype": "bf16"}, training={"temperature": 0.8, "seed": seed})
+        engine("HotterInBf16")
+        with pytest.raises(RunFailed, match=r"as if its temperature were 0\.8[789] instead of 0\.8, so nothing was trained"):
+            run_parity_gate(rounded, parts, 0)
+
+
+def test_a_run_of_one_token_is_checked_on_as_many_as_any_other(parts: Parts, engine: Any) -> None:
+    """Of one token per completion, rounding in half precision looks like a fault of some group of layers."""
+    for seed in (0, 14):  # a sound engine was refused at both, at 14 since the trial adapter changes the policy by 6 nats
+        short = small(Path("nowhere"), inference={"dtype": "bf16"}, training={"temperature": 0.8, "seed": seed, "max_tokens": 1})
+        engine("ServedInBf16")
+        assert run_parity_gate(short, parts, 0).tokens > 100
+        engine("DropsAProjectionInBf16")
+        with pytest.raises(RunFailed, match="adapter's effect on v_proj"):
+            run_parity_gate(short, parts, 0)
+
+
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 

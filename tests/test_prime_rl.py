@@ -6,7 +6,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from tests.prime_counterpart import (
 )
 from tests.runs import small
 
-FAST = {"sync_wait_s": 5, "sync_poll_s": 0.01}
+FAST = {"sync_wait_s": 30, "sync_poll_s": 0.01}
 
 
 def row(prompt: int, spans: tuple[tuple[int, int], ...], length: int, kept: bool = False) -> Row:
@@ -146,23 +146,31 @@ def free_ports() -> int:
 
 
 def test_zmq_reaches_each_rank_on_its_topic_and_says_when_one_has_gone() -> None:
-    port = free_ports()
-    sender = ZmqSender(PrimeRLOptions(transport="zmq", zmq_port=port, trainer_ranks=2, sync_wait_s=0.3, sync_poll_s=0.01))
-    with pytest.raises(ServerFailure, match="2 of 2 data ranks did not subscribe"):
+    """Every socket is closed also where the test fails: a context that is collected with open ones waits for ever, in some other test."""
+    options = PrimeRLOptions(transport="zmq", zmq_port=free_ports(), trainer_ranks=2, sync_wait_s=30, sync_poll_s=0.01)
+    with ExitStack() as stack:
+        sender = stack.enter_context(closing(ZmqSender(options)))
+        ranks = [stack.enter_context(closing(ZmqReceiver(options.zmq_port, rank))) for rank in (0, 1)]
+        sender.send(1, [b"for 0", b"for 1"])
+        assert [rank.receive(1, lambda: False) for rank in ranks] == [b"for 0", b"for 1"]
+        ranks[1].close()
+        sender._options = options.model_copy(update={"sync_wait_s": 0.1})
+        while not refuses(sender):
+            time.sleep(0.01)
+        with pytest.raises(ServerFailure, match=r"1 of 2 data ranks did not subscribe .* start the trainer"):
+            sender.send(2, [b"", b""])
+        sender._options = options
+        ranks[1] = stack.enter_context(closing(ZmqReceiver(options.zmq_port, 1)))  # a trainer that starts anew
+        sender.send(2, [b"a", b"b"])
+        assert [rank.receive(2, lambda: False) for rank in ranks] == [b"a", b"b"]
+
+
+def refuses(sender: ZmqSender) -> bool:
+    try:
         sender.wait_for_trainer()
-    ranks = [ZmqReceiver(port, rank) for rank in (0, 1)]
-    sender.send(1, [b"for 0", b"for 1"])
-    assert [rank.receive(1, lambda: False) for rank in ranks] == [b"for 0", b"for 1"]
-    ranks[1].close()
-    time.sleep(0.2)
-    with pytest.raises(ServerFailure, match=r"1 of 2 data ranks did not subscribe .* start the trainer"):
-        sender.send(2, [b"", b""])
-    ranks[1] = ZmqReceiver(port, 1)  # a trainer that starts anew
-    sender.send(2, [b"a", b"b"])
-    assert [rank.receive(2, lambda: False) for rank in ranks] == [b"a", b"b"]
-    for rank in ranks:
-        rank.close()
-    sender.close()
+    except ServerFailure:
+        return True
+    return False
 
 
 # -- the handshake -------------------------------------------------------------------------------------------------------
@@ -241,7 +249,7 @@ def test_a_trainer_that_starts_anew_is_answered_again(tmp_path: Path) -> None:
 
 def test_a_trainer_ahead_of_the_run_is_not_followed(tmp_path: Path) -> None:
     Broadcaster(tmp_path).offer(7)
-    with pytest.raises(ServerFailure, match=r"offers policy v7 .*sent 3 batches to: resume the trainer at step 3"):
+    with pytest.raises(ServerFailure, match=r"offers policy v7 .*has sent 3 batches: resume the trainer at step 3"):
         broadcasts(tmp_path).take(3)
     assert not (tmp_path / "broadcasts" / "step_7" / ".receiver_ready").exists()
 
@@ -350,7 +358,7 @@ def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
 ) -> None:
     """adapter_path is the trainer's output_dir. The trainer vanishes after two batches, and both sides go on from step 2."""
     backend = tomllib.loads(SEEDS_BLOCK.format(folder=tmp_path / "shared"))["backend"]
-    backend["options"] |= {"sync_wait_s": 1}
+    backend["options"] |= {"sync_wait_s": 5}
     config = small(tmp_path / "run", backend=backend, inference={"url": server.url})
     shared = tmp_path / "shared"
     gone = Trainer(learner, shared, FileReceiver(shared, "batches"), steps=2)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed, StoppedAtOnce
 from retrain.run.interrupts import Interrupts
 from retrain.run.session import Session
+from tests.commands import Command
 from tests.runs import lines, small
 from tests.stops import hang_up
 
@@ -125,12 +127,17 @@ def test_max_hours_stops_with_the_state_saved(tmp_path: Path) -> None:
     assert train(small(folder, resume={"from": str(folder)}), quiet=True).summary.steps == 4
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_one_signal_saves_and_exits_with_its_code(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def started(command: list[str], env: dict[str, str]) -> "subprocess.Popen[str]":
+    """Python itself, from its start to its end."""
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("number", "code", "start"), [(signal.SIGINT, 130, started), (signal.SIGTERM, 143, Command)])
+def test_one_signal_saves_and_exits_with_its_code(tmp_path: Path, number: signal.Signals, code: int, start: Any) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     file.write_text(dump_toml(small(folder, training={"max_steps": 500, "save_every": 400})), encoding="utf-8")
     command, environment = [sys.executable, "-m", "retrain", str(file)], os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = start(command, env=environment)
     wait_for_lines(folder / "metrics.jsonl", 2, process)
     process.send_signal(signal.SIGUSR1)  # saves and goes on
     deadline = time.monotonic() + 60
@@ -142,8 +149,8 @@ def test_one_signal_saves_and_exits_with_its_code(tmp_path: Path, number: signal
     wait_for_lines(folder / "metrics.jsonl", len(lines(folder / "metrics.jsonl")) + 2, process)
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
-    assert process.returncode == code, error.decode()
-    assert b"Traceback" not in error
+    assert process.returncode == code, error
+    assert "Traceback" not in error
     steps = len(lines(folder / "metrics.jsonl"))
     assert (folder / "checkpoints" / f"step_{steps:06d}" / "manifest.json").is_file()
 
@@ -218,7 +225,7 @@ def test_a_refused_row_is_tried_again_and_the_third_time_stops_the_run(tmp_path:
     assert [line["step"] for line in lines(tmp_path / "always" / "metrics.jsonl")] == [0, 1]
 
 
-def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[bytes]") -> None:
+def wait_for_lines(path: Path, count: int, process: "Command | subprocess.Popen[str]") -> None:
     while process.poll() is None and (not path.exists() or len(path.read_bytes().splitlines()) < count):
         time.sleep(0.02)
 

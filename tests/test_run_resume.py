@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from retrain import train
 from retrain.config import dump_toml
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.run.session import Session
+from tests import commands
 from tests.runs import lines, small, timeless
 from tests.stops import Placed, Random, killed, stop_twice
 
@@ -115,15 +115,15 @@ def test_a_killed_run_resumes_to_the_same_bytes(straight: Path, tmp_path: Path, 
     # The last bits of a sum depend on the number of threads, so the killed run has as many as the straight one in this process.
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-m", "retrain", str(file), "--quiet"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = commands.Command(command, env=environment)
     metrics, rng = folder / "metrics.jsonl", random.Random(kill)
     wanted = rng.randrange(STEPS)
     while process.poll() is None and (len(lines_so_far(metrics)) < wanted or not (folder / ".retrain.json").exists()):
         time.sleep(0.01)
     time.sleep(rng.uniform(0, 0.3))
     process.kill()
-    process.communicate()
-    subprocess.run([*command, "--resume", str(folder)], env=environment, check=True)
+    process.wait(60)
+    commands.run([*command, "--resume", str(folder)], env=environment, check=True)
     assert_same_run(straight, folder)
 
 

@@ -1,6 +1,5 @@
 """A base of which every process holds a part computes what a whole one does, whoever has more or less to do."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.sharding import shards_of
 from retrain.run.loop import train
+from tests.commands import Ranks
 
 Seen = dict[str, dict[str, Any]]
 
@@ -24,14 +24,8 @@ Seen = dict[str, dict[str, Any]]
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     """What each of two processes saw, by case. A pass that one of them leaves out is waited for until the time is up."""
     folder = tmp_path_factory.mktemp("sharded")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    worker = Path(__file__).with_name("sharded.py")
-    process = subprocess.Popen([*launcher, str(worker), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        output, _ = process.communicate(timeout=200)
-    finally:
-        process.terminate()  # torchrun ends its processes
-    assert process.returncode == 0, output
+    output, codes = Ranks([sys.executable, str(Path(__file__).with_name("sharded.py")), str(folder)]).communicate(timeout=200)
+    assert codes == [0, 0], output
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -1,5 +1,7 @@
 """Split mode: sampling one step ahead on weights of its own. Both devices are this CPU; the threads and the copies are real."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,62 +15,80 @@ from retrain import train
 from retrain.model.devices import DeviceChoice
 from tests.runs import lines, small, timeless
 
-pytestmark = pytest.mark.usefixtures("two_devices")
 
-
-@pytest.fixture
-def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def two_devices() -> Iterator[None]:
     cpu = torch.device("cpu")
-    for module in (retrain.model.devices, retrain.backends.local.backend, retrain.model.memory):
-        monkeypatch.setattr(module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (retrain.model.devices, retrain.backends.local.backend, retrain.model.memory):
+            patch.setattr(module, "choose_device", lambda config, world=None: DeviceChoice(cpu, "", cpu))
+        yield
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A split run with a checkpoint after its fourth step."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    run(folder, save_every=4, top_p=0.9)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluated") / "run"
+    run(folder, {"evaluation": {"every": 3, "max_examples": 2}}, save_every=8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one device."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    train(small(folder, training={"max_steps": 8, "save_every": 8}), quiet=True)
+    return folder
 
 
 def run(folder: Path, sections: dict[str, Any] | None = None, **training: Any) -> list[dict[str, Any]]:
     resume = {"resume": {"from": str(folder)}} if folder.exists() else {}
     split = small(folder, backend={"devices": "gpu:0,gpu:1"}, training={"max_steps": 8, **training}, **resume, **(sections or {}))
-    train(split, quiet=True)
+    with two_devices():
+        train(split, quiet=True)
     return timeless(folder / "metrics.jsonl")
 
 
-def on_policy(records: list[dict[str, Any]]) -> list[bool]:
+def on_policy(folder: Path) -> list[bool]:
     """Of each step whether the weights that sampled it learned from it: the ratio is 1 then, and is not otherwise."""
-    return [abs(record["ratio_max"] - 1) < 1e-4 for record in records]
+    return [abs(record["ratio_max"] - 1) < 1e-4 for record in lines(folder / "metrics.jsonl")]
 
 
 def prompts(folder: Path) -> list[tuple[int, str]]:
     return [(line["step"], line["prompt_id"]) for line in lines(folder / "emergence" / "generations.jsonl")]
 
 
-def test_a_step_is_sampled_by_the_weights_before_the_last_update(tmp_path: Path) -> None:
+def test_a_step_is_sampled_by_the_weights_before_the_last_update(straight: Path) -> None:
     """But nothing is drawn ahead of a checkpoint."""
-    assert on_policy(run(tmp_path / "run", save_every=4, top_p=0.9)) == [True, False, False, False, True, False, False, False]
+    assert on_policy(straight) == [True, False, False, False, True, False, False, False]
 
 
-def test_an_evaluation_has_the_engine_to_itself(tmp_path: Path) -> None:
-    records = run(tmp_path / "run", {"evaluation": {"every": 3, "max_examples": 2}}, save_every=8)
-    assert on_policy(records) == [True, False, False, True, False, False, True, False]
+def test_an_evaluation_has_the_engine_to_itself(evaluated: Path) -> None:
+    assert on_policy(evaluated) == [True, False, False, True, False, False, True, False]
 
 
-def test_every_step_has_the_prompts_of_a_run_on_one_device(tmp_path: Path) -> None:
-    run(tmp_path / "split", save_every=8)
-    train(small(tmp_path / "single", training={"max_steps": 8, "save_every": 8}), quiet=True)
-    assert prompts(tmp_path / "split") == prompts(tmp_path / "single")
+def test_every_step_has_the_prompts_of_a_run_on_one_device(straight: Path, evaluated: Path, single: Path) -> None:
+    assert prompts(straight) == prompts(evaluated) == prompts(single)
 
 
-def test_with_a_checkpoint_at_every_step_split_mode_is_the_run_on_one_device(tmp_path: Path) -> None:
-    split = run(tmp_path / "split", save_every=1)
-    train(small(tmp_path / "single", training={"max_steps": 8, "save_every": 1}), quiet=True)
-    single = timeless(tmp_path / "single" / "metrics.jsonl")
-    assert [record["mean_reward"] for record in split] == [record["mean_reward"] for record in single]
-    assert [record["loss"] for record in split] == pytest.approx([record["loss"] for record in single], abs=1e-5)
+def test_with_a_checkpoint_at_every_step_split_mode_is_the_run_on_one_device(single: Path, tmp_path: Path) -> None:
+    split, records = run(tmp_path / "split", save_every=1), lines(single / "metrics.jsonl")
+    assert [record["mean_reward"] for record in split] == [record["mean_reward"] for record in records]
+    assert [record["loss"] for record in split] == pytest.approx([record["loss"] for record in records], abs=1e-5)
 
 
-def test_a_resumed_split_run_equals_the_straight_one(tmp_path: Path) -> None:
-    straight = run(tmp_path / "straight", save_every=4)
-    run(tmp_path / "resumed", save_every=4, max_steps=4)
-    assert run(tmp_path / "resumed", save_every=4) == straight
+def test_a_resumed_split_run_equals_the_straight_one(straight: Path, tmp_path: Path) -> None:
+    run(tmp_path / "run", save_every=4, top_p=0.9, max_steps=4)
+    assert run(tmp_path / "run", save_every=4, top_p=0.9) == timeless(straight / "metrics.jsonl")
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
-        left, right = (tmp_path / run_name / "checkpoints" / "step_000008" / name for run_name in ("straight", "resumed"))
+        left, right = (folder / "checkpoints" / "step_000008" / name for folder in (straight, tmp_path / "run"))
         assert left.read_bytes() == right.read_bytes()
 
 

@@ -23,6 +23,7 @@ from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.run.session import Session
+from tests import commands
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +129,19 @@ def test_a_process_number_that_was_given_out_again_is_no_writer(run: Path, sleep
 def test_a_killed_run_is_recognised(tmp_path: Path) -> None:
     folder, file = tmp_path / "run", tmp_path / "run.toml"
     file.write_text(dump_toml(small(folder, training={"max_steps": 1000})))
-    with subprocess.Popen([sys.executable, "-m", "retrain", str(file), "--quiet"]) as process:
-        try:
-            for _ in range(1200):
-                if (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl"):
-                    break
-                time.sleep(0.05)
-            (status,) = overview(tmp_path).runs
-            assert status.state is State.RUNNING and status.steps >= 1
-            assert status.remaining_s is not None and status.median_step_time_s is not None
-            assert status.remaining_s == pytest.approx((1000 - status.steps) * status.median_step_time_s)
-        finally:
-            process.kill()
+    process = commands.Command([sys.executable, "-m", "retrain", str(file), "--quiet"])
+    try:
+        for _ in range(1200):
+            if (folder / "metrics.jsonl").exists() and lines(folder / "metrics.jsonl"):
+                break
+            time.sleep(0.05)
+        (status,) = overview(tmp_path).runs
+        assert status.state is State.RUNNING and status.steps >= 1
+        assert status.remaining_s is not None and status.median_step_time_s is not None
+        assert status.remaining_s == pytest.approx((1000 - status.steps) * status.median_step_time_s)
+    finally:
+        process.kill()
+        process.wait(60)
     assert state_of(tmp_path) is State.DEAD
 
 

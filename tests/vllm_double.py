@@ -21,6 +21,7 @@ from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, T
 from retrain.inference_engine.http import Patience
 from retrain.inference_engine.texts import Texts
 from retrain.inference_engine.vllm import VLLMEngine
+from retrain.model.text import load_tokenizer
 from retrain.types import Completion, FinishReason, Row
 
 Answer = tuple[int, Any]
@@ -63,7 +64,13 @@ class VLLMDouble:
         """Each may answer a POST, or return None for the usual answer; an answer of status 0 breaks the connection."""
         self.replies_text = False
         """It says neither token ids nor log-probs, and loads no adapters, as a hosted service."""
+        self.chats = False
+        """As `replies_text`, and of messages alone."""
+        self.chat_limit = "max_tokens"
+        """The name of the limit of a reply that it knows."""
         self.raw = self.base_only = self.text_only = self.token_strings = self.kept_sets = self.sleeps = False
+        self.hangs_up_on_server_info = False
+        """As vLLM without pip in its environment, whose error closes the connection."""
         self.forgets_adapters_asleep = self.forgotten = self.asleep = False
         self.permuted: Any = None
         """A permutation of the token ids, as another tokenizer has one."""
@@ -130,6 +137,8 @@ class VLLMDouble:
         if path == "/is_sleeping":
             return 200, {"is_sleeping": self.asleep}
         if path == "/server_info":
+            if self.hangs_up_on_server_info:
+                return 0, ""
             return 200, {"vllm_config": {"model_config": {"enable_sleep_mode": self.sleeps}}}
         return 404, {"detail": "Not Found"}
 
@@ -138,7 +147,7 @@ class VLLMDouble:
         for fault in list(self.faults):
             if (answer := fault(path, body)) is not None:
                 return answer
-        if path == "/v1/load_lora_adapter" and not self.replies_text:
+        if path == "/v1/load_lora_adapter" and not self.replies_text and not self.chats:
             self.adapters[body["lora_name"]] = Path(body["lora_path"])
             return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
         if path == "/v1/unload_lora_adapter":
@@ -150,10 +159,10 @@ class VLLMDouble:
         if path == "/wake_up":
             self.asleep = False
             return 200, {"status": "awake"}
-        if path == "/v1/completions":
-            return self.complete(body, body["prompt"], body)
-        if path == "/inference/v1/generate":
-            return self.complete(body, body["token_ids"], body["sampling_params"])
+        if path == "/v1/chat/completions" and self.chats:
+            return self.chat(body)
+        if path in ("/v1/completions", "/inference/v1/generate") and not self.chats:
+            return self.complete(body, body.get("prompt", body.get("token_ids")), body.get("sampling_params", body))
         return 404, {"detail": "Not Found"}
 
     def complete(self, body: Any, prompt: Any, settings: Any) -> Answer:
@@ -168,6 +177,18 @@ class VLLMDouble:
             completions = sorted(self.sample(body["model"], prompt, settings), key=lambda one: one.sample)
             top = self.top_logprobs(prompt, settings) if settings.get("logprobs") else None
         return 200, {"choices": [self.choice(one, prompt, top) for one in completions]}
+
+    def chat(self, body: Any) -> Answer:
+        if unknown := {"max_tokens", "max_completion_tokens"} & body.keys() - {self.chat_limit}:
+            return error(400, f"Unsupported parameter: {unknown.pop()}. Use '{self.chat_limit}' instead.")
+        prompt = load_tokenizer("lab").apply_chat_template(
+            body["messages"], tokenize=False, add_generation_prompt=True, **body.get("chat_template_kwargs", {})
+        )
+        status, answer = self.write(body["model"], prompt, body | {"max_tokens": body[self.chat_limit]})
+        for choice in answer["choices"]:
+            choice["message"] = {"role": "assistant", "content": choice.pop("text") or None}
+        answer["usage"]["prompt_tokens"] += 3  # its template may be another
+        return status, answer
 
     def write(self, model: str, prompt: str, settings: Any) -> Answer:
         texts, ids = Texts(small(Path("nowhere")).model, "The double"), []

@@ -77,6 +77,34 @@ class CreditStatistics:
     groups_skipped_all_wrong: int
     groups_skipped_other: int
 
+    @classmethod
+    def of(cls, tokens: StepTokens, assigned: Assigned, groups: Sequence[GroupCredit]) -> "CreditStatistics":
+        planning, execution = tokens.planning, ~tokens.planning
+        surprisals = surprisal(tokens.logprobs)
+        entropies = None if tokens.entropies is None else capped(tokens.entropies)
+        exec_entropy_mean, exec_entropy_var = _mean_and_variance(entropies, execution)
+        plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, planning)
+        exec_surprisal_mean, exec_surprisal_var = _mean_and_variance(surprisals, execution)
+        plan_surprisal_mean, plan_surprisal_var = _mean_and_variance(surprisals, planning)
+        reasons = [group.skip_reason for group in groups]
+        return cls(
+            exec_entropy_mean=exec_entropy_mean,
+            exec_entropy_var=exec_entropy_var,
+            plan_entropy_mean=plan_entropy_mean,
+            plan_entropy_var=plan_entropy_var,
+            exec_surprisal_mean=exec_surprisal_mean,
+            exec_surprisal_var=exec_surprisal_var,
+            plan_surprisal_mean=plan_surprisal_mean,
+            plan_surprisal_var=plan_surprisal_var,
+            max_abs_advantage=float(np.abs(assigned.final).max()) if len(assigned.final) else None,
+            surprisal_kept_fraction=assigned.kept_fraction,
+            surprisal_tau=assigned.tau,
+            informative_fraction=float(assigned.informative.mean()) if groups else None,
+            groups_skipped_all_correct=reasons.count("all_correct"),
+            groups_skipped_all_wrong=reasons.count("all_wrong"),
+            groups_skipped_other=reasons.count("other"),
+        )
+
 
 @dataclass(frozen=True)
 class Credit:
@@ -93,8 +121,19 @@ class Credit:
 
     @classmethod
     def of(cls, sources: Sequence[Group], tokens: StepTokens, assigned: Assigned, exec_uncertainty: Float64Array) -> "Credit":
-        groups = _group_credits(sources, tokens, assigned)
-        return cls(sources, tokens, assigned, groups, _statistics(tokens, assigned, groups), exec_uncertainty)
+        """Return the credit of each group, and the statistics over all of them."""
+        episodes = tokens.by_group(assigned.episode.tolist())
+        advantages = tokens.by_group(tokens.segments.split(assigned.final))
+        groups = []
+        for group, episode, rows, informative in zip(sources, episodes, advantages, assigned.informative, strict=True):
+            if informative:
+                reason = ""
+            elif group.correct == len(group) > 0:
+                reason = "all_correct"
+            else:
+                reason = "all_wrong" if group.correct == 0 < len(group) else "other"
+            groups.append(GroupCredit(episode, rows, bool(informative), reason))
+        return cls(sources, tokens, assigned, groups, CreditStatistics.of(tokens, assigned, groups), exec_uncertainty)
 
     def rows(self) -> list[Row]:
         """Return the rows of each judged trajectory, in order. A row outside the informative groups has no advantage."""
@@ -117,50 +156,6 @@ class Credit:
     def stages_float32(self) -> dict[str, Float32Array]:
         """Return the token advantages [n] after each stage, as the token table stores them."""
         return {stage: values.astype(np.float32) for stage, values in self.assigned.stages.items()}
-
-
-def _group_credits(sources: Sequence[Group], tokens: StepTokens, assigned: Assigned) -> list[GroupCredit]:
-    episodes = tokens.by_group(assigned.episode.tolist())
-    advantages = tokens.by_group(tokens.segments.split(assigned.final))
-    return [
-        GroupCredit(episode, rows, bool(informative), "" if informative else _skip_reason(group))
-        for group, episode, rows, informative in zip(sources, episodes, advantages, assigned.informative, strict=True)
-    ]
-
-
-def _skip_reason(group: Group) -> str:
-    """The reason why a group has no advantage."""
-    if group.correct == len(group) > 0:
-        return "all_correct"
-    return "all_wrong" if group.correct == 0 < len(group) else "other"
-
-
-def _statistics(tokens: StepTokens, assigned: Assigned, groups: Sequence[GroupCredit]) -> CreditStatistics:
-    planning, execution = tokens.planning, ~tokens.planning
-    surprisals = surprisal(tokens.logprobs)
-    entropies = None if tokens.entropies is None else capped(tokens.entropies)
-    exec_entropy_mean, exec_entropy_var = _mean_and_variance(entropies, execution)
-    plan_entropy_mean, plan_entropy_var = _mean_and_variance(entropies, planning)
-    exec_surprisal_mean, exec_surprisal_var = _mean_and_variance(surprisals, execution)
-    plan_surprisal_mean, plan_surprisal_var = _mean_and_variance(surprisals, planning)
-    reasons = [group.skip_reason for group in groups]
-    return CreditStatistics(
-        exec_entropy_mean=exec_entropy_mean,
-        exec_entropy_var=exec_entropy_var,
-        plan_entropy_mean=plan_entropy_mean,
-        plan_entropy_var=plan_entropy_var,
-        exec_surprisal_mean=exec_surprisal_mean,
-        exec_surprisal_var=exec_surprisal_var,
-        plan_surprisal_mean=plan_surprisal_mean,
-        plan_surprisal_var=plan_surprisal_var,
-        max_abs_advantage=float(np.abs(assigned.final).max()) if len(assigned.final) else None,
-        surprisal_kept_fraction=assigned.kept_fraction,
-        surprisal_tau=assigned.tau,
-        informative_fraction=float(assigned.informative.mean()) if groups else None,
-        groups_skipped_all_correct=reasons.count("all_correct"),
-        groups_skipped_all_wrong=reasons.count("all_wrong"),
-        groups_skipped_other=reasons.count("other"),
-    )
 
 
 def _mean_and_variance(values: Float64Array | None, part: BoolArray) -> tuple[float, float] | tuple[None, None]:

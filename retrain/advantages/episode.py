@@ -120,7 +120,7 @@ ADVANTAGES: dict[str, BuiltinAdvantage] = {
 
 
 def checked_groups(groups: Sequence[Sequence[float]]) -> list[Float64Array]:
-    """Rewards as float64. Raises ValueError naming the group and the index of the first reward that is not finite."""
+    """Return the rewards as float64. Raises ValueError naming the group and the index of the first reward that is not finite."""
     checked = []
     for index, group in enumerate(groups):
         try:

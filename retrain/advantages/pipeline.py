@@ -4,7 +4,7 @@ The order is fixed: episode advantage; uncertainty, capped; SEPA on the uncertai
 the raw uncertainty; the check that every number is finite. Batch normalisation is part of the episode advantage (`reinforce_pp`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,7 +89,17 @@ class CreditPipeline:
         self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
         self._uncertainty = resolve_uncertainty(self.uncertainty_kind, config, self.notes) if self.needs_uncertainty else None
         self._detector = _planning_detector(self.config.planning, load_encoder) if self.needs_planning else None
-        self._check_values()
+        composed = self._algorithm is None and self._transform.function is None
+        if composed and self.spec.uses_sepa_controller:
+            check_ramp(config.sepa)
+        if self.spec.needs_rho and config.algorithm.surprisal_mask_rho == 0:
+            raise ConfigurationError(
+                f'[algorithm] transform "{self.spec.name}" has no effect while surprisal_mask_rho is 0; set it above 0.'
+            )
+        if self.spec.use_gtpo and config.gtpo.beta > 1:
+            self.notes.append(f"[gtpo] beta = {config.gtpo.beta:g} is above 1: weights are clipped at 0 and no longer average to 1.")
+        if self.spec.apply_hicra and config.hicra.alpha == 1:
+            self.notes.append("[hicra] alpha = 1 removes the penalty of planning tokens in wrong completions altogether.")
 
     @property
     def needs_planning(self) -> bool:
@@ -107,7 +117,12 @@ class CreditPipeline:
     def assign(self, groups: Sequence[Group], step: int, sepa_lambda: float) -> Credit:
         """Assign credit to judged groups. Raises RunFailed naming group, completion and position of a number that is not finite."""
         try:
-            tokens = StepTokens.of(groups, self._planning(groups), self.config.loss.mask_truncated)
+            planning = None  # for a condition that does not look for planning phrases
+            if self._detector is not None:
+                turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.completions]
+                masks = self._detector.detect_all([self._pieces(turn.token_ids) for turn in turns])
+                planning = np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
+            tokens = StepTokens.of(groups, planning, self.config.loss.mask_truncated)
             assigned = self.compute(tokens, step, sepa_lambda)
         except ValueError as error:
             raise RunFailed(f"Credit assignment of step {step}: {error}.") from error
@@ -120,7 +135,8 @@ class CreditPipeline:
         at = _Step(tokens, step, sepa_lambda if self.uses_sepa_controller else 0.0, uncertainty)
         episode, stages = self._composed_stages(at) if self._algorithm is None else self._algorithm_stages(at)
         final = _last(stages)
-        informative = _informative(tokens, final)
+        informative = np.zeros(len(tokens.rewards), dtype=np.bool_)  # [P] True if some token of the group has an advantage
+        np.logical_or.at(informative, tokens.group_of, tokens.segments.maxima(np.abs(final)) > UNINFORMATIVE)
         with_policy = informative[tokens.group_of] & tokens.in_loss
         completions = np.repeat(np.arange(len(tokens.segments)), tokens.segments.lengths)
         counts = with_policy[completions]
@@ -154,8 +170,14 @@ class CreditPipeline:
             stages["gtpo"] = stages["episode"] * self._weights(at.tokens, self._entropy_transform(at, at.uncertainty), episode)
         if self.spec.apply_hicra:
             stages["hicra"] = hicra(_last(stages), at.tokens.planning, self.config.hicra.alpha)
-        if self.spec.post_process is not None:
-            stages["post_process"] = self._by_context(at, episode, self._post_process_of(at.tokens.nested(_last(stages))))
+        if (own := self.spec.post_process) is not None:
+            so_far = at.tokens.nested(_last(stages))  # [P][G][T]
+
+            def post_process(context: TransformContext) -> Sequence[Sequence[float]]:
+                with user_code(f'post_process of transform "{self.spec.name}" on group {context.group}', RunFailed):
+                    return own(so_far[context.group], context)
+
+            stages["post_process"] = self._by_context(at, episode, post_process)
         return episode, stages
 
     def _algorithm_stages(self, at: _Step) -> tuple[Float64Array, Stages]:
@@ -207,20 +229,15 @@ class CreditPipeline:
 
     def _by_context(self, at: _Step, episode: Float64Array, function: GroupTransform) -> Float64Array:
         """Return the token advantages [n] that a plugin computes group by group."""
-        rows: list[Float64Array] = []
-        for context, counts in zip(self._contexts(at, episode), at.tokens.token_counts, strict=True):
-            rows.extend(token_lists(function(context), counts, f'group {context.group}: transform "{self.spec.name}"'))
-        return flatten(rows)
-
-    def _contexts(self, at: _Step, episode: Float64Array) -> Iterator[TransformContext]:
-        """Yield the context of each group as plain lists."""
         assert at.uncertainty is not None
         tokens = at.tokens
         logprobs, entropies, masks = tokens.nested(tokens.logprobs), tokens.nested(at.uncertainty), tokens.nested_masks()
-        for group, (rewards, advantages) in enumerate(zip(tokens.rewards, tokens.by_group(episode.tolist()), strict=True)):
-            yield TransformContext(
+        advantages = tokens.by_group(episode.tolist())
+        rows: list[Float64Array] = []
+        for group, (rewards, counts) in enumerate(zip(tokens.rewards, tokens.token_counts, strict=True)):
+            context = TransformContext(
                 rewards=list(rewards),
-                advantages=advantages,
+                advantages=advantages[group],
                 logprobs=logprobs[group],
                 entropies=entropies[group],
                 planning_mask=masks[group],
@@ -231,16 +248,8 @@ class CreditPipeline:
                 hicra_alpha=self.config.hicra.alpha,
                 params=dict(self._transform.params),
             )
-
-    def _post_process_of(self, token_advantages: list[list[list[float]]]) -> GroupTransform:
-        """Bind the spec's post_process to one step, as a function of token advantages [P][G][T]."""
-
-        def post_process(context: TransformContext) -> Sequence[Sequence[float]]:
-            assert self.spec.post_process is not None
-            with user_code(f'post_process of transform "{self.spec.name}" on group {context.group}', RunFailed):
-                return self.spec.post_process(token_advantages[context.group], context)
-
-        return post_process
+            rows.extend(token_lists(function(context), counts, f'group {group}: transform "{self.spec.name}"'))
+        return flatten(rows)
 
     def _mask(self, tokens: StepTokens, uncertainty: Float64Array, with_policy: BoolArray) -> tuple[BoolArray, float | None]:
         """Return the tokens [n] whose advantage is kept, and the step's threshold, which is set by completions `with_policy` [N] only."""
@@ -257,26 +266,6 @@ class CreditPipeline:
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
-    def _planning(self, groups: Sequence[Group]) -> BoolArray | None:
-        """Return the tokens [n] inside planning phrases; None for a condition that does not look for them."""
-        if self._detector is None:
-            return None
-        turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.completions]
-        masks = self._detector.detect_all([self._pieces(turn.token_ids) for turn in turns])
-        return np.concatenate([np.zeros(0, dtype=np.uint8), *masks]).astype(np.bool_)
-
-    def _check_values(self) -> None:
-        config, spec = self.config, self.spec
-        composed = self._algorithm is None and self._transform.function is None
-        if composed and spec.uses_sepa_controller:
-            check_ramp(config.sepa)
-        if spec.needs_rho and config.algorithm.surprisal_mask_rho == 0:
-            raise ConfigurationError(f'[algorithm] transform "{spec.name}" has no effect while surprisal_mask_rho is 0; set it above 0.')
-        if spec.use_gtpo and config.gtpo.beta > 1:
-            self.notes.append(f"[gtpo] beta = {config.gtpo.beta:g} is above 1: weights are clipped at 0 and no longer average to 1.")
-        if spec.apply_hicra and config.hicra.alpha == 1:
-            self.notes.append("[hicra] alpha = 1 removes the penalty of planning tokens in wrong completions altogether.")
-
 
 def _planning_detector(planning: "Planning", load_encoder: LoadEncoder | None) -> RegexDetector | SemanticDetector:
     if planning.detector == "regex":
@@ -288,11 +277,3 @@ def _planning_detector(planning: "Planning", load_encoder: LoadEncoder | None) -
 
 def _last(stages: Stages) -> Float64Array:
     return next(reversed(stages.values()))
-
-
-def _informative(tokens: StepTokens, advantages: Float64Array) -> BoolArray:
-    """Return [P] True if some token of the group has an advantage."""
-    largest = tokens.segments.maxima(np.abs(advantages))
-    informative = np.zeros(len(tokens.rewards), dtype=np.bool_)
-    np.logical_or.at(informative, tokens.group_of, largest > UNINFORMATIVE)
-    return informative

@@ -70,7 +70,7 @@ def _builtin_advantage(name: str, builtin: BuiltinAdvantage, params: dict[str, A
 
     def advantages(tokens: StepTokens, step: int) -> list[list[float]]:
         if builtin.batch_level:  # which tells the form to us and not to mypy
-            return builtin.function(tokens.rewards, tokens.token_counts, **params)  # type: ignore[return-value]
+            return builtin.function(tokens.rewards, tokens.token_counts, **params)  # type: ignore[return-value]  # of all groups
         assigned: list[list[float]] = []
         for group, rewards in enumerate(tokens.rewards):
             try:

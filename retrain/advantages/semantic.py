@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from retrain.advantages.ragged import BoolArray, Float64Array
+from retrain.advantages.ragged import BoolArray
 
 WINDOW_WORDS: Final = 12
 STRIDE_WORDS: Final = 6
@@ -74,8 +74,9 @@ class SemanticDetector:
         self._encode = encode
         self._threshold = threshold
         self._min_similarity = min_similarity
-        self._centroids = np.stack([_centroid(encode(anchors)) for anchors in (PLANNING_ANCHORS, EXECUTION_ANCHORS)], axis=1)
-        """[d, 2] planning, execution."""
+        means = [np.asarray(encode(anchors), np.float64).mean(axis=0) for anchors in (PLANNING_ANCHORS, EXECUTION_ANCHORS)]
+        self._centroids = np.stack([mean / np.linalg.norm(mean) for mean in means], axis=1)
+        """[d, 2] planning, execution; each of length 1."""
 
     def detect(self, pieces: Sequence[str]) -> npt.NDArray[np.uint8]:
         """[T] decoded pieces of one completion -> [T] mask."""
@@ -89,39 +90,23 @@ class SemanticDetector:
         """
         texts = ["".join(pieces) for pieces in completions]
         spans = [[match.span() for match in _WORD.finditer(text)] for text in texts]
-        windows = [_windows(len(words)) for words in spans]
+        # The first word of each window. The last window reaches the last word and has at least 7 words, unless the text has fewer.
+        windows = [
+            range(0, max(len(words) - WINDOW_WORDS + STRIDE_WORDS, 1) if len(words) >= FEWEST_WORDS else 0, STRIDE_WORDS) for words in spans
+        ]
         sentences = [_sentences(text, words, starts) for text, words, starts in zip(texts, spans, windows, strict=True)]
-        plans = self._plans([sentence for group in sentences for sentence in group])
+        plans: dict[str, bool] = {}
+        if different := list(dict.fromkeys(sentence for own in sentences for sentence in own)):
+            to_planning, to_execution = (np.asarray(self._encode(different), np.float64) @ self._centroids).T
+            planning = (to_planning > to_execution + self._threshold) & (to_planning > self._min_similarity)
+            plans = dict(zip(different, planning.tolist(), strict=True))
         masks = []
         for pieces, text, words, starts, own in zip(completions, texts, spans, windows, sentences, strict=True):
-            planning = np.zeros(len(words), dtype=np.bool_)
+            marked = np.zeros(len(words), dtype=np.bool_)
             for start, sentence in zip(starts, own, strict=True):
-                planning[start : start + WINDOW_WORDS] |= plans[sentence]
-            masks.append(_token_mask(pieces, len(text), words, planning))
+                marked[start : start + WINDOW_WORDS] |= plans[sentence]
+            masks.append(_token_mask(pieces, len(text), words, marked))
         return masks
-
-    def _plans(self, sentences: Sequence[str]) -> dict[str, bool]:
-        """Each different sentence -> whether it plans."""
-        different = list(dict.fromkeys(sentences))
-        if not different:
-            return {}
-        similarities = np.asarray(self._encode(different), np.float64) @ self._centroids
-        to_planning, to_execution = similarities.T
-        plans = (to_planning > to_execution + self._threshold) & (to_planning > self._min_similarity)
-        return dict(zip(different, plans.tolist(), strict=True))
-
-
-def _centroid(vectors: npt.NDArray[np.floating]) -> Float64Array:
-    """[n, d] -> [d], of length 1."""
-    mean = np.asarray(vectors, np.float64).mean(axis=0)
-    return np.asarray(mean / np.linalg.norm(mean))
-
-
-def _windows(words: int) -> range:
-    """The first word of each window. The last window reaches the last word and has at least 7, unless the text has fewer."""
-    if words < FEWEST_WORDS:
-        return range(0)
-    return range(0, max(words - WINDOW_WORDS + STRIDE_WORDS, 1), STRIDE_WORDS)
 
 
 def _sentences(text: str, words: Sequence[tuple[int, int]], starts: range) -> list[str]:

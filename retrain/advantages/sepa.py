@@ -42,7 +42,10 @@ class SEPAController:
         if not self.gate_open:
             return 0.0
         linear = linear_lambda(self.settings, step)
-        return max(self._auto(), linear) if self.settings.schedule == "auto" else linear
+        if self.settings.schedule != "auto" or self.var_0 is None or self.var_ema is None:  # auto begins after the warm-up
+            return linear
+        auto = 1.0 - min(1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold)
+        return max(auto, linear)
 
     def observe(self, correct_rate: float | None, step: int) -> None:
         """Open the gate for good once a step's correct rate reaches it; None and NaN leave it as it is."""
@@ -65,12 +68,6 @@ class SEPAController:
             self.warmup_seen += 1
             if self.warmup_seen >= self.settings.warmup:
                 self.var_0 = max(self.var_ema, _VARIANCE_FLOOR)
-
-    def _auto(self) -> float:
-        """Return lambda of the automatic schedule alone: 0 until the warm-up is over."""
-        if self.var_0 is None or self.var_ema is None:
-            return 0.0
-        return 1.0 - min(1.0, (self.var_ema / max(self.var_0, _VARIANCE_FLOOR)) / self.settings.var_threshold)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores as JSON values, with the settings."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.runs import StoredRun
-from retrain.config import TrainConfig
+from retrain.config.schema import Evaluation, Training
 from retrain.errors import ConfigurationError
 
 
@@ -23,12 +23,12 @@ class Arm:
 
     @property
     def unjudged(self) -> int:
-        """Held-out answers that could not be judged."""
+        """The number of held-out answers that could not be judged."""
         return sum(int(run.answers.unjudged.sum()) for run in self.runs.values() if run.answers)
 
     @property
     def answered(self) -> int:
-        """Held-out answers, judged or not."""
+        """The number of held-out answers, judged or not."""
         return self.unjudged + sum(int(run.answers.judged.sum()) for run in self.runs.values() if run.answers)
 
 
@@ -49,7 +49,9 @@ class RunsByCondition:
 
 
 def group_by_condition(runs: Iterable[StoredRun]) -> RunsByCondition:
-    """Raises ConfigurationError for two finished runs with the same condition and seed: a pair has one run of each arm."""
+    """Sort runs by condition and seed. Raises ConfigurationError for two finished runs of one condition and seed: a pair has one run of
+    each.
+    """
     grouped = RunsByCondition()
     for run in runs:
         by_seed = grouped.conditions.setdefault(run.condition, {})
@@ -108,26 +110,21 @@ def judged_by(label: str, runs: Mapping[int, StoredRun], metric: Metric, judge: 
 
 def evaluated_as(run: StoredRun) -> str:
     """How a run's held-out answers were sampled, in words. Runs that were sampled alike get the same words."""
-    return evaluation_words(run.config)
+    return evaluation_words(run.config.evaluation, run.config.training)
 
 
-def evaluation_words(config: TrainConfig) -> str:
-    """Such as: temperature 1, 4 samples, at most 1,024 tokens."""
-    evaluation, training = config.evaluation, config.training
+def evaluation_words(evaluation: Evaluation, training: Training) -> str:
+    """The way in which held-out answers are sampled, such as: temperature 1, 4 samples, at most 1,024 tokens."""
     temperature = training.temperature if evaluation.temperature is None else evaluation.temperature
-    kept = [f"{name} {value:g}" for name, value, off in _truncation(config) if value != off] if temperature else []
+    kept = []  # what truncates the sampled distribution
+    for name, off in {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}.items():
+        own = getattr(evaluation, name)
+        value = getattr(training, name) if own is None else own
+        if temperature and value != off:
+            kept.append(f"{name} {value:g}")
     tokens = training.max_tokens if evaluation.max_tokens is None else evaluation.max_tokens
     samples = f"{evaluation.samples} sample{'' if evaluation.samples == 1 else 's'}"
     return ", ".join([f"temperature {temperature:g}", *kept, samples, f"at most {tokens:,} tokens"])
-
-
-def _truncation(config: TrainConfig) -> list[tuple[str, float, float]]:
-    """Name, value and the value that is off of each way to truncate the sampled distribution."""
-    names = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0}
-    return [
-        (name, own if (own := getattr(config.evaluation, name)) is not None else getattr(config.training, name), off)
-        for name, off in names.items()
-    ]
 
 
 def evaluated_alike(label: str, runs: Mapping[int, StoredRun], way: str, sentences: list[str], *, insist: bool) -> dict[int, StoredRun]:

@@ -34,7 +34,7 @@ from retrain.errors import ConfigurationError
 from retrain.records.printing import counted
 
 _SHOWN = 3
-"""Of the runs that were left out, in the sentence of an error."""
+"""Names of left-out runs in the sentence of an error."""
 PairOfLabels = tuple[str, str]
 """(candidate, baseline)"""
 
@@ -43,18 +43,18 @@ PairOfLabels = tuple[str, str]
 class ArmSummary:
     label: str
     runs: int
-    """Finished, with the metric."""
+    """The runs that finished and have the metric."""
     failed: int
     mean: float | None
     sd: float | None
-    """Over the runs, ddof = 1."""
+    """The standard deviation over the runs, ddof = 1."""
     unjudged: int
     """Held-out answers that could not be judged, of `answered`."""
     answered: int
     tokens: float | None
-    """Sampled in training, mean per run; None if no run recorded it."""
+    """The tokens sampled in training, mean per run; None if no run recorded them."""
     hours: float | None
-    """Mean per run."""
+    """The hours that a run took, mean per run."""
     tasks: TaskAggregate | None
     """None unless the held-out problems come from several tasks."""
 
@@ -66,12 +66,12 @@ class Contrast:
     condition: str
     baseline: str
     differences: Mapping[int, float]
-    """By seed."""
+    """Seed -> difference."""
     conclusion: Conclusion
     at_worst: Conclusion | None
-    """With failed runs at the worst value, where runs of the two arms failed and the conclusion leaves them out."""
+    """The conclusion with failed runs at the worst value; None unless runs of the two arms failed and `conclusion` leaves them out."""
     wide: WideInterval | None
-    """None without held-out problems."""
+    """The interval for new seeds and new problems; None without held-out problems."""
     parts: TwoWay | None
     """Where the spread of the differences comes from; None without held-out problems."""
     pairing: Pairing | None
@@ -102,7 +102,7 @@ class Comparison:
     planned: str = ""
     """Whether it is as planned before the first run, in a sentence; "" where no plan was recorded."""
     looks: Sequence[Look] = ()
-    """Those of the campaign, where the comparison is as planned."""
+    """The looks of the campaign; empty unless the comparison is as planned."""
 
     @property
     def seeds_to_conclude(self) -> int:
@@ -200,7 +200,7 @@ def _compare(
         test = replace(test, correction="evidence", looks=len(record.looks))
         family = [seen for pair in family if (seen := pair.at_looks(record.looks_of(pair.candidate.label))).differences]
     if not family:
-        raise ConfigurationError(_no_pair(arms[baseline], list(arms.values())[1:], left_out) + _advice(grouped, alike, metric))
+        raise ConfigurationError(_no_pair(list(arms.values()), left_out, grouped, alike, metric))
     return Comparison(
         metric=metric,
         judge=metric.judge(reference) if reference else "",
@@ -269,21 +269,20 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
         raise ConfigurationError(f"--failed worst needs a metric with a better and a worse end, and {metric.name} has none; leave it out.")
 
 
-def _no_pair(base: Arm, others: Sequence[Arm], left_out: Sequence[str]) -> str:
-    seeds = {arm.label: ", ".join(map(str, arm.values)) or "none" for arm in (base, *others)}
-    found = "; ".join(f"{label}: {values}" for label, values in seeds.items())
+def _no_pair(
+    arms: Sequence[Arm], left_out: Sequence[str], grouped: RunsByCondition, alike: Mapping[str, Mapping[int, StoredRun]], metric: Metric
+) -> str:
+    found = "; ".join(f"{arm.label}: {', '.join(map(str, arm.values)) or 'none'}" for arm in arms)
     more = f" And {counted(len(left_out) - _SHOWN, 'more run')}." if len(left_out) > _SHOWN else ""
     because = f" Left out: {' '.join(left_out[:_SHOWN])}{more}" if left_out else ""
-    return f"there is no pair to compare: no usable run shares its seed with a usable run of the baseline (seeds of {found}).{because}"
-
-
-def _advice(grouped: RunsByCondition, alike: Mapping[str, Mapping[int, StoredRun]], metric: Metric) -> str:
-    """Advice for the user where runs were left out because they were measured in different ways; "" where none was."""
-    if all(len(alike[label]) == len(runs) for label, runs in grouped.conditions.items()):
-        return ""
-    if metric.k is None:
-        return " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
-    return " Train all arms with the same [evaluation] section."
+    advice = ""
+    if any(len(alike[label]) < len(runs) for label, runs in grouped.conditions.items()):  # measured in different ways
+        advice = " Train all arms with the same [evaluation] section."
+        if metric.k is None:
+            advice = " Compare held-out accuracy instead: --metric pass@1, after [evaluation] at_end = true."
+    return (
+        f"there is no pair to compare: no usable run shares its seed with a usable run of the baseline (seeds of {found}).{because}{advice}"
+    )
 
 
 def _summary(arm: Arm, metric: Metric, confidence: float) -> ArmSummary:
@@ -311,31 +310,23 @@ def _per_run(arm: Arm, name: str) -> float | None:
 def _contrasts(family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None) -> list[Contrast]:
     """One contrast per candidate; the p values are adjusted over all of them."""
     conclusions = conclude([pairs.paired(test.alpha, len(family)) for pairs in family], test, metric.better)
-    lost = worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family)
-    at_worst = _conclusions_at_worst(family, metric, test, worst) if lost else [None] * len(family)
+    at_worst: Sequence[Conclusion | None] = [None] * len(family)
+    if worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family):
+        again = [pair_up(pairs.candidate, pairs.baseline, metric, worst) for pairs in family]
+        at_worst = conclude([pairs.paired(test.alpha, len(family)) for pairs in again], replace(test, failed="worst"), metric.better)
     return [
-        _contrast(pairs, conclusion, other if pairs.losses() else None, metric, test)
-        for pairs, conclusion, other in zip(family, conclusions, at_worst, strict=True)
+        Contrast(
+            condition=pairs.candidate.label,
+            baseline=pairs.baseline.label,
+            differences=pairs.differences,
+            conclusion=conclusion,
+            at_worst=with_failed if pairs.losses() else None,
+            wide=pairs.wide_interval(1 - test.alpha),
+            parts=pairs.two_way(),
+            pairing=pairs.pairing(),
+            losses=pairs.losses(),
+            tasks=contrast_tasks(pairs.runs, 1 - test.alpha) if metric.k == 1 and len(pairs.runs) > 1 else None,
+            shared=Shared.of(pairs.runs),
+        )
+        for pairs, conclusion, with_failed in zip(family, conclusions, at_worst, strict=True)
     ]
-
-
-def _conclusions_at_worst(family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None) -> list[Conclusion]:
-    again = [pair_up(pairs.candidate, pairs.baseline, metric, worst) for pairs in family]
-    return conclude([pairs.paired(test.alpha, len(family)) for pairs in again], replace(test, failed="worst"), metric.better)
-
-
-def _contrast(pairs: Pairs, conclusion: Conclusion, at_worst: Conclusion | None, metric: Metric, test: TestSettings) -> Contrast:
-    several = len(pairs.runs) > 1
-    return Contrast(
-        condition=pairs.candidate.label,
-        baseline=pairs.baseline.label,
-        differences=pairs.differences,
-        conclusion=conclusion,
-        at_worst=at_worst,
-        wide=pairs.wide_interval(1 - test.alpha),
-        parts=pairs.two_way(),
-        pairing=pairs.pairing(),
-        losses=pairs.losses(),
-        tasks=contrast_tasks(pairs.runs, 1 - test.alpha) if metric.k == 1 and several else None,
-        shared=Shared.of(pairs.runs),
-    )

@@ -84,7 +84,7 @@ def _text(comparison: Comparison, width: int) -> Iterator[str]:
 
 
 def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
-    """Title and sentences of what follows the verdicts."""
+    """The title and sentences of each section that follows the verdicts."""
     shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
     together = [f"{name_of(contrast, comparison)}: {sharing(contrast)}" for contrast in comparison.contrasts] if len(shared) > 1 else shared
     found = {
@@ -106,7 +106,9 @@ def _wrapped(text: str, width: int, indent: str = "", after: str = "  ") -> list
 
 
 def _aligned(table: Table, width: int) -> Iterator[str]:
-    """Labels and the last column to the left, numbers to the right. A table wider than the terminal has each label on a line of its own."""
+    """Align labels and the last column to the left, numbers to the right. A table wider than the terminal has each label on a line of its
+    own.
+    """
     rows = [table[0], *table[1]]
     numbers = range(1, len(table[0]) - 1)
     lines = list(table_lines(rows, right=numbers))
@@ -131,6 +133,8 @@ def seed_line(contrast: Contrast, comparison: Comparison) -> str:
     metric, found = comparison.metric, contrast.differences
     unit = " pp" if metric.is_rate else ""
     values = " ".join(difference_words(value, metric).removesuffix(" pp") for value in found.values())
+    if len(found) == 1:
+        return f"{name_of(contrast, comparison)}, seed {next(iter(found))}: {values}{unit}"
     upwards = contrast.conclusion.mean >= 0
     seed = (min if upwards else max)(found, key=lambda seed: found[seed])
     end = f"{'least' if upwards else 'most'} {difference_words(found[seed], metric)}, seed {seed}"
@@ -218,7 +222,7 @@ def task_table(comparison: Comparison) -> Table:
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Differences and means in the metric's own units; what does not exist is null."""
+    """The comparison as JSON values, differences and means in the metric's own units; what does not exist is null."""
     test = comparison.test
     return {
         "answer": answer(comparison),

@@ -27,9 +27,9 @@ class Spread:
     luck: float
     """Variance that no evaluation removes."""
     interaction: float
-    """Of one problem's difference about the mean of its problem and its seed, without the sampling."""
+    """The variance of one problem's difference about the mean of its problem and its seed, without the sampling."""
     sampling: float
-    """Of the difference of one answer of each arm."""
+    """The variance of the difference of one answer of each arm."""
     run_seconds: float
     answer_seconds: float
 
@@ -41,7 +41,9 @@ class Spread:
 
     @classmethod
     def of(cls, family: Sequence[Pairs]) -> "Spread | None":
-        """Averaged over contrasts; None without held-out answers to several samples, or where the runs did not record their times."""
+        """The spread, averaged over contrasts; None without held-out answers to several samples, or where the runs did not record their
+        times.
+        """
         parts = [part for pairs in family if (part := _parts(pairs))]
         runs = [run for pairs in family for pair in pairs.runs for run in pair]
         seconds = [value for run in runs if isinstance(value := run.summary.get("seconds"), int | float)]
@@ -53,7 +55,9 @@ class Spread:
 
 
 def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
-    """Luck, interaction and sampling of one contrast; None with one sample per problem, which cannot tell the last two apart."""
+    """The variances of luck, interaction and sampling of one contrast; None with one sample per problem, which cannot tell the last two
+    apart.
+    """
     table = pairs.two_way()
     counts = [answers.judged for pair in pairs.runs for run in pair if (answers := run.answers)]
     samples = int(np.median(np.concatenate(counts))) if counts else 0
@@ -66,7 +70,7 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
 
 
 def _seconds_per_answer(run: StoredRun) -> float | None:
-    """From the sampling of the last steps of training."""
+    """The median time to sample an answer in the last steps of training; None if the run did not record it."""
     found = [
         record.time_sample_s / (record.batch_size * record.group_size)
         for record in run.last_metrics(20)
@@ -82,7 +86,7 @@ class Design:
     samples: int
     detectable: float
     hours: float
-    """Of all arms, one run after the other."""
+    """The hours of all arms, one run after the other."""
 
 
 def cheapest(spread: Spread, effect: float, comparisons: int, alpha: float, power: float, correction: Correction = "maxt") -> Design | None:

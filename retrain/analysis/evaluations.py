@@ -21,7 +21,6 @@ from retrain.config.judging import judge_words, judging_rewards
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation_folder import EvaluationFolder
-from retrain.records.jsonl import read_jsonl
 from retrain.records.printing import counted
 
 
@@ -34,7 +33,7 @@ class StoredEvaluation:
     @property
     def way(self) -> str:
         judge = judge_words(judging_rewards(self.config), self.config.reward)
-        return f"{evaluation_words(self.config)}, judged by {judge}"
+        return f"{evaluation_words(self.config.evaluation, self.config.training)}, judged by {judge}"
 
     @property
     def step(self) -> int:
@@ -47,7 +46,7 @@ class StoredEvaluation:
 
 @dataclass(frozen=True)
 class ProblemPairs:
-    """candidate - baseline over the problems that both have judged."""
+    """The difference candidate - baseline over the problems that both have judged."""
 
     task: str
     """ "" for all of them."""
@@ -73,7 +72,7 @@ class EvaluationComparison:
 
     @property
     def differs(self) -> bool:
-        """Also with every unjudged answer counted against the difference."""
+        """True if the difference is significant, also with every unjudged answer counted against it."""
         ends = self.pairs.bounds or (self.pairs.mean, self.pairs.mean)
         shift = ends[0] - self.pairs.mean if self.pairs.mean > 0 else ends[1] - self.pairs.mean
         low, high = (end + shift for end in self.pairs.interval)
@@ -82,14 +81,14 @@ class EvaluationComparison:
 
 def open_evaluation(folder: Path) -> StoredEvaluation:
     files = EvaluationFolder(folder)
-    problems = [EvaluationRecord.from_json(line) for line in read_jsonl(files.problems)]
+    problems = list(EvaluationRecord.read(files.problems))
     if not problems:
         raise ConfigurationError(f"{folder} holds no problem of an evaluation; evaluate again.")
     return StoredEvaluation(folder, load_stored(files.config, to_read=True), problems)
 
 
 def compare_evaluations(candidate: StoredEvaluation, baseline: StoredEvaluation, metric: Metric, alpha: float) -> EvaluationComparison:
-    """Raises ConfigurationError unless both answered the same problems, sampled and judged in the same way."""
+    """Compare two evaluations. Raises ConfigurationError unless both answered the same problems, sampled and judged in the same way."""
     if metric.k is None:
         raise ConfigurationError(f"--metric {metric.name} is not of held-out answers; two evaluations are compared by pass@K.")
     if candidate.way != baseline.way:

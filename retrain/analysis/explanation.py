@@ -6,24 +6,21 @@ from retrain.analysis import statistics
 from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import difference_words, interval_words, p_words, size_words
 from retrain.analysis.pairs import outlying_seeds
-from retrain.analysis.verdict import FEW_PROBLEMS, Conclusion, Verdict
+from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.printing import counted
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
     """The conclusion of one contrast: its verdict with the numbers behind it, or why there is none."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
-    shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}{_among(contrast, comparison)}"
+    among = " of runs that finished" if contrast.losses and test.failed == "exclude" else ""
+    shown = f"{difference_words(found.mean, metric)} in {counted(found.pairs, 'pair')}{among}"
     if found.verdict is Verdict.INCONCLUSIVE:
         return f"{found.word(test.alpha)}: {shown}. {_why_inconclusive(contrast, comparison)}"
     if found.verdict is Verdict.EQUIVALENT:
         return f"equivalent within {size_words(test.margin, metric)}: {shown}, adjusted p {p_words(found.equivalence_p_adjusted)} (TOST)."
     within = f", but within the margin of {size_words(test.margin, metric)}" if found.within_margin else ""
     return f"{found.verdict}{within}: {shown}, adjusted p {p_words(found.p_adjusted)}."
-
-
-def _among(contrast: Contrast, comparison: Comparison) -> str:
-    return " of runs that finished" if contrast.losses and comparison.test.failed == "exclude" else ""
 
 
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
@@ -44,7 +41,14 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     if found.interval and not found.interval[0] <= 0 <= found.interval[1]:
         p = f"adjusted p over {family}" if len(comparison.contrasts) > 1 else "p"
         interval_alone = f"Its own interval excludes 0, but the {p}, {p_words(found.p_adjusted)}, is not below {test.alpha:g}. "
-    return interval_alone + _detectable(found, comparison)
+    if found.detectable is None:
+        return interval_alone
+    # At both ends of the sd's interval: at the observed sd alone the power would be overstated.
+    low, high = (size_words(end, comparison.metric) for end in found.detectable)
+    return (
+        f"{interval_alone}Such a campaign finds a true difference of {low} to {high} (over the sd's interval) in "
+        f"{100 * test.power:g}% of cases."
+    )
 
 
 def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
@@ -65,22 +69,21 @@ def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
     )
 
 
-def _detectable(found: Conclusion, comparison: Comparison) -> str:
-    """The detectable difference at both ends of the sd's interval, since at the observed sd alone the power would be overstated."""
-    if found.detectable is None:
-        return ""
-    low, high = (size_words(end, comparison.metric) for end in found.detectable)
-    return (
-        f"Such a campaign finds a true difference of {low} to {high} (over the sd's interval) in {100 * comparison.test.power:g}% of cases."
-    )
-
-
 def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """The caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     if found.bounds and found.unsure != "unjudged":
         yield f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
-    yield from _about_failures(contrast, comparison)
+    if losses := contrast.losses:
+        yield (
+            f"Failed runs: {losses.candidate} of {contrast.condition}, {losses.baseline} of {contrast.baseline} (exact p "
+            f"{p_words(losses.p)} if both lose runs alike)."
+        )
+    if contrast.losses and (worst := contrast.at_worst):
+        yield (
+            f"Counted as the worst result (--failed worst): {worst.word(test.alpha)}, {difference_words(worst.mean, metric)} in "
+            f"{counted(worst.pairs, 'pair')}."
+        )
     yield from _about_tails(contrast, comparison)
     if contrast.wide and contrast.wide.without_covariate:
         yield (
@@ -95,22 +98,6 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     yield from _about_spread(contrast, comparison)
 
 
-def _about_failures(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    losses = contrast.losses
-    if losses is None:
-        return
-    yield (
-        f"Failed runs: {losses.candidate} of {contrast.condition}, {losses.baseline} of {contrast.baseline} (exact p "
-        f"{p_words(losses.p)} if both lose runs alike)."
-    )
-    if contrast.at_worst:
-        found, alpha = contrast.at_worst, comparison.test.alpha
-        yield (
-            f"Counted as the worst result (--failed worst): {found.word(alpha)}, {difference_words(found.mean, comparison.metric)} in "
-            f"{counted(found.pairs, 'pair')}."
-        )
-
-
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     metric, found, seeds = comparison.metric, contrast.conclusion, outlying_seeds(contrast.differences)
     if seeds:
@@ -120,27 +107,19 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f"Far from the others: seed{'' if len(seeds) == 1 else 's'} {shown}; without {'it' if len(seeds) == 1 else 'them'} the mean is "
             f"{difference_words(statistics.mean(rest), metric)}. Sign flips and t intervals assume tails that are alike on both sides."
         )
-    yield from _about_unseen_collapses(contrast, comparison)
+    unseen = 1 - 0.05 ** (1 / found.pairs)  # the fraction of runs in which an event may happen that no pair has shown
+    better = "lower" if comparison.test.lower_is_better else metric.better
+    mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
+    if found.verdict is Verdict.IMPROVEMENT and metric.is_rate and better == "higher" and mean and found.mean / mean < unseen:
+        yield (
+            f"A collapse that no seed showed: if {100 * found.mean / mean:.0f}% of the runs of {contrast.condition} fell to 0, the mean "
+            f"difference would be 0, and {found.pairs} pairs do not rule out up to {100 * unseen:.0f}%."
+        )
     if found.verdict is Verdict.EQUIVALENT or found.within_margin:
         largest = max(abs(value) for value in contrast.differences.values())
-        unseen = 1 - 0.05 ** (1 / found.pairs)
         yield (
             f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is about the mean: {found.pairs} pairs do not "
             f"rule out an event, such as a collapse, that happens in up to {100 * unseen:.0f}% of runs."
-        )
-
-
-def _about_unseen_collapses(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    """For an improvement in a rate: how many collapses would undo it, where so few pairs cannot have shown them."""
-    found, better = contrast.conclusion, "lower" if comparison.test.lower_is_better else comparison.metric.better
-    mean = next((arm.mean for arm in comparison.arms if arm.label == contrast.condition), None)
-    if found.verdict is not Verdict.IMPROVEMENT or not comparison.metric.is_rate or better != "higher" or not mean:
-        return
-    undoing, unseen = found.mean / mean, 1 - 0.05 ** (1 / found.pairs)
-    if undoing < unseen:
-        yield (
-            f"A collapse that no seed showed: if {100 * undoing:.0f}% of the runs of {contrast.condition} fell to 0, the mean difference "
-            f"would be 0, and {found.pairs} pairs do not rule out up to {100 * unseen:.0f}%."
         )
 
 
@@ -185,7 +164,7 @@ def _of(count: int, total: int) -> str:
 
 
 def looks_taken(comparison: Comparison) -> Iterator[str]:
-    """A sentence for each look: the evidence, the chance to decide, and what the seed's last evaluation before its end had foretold."""
+    """A sentence for each look: the evidence, the chance to decide, and the forecast of the seed's last evaluation before its end."""
     metric, differences = comparison.metric, {contrast.condition: contrast.differences for contrast in comparison.contrasts}
     for number, look in enumerate(comparison.looks, start=1):
         parts = []
@@ -202,7 +181,7 @@ def looks_taken(comparison: Comparison) -> Iterator[str]:
                     f"{100 * last.chance:.0f}%; it ended at {difference_words(ended, metric)})"
                 )
             parts.append(words)
-        parts += [f"{condition} without this seed, of which a run had failed" for condition in look.missing]
+        parts += [f"{condition} without this seed, since one of its runs had failed" for condition in look.missing]
         yield f"Look {number} (seed {look.seed}): {'; '.join(parts)}."
 
 

@@ -1,4 +1,4 @@
-"""Whether going on is worth its cost: the chance that a campaign's evidence decides a condition by the last seed.
+"""The chance that a campaign's evidence decides a condition by the last seed: is going on worth its cost?
 
 Nothing here touches a verdict, and nothing is stopped because of it (non-binding futility). Between seeds the chance rests on the
 differences so far. Within a run it rests on the curves of held-out accuracy too: a pair of runs that has been evaluated at some step is
@@ -31,7 +31,7 @@ Pair = tuple[StoredRun, StoredRun]
 
 @dataclass(frozen=True)
 class Prediction:
-    """Student's t distribution of the final difference of a running pair."""
+    """The predicted final difference of a running pair, as a Student's t distribution."""
 
     centre: float
     scale: float
@@ -39,7 +39,7 @@ class Prediction:
 
     @classmethod
     def of(cls, at_step: Sequence[float], final: Sequence[float], now: float) -> "Prediction":
-        """From the differences of three or more earlier pairs at a step and at their end, by least squares. `now`: at that step.
+        """Predict from the differences of three or more earlier pairs at a step and at their end, by least squares. `now`: at that step.
 
         Where the earlier pairs were equal at that step, their ends alone predict.
         """
@@ -61,17 +61,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the evaluation of a pair at a step foretells, in the metric's units."""
+    """The prediction made from a running pair's evaluation at one step, in the metric's units."""
 
     step: int
     difference: float
-    """At that step."""
+    """The difference at that step."""
     expected: float
-    """At the end."""
+    """The expected difference at the end."""
     interval: tuple[float, float]
-    """Of the difference at the end, 80%."""
+    """80% interval of the difference at the end."""
     chance: float
-    """That the condition is decided by the last seed."""
+    """Chance that the condition is decided by the last seed."""
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Forecast":
@@ -82,7 +82,8 @@ class Forecast:
 
 
 def chance_to_decide(differences: Sequence[float], more: int, bar: float, running: Prediction | None = None) -> float:
-    """Fraction of simulated continuations by `more` seeds whose capital reaches `bar`; FEWEST differences or more, in the order of looks.
+    """The fraction of simulated continuations by `more` seeds whose capital reaches `bar`; FEWEST differences or more, in the order of
+    looks.
 
     `running` predicts the first of the seeds to come. The evidence alone is simulated: a verdict needs the interval for new problems too.
     """

@@ -1,6 +1,6 @@
 """The answer of a comparison in one sentence, and its numbers in words."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.measures import Metric
@@ -26,7 +26,9 @@ _WHY_UNSURE = {
 
 
 def answer(comparison: Comparison) -> str:
-    """Such as: 1 of 4 conditions beats grpo+none on these 200 problems: maxrl+none +13.2 pp [+9.1, +17.3] (8 seeds); 3 undecided."""
+    """The answer in a sentence, such as: 1 of 4 conditions beats grpo+none on these 200 problems: maxrl+none +13.2 pp [+9.1, +17.3] (8
+    seeds); 3 undecided.
+    """
     found = [contrast for contrast in comparison.contrasts if contrast.conclusion.verdict is not Verdict.INCONCLUSIVE]
     so_far = f"So far, with {counted(comparison.to_come, 'run')} still to come: " if comparison.to_come else ""
     sentence = _decided(found, comparison) if found else _undecided(comparison)
@@ -53,27 +55,19 @@ def _decided(found: Sequence[Contrast], comparison: Comparison) -> str:
             parts.append(f"{one.condition} {verb} {one.baseline}{within} {scope(comparison)}: {shown}")
         else:
             parts.append(f"{len(items)} of {total} conditions {verb} {against}{within} {scope(comparison)}: {shown}")
-    return "; ".join([*parts, *_rest(comparison), *_at_worst(found, comparison)]) + "."
+    words = [contrast.conclusion.word(comparison.test.alpha) for contrast in comparison.contrasts]
+    parts += [f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words]
+    fallen = [item for item in found if item.at_worst and item.at_worst.verdict is not item.conclusion.verdict]
+    if fallen:
+        which = "" if total == 1 else f" {', '.join(name_of(item, comparison) for item in fallen)}"
+        parts.append(f"undecided{which} if failed runs count as the worst result")
+    return "; ".join(parts) + "."
 
 
 def _within_margin(contrast: Contrast, comparison: Comparison) -> str:
     if not contrast.conclusion.within_margin:
         return ""
     return f", within the margin of {size_words(comparison.test.margin, comparison.metric)}"
-
-
-def _at_worst(found: Sequence[Contrast], comparison: Comparison) -> Iterator[str]:
-    """Verdicts that fall where failed runs count as the worst result."""
-    fallen = [item for item in found if item.at_worst and item.at_worst.verdict is not item.conclusion.verdict]
-    if fallen:
-        which = "" if len(comparison.contrasts) == 1 else f" {', '.join(name_of(item, comparison) for item in fallen)}"
-        yield f"undecided{which} if failed runs count as the worst result"
-
-
-def _rest(comparison: Comparison) -> Iterator[str]:
-    """3 undecided; 1 cannot conclude."""
-    words = [contrast.conclusion.word(comparison.test.alpha) for contrast in comparison.contrasts]
-    yield from (f"{words.count(word)} {word}" for word in ("undecided", "cannot conclude") if word in words)
 
 
 def _undecided(comparison: Comparison) -> str:
@@ -107,12 +101,9 @@ def scope(comparison: Comparison) -> str:
     what = problems if comparison.problems else f"in {comparison.metric.name}"
     if comparison.problems and comparison.metric.k != 1:
         what = f"in {comparison.metric.name} {what}"
-    lost = comparison.test.failed == "exclude" and any(_loses_unequally(contrast) for contrast in comparison.contrasts)
-    return f"{what}, among the runs that finished" if lost else what
-
-
-def _loses_unequally(contrast: Contrast) -> bool:
-    return contrast.losses is not None and contrast.losses.candidate != contrast.losses.baseline
+    losses = [contrast.losses for contrast in comparison.contrasts if contrast.losses]
+    unequal = any(item.candidate != item.baseline for item in losses)
+    return f"{what}, among the runs that finished" if unequal and comparison.test.failed == "exclude" else what
 
 
 def name_of(contrast: Contrast, comparison: Comparison) -> str:
@@ -124,7 +115,7 @@ def item_words(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
-    """Such as: +13.2 pp [+9.1, +17.3] (8 seeds)."""
+    """The difference in words, such as: +13.2 pp [+9.1, +17.3] (8 seeds)."""
     metric, found = comparison.metric, contrast.conclusion
     ends = ""
     if found.interval:
@@ -137,7 +128,7 @@ def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def difference_words(value: float, metric: Metric) -> str:
-    """Such as +13.2 pp; a small difference has two digits that say something, +0.042 pp."""
+    """A difference in words, such as +13.2 pp; a small difference has two digits that say something, +0.042 pp."""
     return f"{_points(value, '+')} pp" if metric.is_rate else f"{value:+.4g}"
 
 

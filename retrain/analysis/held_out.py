@@ -30,7 +30,7 @@ class Unjudged(Enum):
 
 @dataclass(frozen=True)
 class Answers:
-    """[problems], in the order of `ids`."""
+    """The held-out answers of a run, arrays over [problems] in the order of `ids`."""
 
     ids: tuple[str, ...]
     right: Ints
@@ -60,19 +60,19 @@ def _pass_at_k(n: int, c: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class AnswerDifference:
-    """candidate - baseline of two runs that answered the same problems."""
+    """The difference candidate - baseline of two runs that answered the same problems."""
 
     by_problem: Floats
     """[problems]; NaN where a run judged fewer than k answers."""
     least: float
-    """With every unjudged answer counted against the candidate: wrong there, right in the baseline."""
+    """The mean with every unjudged answer counted against the candidate: wrong there, right in the baseline."""
     most: float
     unjudged: int
     """Answers of both runs."""
 
     @property
     def mean(self) -> float:
-        """Over the problems judged in both runs; NaN if there is none."""
+        """The mean over the problems judged in both runs; NaN if there is none."""
         known = self.by_problem[~np.isnan(self.by_problem)]
         return float(known.mean()) if len(known) else float("nan")
 

@@ -65,7 +65,9 @@ def _data(run: StoredRun) -> Any:
 
 
 def _same_prompts(one: StoredRun, other: StoredRun) -> bool:
-    """For runs of one seed: the same recorded data in batches of the same size, which back pressure would vary."""
+    """True if two runs of one seed saw the same prompts: the same recorded data in batches of the same size, which back pressure would
+    vary.
+    """
     if not _data(one) or _data(one) != _data(other):
         return False
     fixed_batches = not (one.config.backpressure.enabled or other.config.backpressure.enabled)
@@ -84,7 +86,8 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
     ours, theirs = one.environment, other.environment
     for name, words in _RECORDED.items():
         if ours.get(name) != theirs.get(name):
-            yield f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})" if _is_short(ours, theirs, name) else words
+            is_short = name != "data_sha256" and not any(isinstance(recorded.get(name), dict) for recorded in (ours, theirs))
+            yield f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})" if is_short else words
     ours, theirs = _packages(ours), _packages(theirs)
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
@@ -94,10 +97,6 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
 def _packages(environment: dict[str, Any]) -> dict[str, Any]:
     packages = environment.get("packages")
     return packages if isinstance(packages, dict) else {}
-
-
-def _is_short(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> bool:
-    return name != "data_sha256" and not any(isinstance(environment.get(name), dict) for environment in (ours, theirs))
 
 
 def _shown(value: Any) -> str:

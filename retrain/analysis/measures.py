@@ -36,7 +36,7 @@ class Metric:
 
     @property
     def k(self) -> int | None:
-        """K of the held-out pass@K; None for a training metric."""
+        """The K of the held-out pass@K; None for a training metric."""
         match = _PASS_AT.fullmatch(self.name)
         return int(match.group(1)) if match else None
 
@@ -107,7 +107,7 @@ def trained_on_chance(run: StoredRun) -> bool:
 
 
 def learning_curve_mean(points: Floats) -> float | None:
-    """Area under the curve [2, steps] of step numbers and rates, divided by its span; missing steps are interpolated."""
+    """The area under the curve [2, steps] of step numbers and rates, divided by its span; missing steps are interpolated."""
     steps, rates = points
     if len(steps) < 2:
         return float(rates[0]) if len(steps) else None

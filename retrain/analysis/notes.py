@@ -40,7 +40,13 @@ def comparison_notes(
         yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for different lengths."
     if metric.k is not None:
         yield from _held_out_notes(runs, arms)
-    yield from _unpaired_notes(base, others, family)
+    compared = {arm.label for pairs in family for arm in (pairs.candidate, pairs.baseline)}
+    lonely = [f"{arm.label} ({', '.join(map(str, seeds))})" for arm in others if (seeds := [s for s in arm.values if s not in base.values])]
+    if lonely:
+        yield f"Seeds without a run of the baseline count in the means but in no difference: {'; '.join(lonely)}."
+    unpaired = [arm.label for arm in others if arm.label not in compared]
+    if unpaired:
+        yield f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it."
 
 
 def _held_out_notes(runs: Sequence[StoredRun], arms: Mapping[str, Arm]) -> Iterator[str]:
@@ -54,13 +60,3 @@ def _held_out_notes(runs: Sequence[StoredRun], arms: Mapping[str, Arm]) -> Itera
             f"{counted(sum(unjudged.values()), 'held-out answer')} could not be judged ({counts}). Differences are over the problems "
             "judged in both runs of a pair, and a verdict holds with all unjudged answers counted against it."
         )
-
-
-def _unpaired_notes(base: Arm, others: Sequence[Arm], family: Sequence[Pairs]) -> Iterator[str]:
-    compared = {arm.label for pairs in family for arm in (pairs.candidate, pairs.baseline)}
-    lonely = [f"{arm.label} ({', '.join(map(str, seeds))})" for arm in others if (seeds := [s for s in arm.values if s not in base.values])]
-    if lonely:
-        yield f"Seeds without a run of the baseline count in the means but in no difference: {'; '.join(lonely)}."
-    unpaired = [arm.label for arm in others if arm.label not in compared]
-    if unpaired:
-        yield f"No run of {', '.join(unpaired)} has a partner in the baseline, so nothing is concluded about it."

@@ -18,7 +18,7 @@ from retrain.analysis.verdict import FEW_PROBLEMS, Interval, Paired
 
 @dataclass(frozen=True)
 class WideInterval:
-    """For new seeds and new held-out problems."""
+    """The interval of the difference for new seeds and new held-out problems."""
 
     interval: Interval
     without_covariate: Interval | None
@@ -30,7 +30,7 @@ class Pairing:
     """How far pairing by seed made the differences less spread."""
 
     correlation: float
-    """Between the two runs of a seed."""
+    """The correlation between the two runs of a seed."""
     unpaired_sd: float
     """What the sd of the differences would be for independent arms."""
 
@@ -42,7 +42,7 @@ class Losses:
     candidate: int
     baseline: int
     p: float
-    """Two-sided, of the seeds of which only one run failed (McNemar's exact test)."""
+    """The two-sided p over the seeds of which only one run failed (McNemar's exact test)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pairs:
     baseline: Arm
     differences: Mapping[int, float]
     least: Mapping[int, float] | None
-    """With every unjudged answer counted against the candidate; None where all were judged."""
+    """The differences with every unjudged answer counted against the candidate; None where all were judged."""
     most: Mapping[int, float] | None
     by_problem: Floats | None
     """[pairs, problems]; None without held-out answers."""
@@ -98,7 +98,9 @@ class Pairs:
         return None if self.by_problem is None else TwoWay.of(self.by_problem)
 
     def wide_interval(self, confidence: float) -> WideInterval | None:
-        """None without held-out answers of two pairs to two problems. The base's pass rate is used where it narrows the interval."""
+        """The interval for new problems; None without held-out answers of two pairs to two problems. The base's pass rate is used where it
+        narrows the interval.
+        """
         table = self.two_way()
         if table is None or self.by_problem is None:
             return None
@@ -125,7 +127,7 @@ class Pairs:
         return rates
 
     def pairing(self) -> Pairing | None:
-        """None below three pairs, or where an arm does not vary."""
+        """How well pairing worked; None below three pairs, or where an arm does not vary."""
         seeds = [seed for seed in self.differences if seed in self.candidate.values and seed in self.baseline.values]
         if len(seeds) < 3:
             return None
@@ -136,7 +138,7 @@ class Pairs:
         return Pairing(float(np.corrcoef(arms)[0, 1]), float(np.sqrt(variances.sum())))
 
     def losses(self) -> Losses | None:
-        """None if no run failed."""
+        """The seeds whose run failed; None if no run did."""
         ours, theirs = self.candidate.failed, self.baseline.failed
         if not ours and not theirs:
             return None
@@ -147,20 +149,13 @@ class Pairs:
 
 
 def pair_up(candidate: Arm, baseline: Arm, metric: Metric, worst: float | None) -> Pairs:
-    """`worst` is the metric of a failed run; None leaves its pair out."""
-    if metric.k is not None:
-        return _answer_pairs(candidate, baseline, metric.k, worst)
-    differences = statistics.paired_differences(*(_with_failed(arm, worst) for arm in (candidate, baseline)))
-    return Pairs(candidate, baseline, differences, None, None, None)
-
-
-def _with_failed(arm: Arm, worst: float | None) -> dict[int, float]:
-    return dict(arm.values) if worst is None else {**arm.values, **dict.fromkeys(arm.failed, worst)}
-
-
-def _answer_pairs(candidate: Arm, baseline: Arm, k: int, worst: float | None) -> Pairs:
-    ours, theirs = _with_failed(candidate, worst), _with_failed(baseline, worst)
-    found = {seed: _between(candidate, baseline, seed, k, worst) for seed in theirs if seed in ours}
+    """Pair the runs of two arms by seed. `worst` is the metric of a failed run; None leaves its pair out."""
+    ours, theirs = (
+        dict(arm.values) if worst is None else {**arm.values, **dict.fromkeys(arm.failed, worst)} for arm in (candidate, baseline)
+    )
+    if metric.k is None:
+        return Pairs(candidate, baseline, statistics.paired_differences(ours, theirs), None, None, None)
+    found = {seed: _between(candidate, baseline, seed, metric.k, worst) for seed in theirs if seed in ours}
     found = {seed: difference for seed, difference in found.items() if not np.isnan(difference.mean)}
     bounded = any(difference.unjudged for difference in found.values())
     return Pairs(

@@ -52,7 +52,7 @@ class Pilot:
     source: str
     """What it was estimated from, in words."""
     comparisons: int
-    """Conditions beside the baseline."""
+    """Conditions besides the baseline."""
     held_out: HeldOutVariances | None
     sd_by_contrast: Mapping[str, float] = field(default_factory=dict)
     """Condition -> the sd of its differences from the baseline."""
@@ -61,7 +61,7 @@ class Pilot:
 
     @property
     def sd_interval(self) -> tuple[float, float]:
-        """95%; after a pilot of few seeds its ends differ by a factor of two or more."""
+        """The 95% interval of the sd; after a pilot of few seeds its ends differ by a factor of two or more."""
         return sd_interval(self.sd, self.freedom)
 
     @property
@@ -99,7 +99,7 @@ class SeedPlan:
         return cheapest(spread, self.effect, self.comparisons, self.alpha, self.power, self.correction)
 
     def problems(self, held_out: HeldOutVariances) -> int:
-        """Held-out problems that tell two given models apart which differ by the effect. Requires an effect."""
+        """The number of held-out problems that tell apart two given models which differ by the effect. Requires an effect."""
         assert self.effect is not None
         return problems_needed(self.effect, held_out.between, held_out.within, held_out.samples, self.alpha, self.power)
 
@@ -143,8 +143,23 @@ def _paired_pilot(metric: Metric, base: Arm, others: Sequence[Arm]) -> Pilot:
 
 
 def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutVariances | None:
-    """Averaged over pairs of runs; None if no pair shares two problems that were judged equally often."""
-    parts = [part for pair in pairs if (part := _variances_of_pair(*pair))]
+    """The variances over problems and samples, averaged over pairs of runs; None if no pair shares two problems that were judged equally
+    often.
+    """
+    parts = []
+    for pair in pairs:
+        evaluations = [run.final_evaluation for run in pair if run.final_evaluation]
+        if len(evaluations) < 2:
+            continue
+        ours, theirs = ({item.example_id: item for item in evaluation.problems} for evaluation in evaluations)
+        samples = max((item.samples for item in ours.values()), default=0)
+        shared = [name for name, item in ours.items() if name in theirs and item.samples == theirs[name].samples == samples]
+        if len(shared) < 2 or not samples:
+            continue
+        rates = np.array([[arm[name].correct / samples for name in shared] for arm in (ours, theirs)])
+        within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1) if samples > 1 else 0.0
+        total = float(np.var(rates[0] - rates[1], ddof=1))
+        parts.append(HeldOutVariances(len(shared), samples, max(0.0, total - within / samples), within))
     if not parts:
         return None
     return HeldOutVariances(
@@ -153,17 +168,3 @@ def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutV
         between=float(np.mean([part.between for part in parts])),
         within=float(np.mean([part.within for part in parts])),
     )
-
-
-def _variances_of_pair(one: StoredRun, other: StoredRun) -> HeldOutVariances | None:
-    if one.final_evaluation is None or other.final_evaluation is None:
-        return None
-    ours, theirs = ({item.example_id: item for item in run.problems} for run in (one.final_evaluation, other.final_evaluation))
-    samples = max((item.samples for item in ours.values()), default=0)
-    shared = [name for name, item in ours.items() if name in theirs and item.samples == theirs[name].samples == samples]
-    if len(shared) < 2 or not samples:
-        return None
-    rates = np.array([[arm[name].correct / samples for name in shared] for arm in (ours, theirs)])
-    within = float((rates * (1 - rates)).mean(axis=1).sum()) * samples / (samples - 1) if samples > 1 else 0.0
-    total = float(np.var(rates[0] - rates[1], ddof=1))
-    return HeldOutVariances(len(shared), samples, max(0.0, total - within / samples), within)

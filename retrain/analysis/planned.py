@@ -35,7 +35,7 @@ class AnalysisPlan:
     rule: Literal["seeds", "evidence"]
     """The exact test once after all seeds, or the e-process after every seed."""
     seeds: tuple[int, ...]
-    """At most these, in this order."""
+    """The seeds, at most these and in this order."""
     max_steps: int
 
     @property
@@ -60,7 +60,7 @@ class Look:
     missing: Sequence[str] = ()
     """Conditions that the look went without, since a run of their pair had failed; a later look at the seed may take it."""
     foreseen: Mapping[str, Sequence[Forecast]] = field(default_factory=dict)
-    """Condition -> what each evaluation of the seed's runs foretold, from the seeds looked at before. Recorded; it stops nothing."""
+    """Condition -> the forecast of each evaluation of the seed's runs, from the seeds looked at before. Recorded; it stops nothing."""
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "Look":
@@ -76,7 +76,7 @@ class CampaignRecord:
     """The plan and the looks in a campaign's manifest."""
 
     plan: AnalysisPlan | None
-    """None in manifests of versions that recorded none."""
+    """The plan; None in manifests of versions that recorded none."""
     edited: bool
     """The plan is not the one that was hashed."""
     looks: Sequence[Look]
@@ -106,7 +106,7 @@ class CampaignRecord:
 
     @property
     def undecided(self) -> list[str]:
-        """The plan's conditions beside the baseline without a verdict."""
+        """The plan's conditions without a verdict, the baseline left out."""
         return [condition for condition in self.plan.conditions if self.decided_at(condition) is None] if self.plan else []
 
     def decided_at(self, condition: str) -> int | None:
@@ -122,7 +122,7 @@ class CampaignRecord:
         return taken
 
     def foresee(self, runs: Sequence[StoredRun], seed: int) -> dict[str, list[Forecast]]:
-        """Condition -> what each evaluation of the runs of `seed` foretells, from the seeds looked at before; only conditions that a look
+        """Condition -> the forecast of each evaluation of the runs of `seed`, from the seeds looked at before; only conditions that a look
         has judged. `runs` are those of the campaign.
         """
         if self.plan is None or not self.looks or seed in self.looked or (k := choose_metric(self.plan.metric, []).k) is None:
@@ -145,7 +145,7 @@ def _plan(stored: Mapping[str, Any]) -> AnalysisPlan:
 def deviations(
     record: CampaignRecord, *, baseline: str, pairs: Sequence[tuple[str, str]], metric: str, test: "TestSettings"
 ) -> Iterator[str]:
-    """In what a comparison differs from the plan, such as "metric (auc, planned pass@1)"."""
+    """The ways in which a comparison differs from the plan, such as "metric (auc, planned pass@1)"."""
     plan = record.plan
     if plan is None:
         return
@@ -170,7 +170,9 @@ def deviations(
 
 
 def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
-    """As planned, or exploratory and in what; and which seeds were added. "" without a recorded plan."""
+    """The sentence that says whether a comparison is as planned or exploratory, in what, and which seeds were added. "" without a recorded
+    plan.
+    """
     plan = record.plan
     if plan is None:
         return ""
@@ -191,7 +193,7 @@ def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
 
 
 def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[str]:
-    """What the evaluations of the seed that is next to be looked at foretell, one sentence for each undecided condition."""
+    """One sentence for each undecided condition: the forecast from the evaluations of the seed that is looked at next."""
     following = next((seed for seed in record.seeds if seed not in record.looked), None)
     if following is None or record.plan is None:
         return []

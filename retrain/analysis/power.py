@@ -40,7 +40,7 @@ def seeds_to_conclude(alpha: float = 0.05, comparisons: int = 1, correction: Cor
 
 
 def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 1, correction: Correction = "maxt") -> float:
-    """Probability that `seeds` pairs find a mean difference of `effect` standard deviations (normal differences).
+    """The probability that `seeds` pairs find a mean difference of `effect` standard deviations (normal differences).
 
     With the correction "evidence", that one of `seeds` looks finds it.
     The other contrasts of the family do not differ; all share the baseline, so that their differences correlate by a half.
@@ -59,7 +59,10 @@ def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 
     if seeds <= 50:  # the largest sign-flip p below `level`: a multiple of 2 / 2^n, beyond 50 next to `level`
         flips = 2.0 ** (seeds - 1)
         level = (ceil(level * flips) - 1) / flips
-    return _t_power(seeds, effect, level)
+    from scipy.special import nctdtr, stdtrit
+
+    critical = float(stdtrit(seeds - 1, 1 - level / 2))  # of a two-sided paired t test
+    return float(1 - nctdtr(seeds - 1, effect * np.sqrt(seeds), critical))
 
 
 def minimal_detectable_effect(
@@ -104,7 +107,7 @@ def normal_seeds(effect: float, sd: float, alpha: float = 0.05, power: float = 0
 
 
 def sd_interval(sd: float, freedom: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of a normal population's standard deviation, estimated as `sd` with `freedom` >= 1 degrees of freedom."""
+    """The confidence interval of a normal population's standard deviation, estimated as `sd` with `freedom` >= 1 degrees of freedom."""
     from scipy.special import chdtri
 
     tail = (1 - confidence) / 2
@@ -170,14 +173,6 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
         differences = runs[..., 1:] - runs[..., :1]
         largest.append(np.abs(differences.mean(axis=1) * np.sqrt(seeds) / differences.std(axis=1, ddof=1)).max(axis=1))
     return 2 * float(stdtr(seeds - 1, -np.quantile(np.concatenate(largest), 1 - alpha)))
-
-
-def _t_power(seeds: int, effect: float, level: float) -> float:
-    """Power of a two-sided paired t test, from the noncentral t distribution."""
-    from scipy.special import nctdtr, stdtrit
-
-    critical = float(stdtrit(seeds - 1, 1 - level / 2))
-    return float(1 - nctdtr(seeds - 1, effect * np.sqrt(seeds), critical))
 
 
 # -- a design, in words --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from retrain.inference_engine.base import ENGINES
 from retrain.parsing import is_path_text, read_object
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
-from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
+from retrain.records.jsonl import read_jsonl_backwards
 from retrain.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -71,18 +71,18 @@ class StoredRun:
 
     @cached_property
     def steps(self) -> int:
-        """Steps completed; 0 before the first."""
+        """The number of steps completed; 0 before the first."""
         last = next(self._backwards(self.folder.metrics), None)
         return int(last["step"]) + 1 if last else 0
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """summary.json, written when a session ends without being killed; empty if there is none."""
+        """The content of summary.json, which is written when a session ends without being killed; empty if there is none."""
         return read_object(self.folder.summary) if self.folder.summary.is_file() else {}
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """environment.json; empty if there is none."""
+        """The content of environment.json; empty if there is none."""
         return read_object(self.folder.environment) if self.folder.environment.is_file() else {}
 
     @property
@@ -99,7 +99,7 @@ class StoredRun:
 
     @property
     def failed(self) -> bool:
-        """According to its summary or its campaign's manifest."""
+        """True if the run failed, according to its summary or its campaign's manifest."""
         return (self.planned is not None and self.planned.status == "failed") or self.summary.get("status") == "failed"
 
     @property
@@ -130,7 +130,7 @@ class StoredRun:
             return None
         problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
         problems.reverse()
-        records = [EvaluationRecord.from_json(line) for line in problems]
+        records = [EvaluationRecord.from_json(line, self.folder.evaluation) for line in problems]
         return Evaluation(step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k}))
 
     @cached_property
@@ -143,16 +143,16 @@ class StoredRun:
         """Step -> the held-out answers of the evaluation after so many steps, oldest first; the last one may be half written."""
         if not self.folder.evaluation.is_file():
             return {}
-        by_step = groupby(read_jsonl(self.folder.evaluation), key=lambda line: line["step"])
-        return {step: Answers.of([EvaluationRecord.from_json(line) for line in lines]) for step, lines in by_step}
+        by_step = groupby(EvaluationRecord.read(self.folder.evaluation), key=lambda record: record.step)
+        return {step: Answers.of(list(records)) for step, records in by_step}
 
     @cached_property
     def base_answers(self) -> Answers | None:
         """The held-out answers of the untrained model; None unless the run was evaluated before its first step."""
         if not self.folder.evaluation.is_file():
             return None
-        first = list(takewhile(lambda line: line["step"] == 0, read_jsonl(self.folder.evaluation)))
-        return Answers.of([EvaluationRecord.from_json(line) for line in first]) if first else None
+        first = list(takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.folder.evaluation)))
+        return Answers.of(first) if first else None
 
     def curve(self, name: str) -> Floats:
         """[2, steps] step numbers and values of a numeric field, without the steps that have no value."""
@@ -163,7 +163,7 @@ class StoredRun:
     def last_metrics(self, window: int) -> list[StepRecord]:
         """The records of the last `window` step numbers, newest first."""
         recent = takewhile(lambda line: line["step"] >= self.steps - window, self._backwards(self.folder.metrics))
-        return [StepRecord.from_json(line) for line in recent]
+        return [StepRecord.from_json(line, self.folder.metrics) for line in recent]
 
     def _backwards(self, path: Path) -> Iterator[dict[str, Any]]:
         return read_jsonl_backwards(path) if path.is_file() else iter(())
@@ -183,7 +183,7 @@ def is_run(folder: Path) -> bool:
 
 
 def open_run(folder: Path) -> StoredRun:
-    """Raises ConfigurationError unless `folder` is a run's."""
+    """Open a run's folder. Raises ConfigurationError for any other folder."""
     if not is_run(folder):
         raise ConfigurationError(f"{folder} holds no run of retrain (no config.toml); name a run's folder.")
     return StoredRun(folder)
@@ -200,16 +200,14 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
     entries = read_object(manifest).get("runs")
     if not isinstance(entries, list):
         raise RunFailed(f"{manifest} lists no runs: the file was changed or the disk is damaged.")
-    return [_planned_run(folder, entry) for entry in entries]
-
-
-def _planned_run(folder: Path, entry: Any) -> StoredRun:
-    shape = {"name": str, "condition": str, "seed": int}
-    whole = isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in shape.items())
-    if not whole or not is_path_text(directory := entry.get("dir") or f"runs/{entry['name']}"):
-        raise RunFailed(f"{folder / MANIFEST} holds a run without its name, condition, seed or folder: {str(entry)[:200]}.")
-    planned = PlannedRun(entry["condition"], entry["seed"], str(entry.get("status") or ""), str(entry.get("reason") or ""))
-    return StoredRun(folder / directory, planned)  # a relative `dir` is relative to the campaign
+    runs, shape = [], {"name": str, "condition": str, "seed": int}
+    for entry in entries:
+        whole = isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in shape.items())
+        if not whole or not is_path_text(directory := entry.get("dir") or f"runs/{entry['name']}"):
+            raise RunFailed(f"{manifest} holds a run without its name, condition, seed or folder: {str(entry)[:200]}.")
+        planned = PlannedRun(entry["condition"], entry["seed"], str(entry.get("status") or ""), str(entry.get("reason") or ""))
+        runs.append(StoredRun(folder / directory, planned))  # a relative `dir` is relative to the campaign
+    return runs
 
 
 def find_runs(folder: Path) -> list[StoredRun]:
@@ -238,12 +236,12 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
 
 _KINDS = {field.name: field.type for field in fields(StepRecord) if field.name != "environment_metrics"}
 """Fields that are one value."""
-_NO_OBJECT = re.compile(rb"^[^{]", re.MULTILINE)
-"""A line that does not begin as a line of metrics.jsonl does."""
+_SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)
+"""A line that does not begin as a line of metrics.jsonl does, or a number that JSON does not have and that Arrow would call missing."""
 
 
 def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
-    """Fields of metrics.jsonl as an Arrow table, numbers as float64; empty if there is no file.
+    """Read fields of metrics.jsonl as an Arrow table, numbers as float64; empty if there is no file.
 
     About four times as fast as reading line by line, which matters over a thousand runs. Raises RunFailed for a damaged line.
     """
@@ -262,15 +260,19 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     whole = data[: data.rfind(b"\n") + 1]  # without a torn last line
     if not whole:
         return schema.empty_table()
-    if _NO_OBJECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
-        for _ in read_jsonl(path):  # raises for a null line and for deep nesting, which would crash Arrow
+    if _SUSPECT.search(whole) or whole.count(b"[") + whole.count(b"{") > 2 * whole.count(b"\n"):
+        for _ in StepRecord.read(path):  # raises also for a null line and for deep nesting, which would crash Arrow
             pass
     parsing = arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
     try:
-        return arrow_json.read_json(pa.BufferReader(whole), parse_options=parsing, read_options=reading).select(schema.names)
+        table = arrow_json.read_json(pa.BufferReader(whole), parse_options=parsing, read_options=reading).select(schema.names)
+        if "step" in schema.names and table["step"].null_count:
+            for _ in StepRecord.read(path):  # raises: every line has a step
+                pass
+        return table
     except pa.ArrowInvalid as error:
-        for _ in read_jsonl(path):  # raises the error that names the damaged line
+        for _ in StepRecord.read(path):  # raises the error that names the damaged line, or its step
             pass
         raise RunFailed(f"{path} has a value of the wrong type ({error}): the file was changed or the disk is damaged.") from error
 
@@ -303,8 +305,8 @@ def load_runs(folder: str | Path) -> "pd.DataFrame":
         columns = {name: _column(table[name], kind) for name, kind in _KINDS.items() if name != "condition"}
     except (ValueError, TypeError) as error:
         for run in runs:
-            for line in read_jsonl(run.folder.metrics):  # raises the error that names the damaged line, or its field
-                StepRecord.from_json(line)
+            for _ in StepRecord.read(run.folder.metrics):  # raises the error that names the damaged line, or its step
+                pass
         raise RunFailed(f"{root} has metrics of the wrong type ({error}): a file was changed or the disk is damaged.") from error
     return pd.DataFrame(frame | columns)
 

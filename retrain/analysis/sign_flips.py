@@ -19,7 +19,7 @@ _TIE = 1e-9
 
 
 def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
-    """Adjusted two-sided p of each contrast, in the order given. A contrast maps a seed to its difference, one seed or more.
+    """The adjusted two-sided p of each contrast, in the order given. A contrast maps a seed to its difference, one seed or more.
 
     The statistic is sum(d) / sqrt(sum(d^2)). Flips leave its denominator as it is, so a family of one gets the p of the mean. Up to
     EXACT_SEEDS seeds all flips are counted; beyond, (b + 1) / (m + 1) from a fixed sample of m.

@@ -37,14 +37,14 @@ def paired_differences(candidate: Mapping[Key, float], baseline: Mapping[Key, fl
 
 
 def mean(values: Sequence[float] | Floats) -> float:
-    """Mean of n >= 1 numbers, scaled so that a sum of huge ones does not overflow."""
+    """The mean of n >= 1 numbers, scaled so that a sum of huge ones does not overflow."""
     x = numbers(values)
     largest = _largest(x)
     return largest * float((x / largest).mean())
 
 
 def sample_sd(differences: Sequence[float] | Floats) -> float:
-    """Standard deviation (ddof = 1) of n >= 2 differences; exactly 0 if they are equal up to rounding."""
+    """The standard deviation (ddof = 1) of n >= 2 differences; exactly 0 if they are equal up to rounding."""
     d = numbers(differences)
     if len(d) < 2:
         raise ValueError("a standard deviation needs at least two differences")
@@ -139,7 +139,8 @@ def hedges_correction(n: int) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjusted p values of one family, in the order given: step-down (m - i) * p_(i), made monotone, at most 1; empty for an empty family.
+    """The adjusted p values of one family, in the order given: step-down (m - i) * p_(i), made monotone, at most 1; empty for an empty
+    family.
 
     Raises ValueError for a p outside [0, 1]. Source: Holm 1979, Scand. J. Statist. 6.
     """
@@ -171,5 +172,5 @@ def tost(differences: Sequence[float] | Floats, margin: float) -> float:
 
 
 def standard_error(values: Sequence[float] | Floats) -> float:
-    """Standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
+    """The standard error of the mean of n >= 2 values: sqrt(var / n), ddof = 1."""
     return sample_sd(values) / float(np.sqrt(len(values)))

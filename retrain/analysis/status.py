@@ -91,7 +91,7 @@ class CampaignStatus:
     path: Path
     runs: tuple[RunStatus, ...]
     foreseen: tuple[str, ...] = ()
-    """With stop = "evidence": what the evaluations of the seed that runs now foretell, a sentence for each undecided condition."""
+    """With stop = "evidence": the forecasts from the evaluations of the seed that runs now, a sentence for each undecided condition."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -104,13 +104,13 @@ class CampaignStatus:
 
     @property
     def max_steps(self) -> int:
-        """Over all runs but those skipped; one that has not started counts like the longest that has."""
+        """The steps planned over all runs but those skipped; one that has not started counts like the longest that has."""
         known = [run.max_steps for run in self.runs if run.max_steps]
         return sum(run.max_steps or max(known) for run in self.runs if run.state is not State.SKIPPED) if known else 0
 
     @property
     def median_step_time_s(self) -> float | None:
-        """Median over the runs."""
+        """The median over the runs."""
         return _median([run.median_step_time_s for run in self.runs])
 
     @property
@@ -172,7 +172,7 @@ def overview(folder: Path) -> Overview:
 def _foreseen(campaign: Path, runs: Sequence[StoredRun]) -> list[str]:
     try:
         return foreseen_lines(CampaignRecord.read(campaign), runs)
-    except RunFailed:  # the line of the damaged run says so; a damaged plan is said by `retrain compare`
+    except RunFailed:  # the line of the damaged run says so, and `retrain compare` reports a damaged plan
         return []
 
 
@@ -282,7 +282,12 @@ def loss_note(record: StepRecord) -> str:
     if record.loss_is_placeholder:
         return "The backend trains asynchronously, so its loss is a placeholder and says nothing about learning."
     if record.num_datums == 0:
-        return _nothing_trained(record)
+        right, wrong = record.groups_skipped_all_correct or 0, record.groups_skipped_all_wrong or 0
+        if wrong > right:
+            return "The last step trained on nothing: its groups were all wrong; use easier problems, larger groups or more tokens."
+        if right > wrong:
+            return "The last step trained on nothing: its groups were all right; use harder problems."
+        return "The last step trained on nothing: no group had completions with different rewards."
     if record.nonfinite_updates and record.loss is None:
         return "No loss: the update was not finite and was skipped; the weights did not change."
     if record.loss is None or abs(record.loss) >= _SMALL_LOSS:
@@ -293,15 +298,6 @@ def loss_note(record: StepRecord) -> str:
         "A loss near 0 is expected: it is minus the mean advantage of the tokens, and the advantages of a group cancel. "
         "The gradient does not cancel (grad_norm), so judge learning by the correct rate."
     )
-
-
-def _nothing_trained(record: StepRecord) -> str:
-    right, wrong = record.groups_skipped_all_correct or 0, record.groups_skipped_all_wrong or 0
-    if wrong > right:
-        return "The last step trained on nothing: its groups were all wrong; use easier problems, larger groups or more tokens."
-    if right > wrong:
-        return "The last step trained on nothing: its groups were all right; use harder problems."
-    return "The last step trained on nothing: no group had completions with different rewards."
 
 
 def _median(values: Sequence[float | None]) -> float | None:

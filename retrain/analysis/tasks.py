@@ -28,7 +28,7 @@ class TaskAggregate:
     """Task -> accuracy, averaged over the runs."""
     iqm: float
     interval: tuple[float, float] | None
-    """Of the IQM, for new runs; None for a single run."""
+    """The interval of the IQM, for new runs; None for a single run."""
     profile: Sequence[float]
     """Fraction of the runs x tasks scores above each of PROFILE_THRESHOLDS."""
 
@@ -43,7 +43,7 @@ class TaskContrast:
 
 
 def iqm(scores: Sequence[float] | Sequence[Sequence[float]] | Floats) -> float:
-    """Interquartile mean of all runs x tasks scores: a quarter of them, rounded down, is cut off at either end.
+    """The interquartile mean of all runs x tasks scores: a quarter of them, rounded down, is cut off at either end.
 
     Raises ValueError without scores and for one that is not finite.
     """
@@ -63,7 +63,7 @@ def iqm_rows(scores: Floats) -> Floats:
 
 
 def run_interval(scores: Floats, statistic: Statistic = iqm_rows, confidence: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of a statistic of [runs, ...] scores, two runs or more; a resample draws runs whole, for all tasks at once.
+    """The percentile interval of a statistic of [runs, ...] scores, two runs or more; a resample draws runs whole, for all tasks at once.
 
     One run answers all tasks, so its luck is in all of its scores: drawn within each task, as Agarwal et al. do, the runs average out
     and the interval covers the truth 46 to 67% of the time. The percentiles are moved away from the estimate: a resample of n runs shows
@@ -81,13 +81,13 @@ def run_interval(scores: Floats, statistic: Statistic = iqm_rows, confidence: fl
 
 
 def iqm_difference_interval(candidate: Floats, baseline: Floats, confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes the same seeds of both arms."""
+    """The interval of iqm(candidate) - iqm(baseline), both [seeds, tasks]; a resample takes the same seeds of both arms."""
     pairs = np.stack([candidate, baseline], axis=-1)
     return run_interval(pairs, lambda drawn: iqm_rows(drawn[..., 0]) - iqm_rows(drawn[..., 1]), confidence)
 
 
 def probability_of_improvement(candidate: Floats, baseline: Floats) -> float:
-    """Probability that a run of the candidate beats a run of the baseline, averaged over tasks; ties count half. Both [runs, tasks]."""
+    """The probability that a run of the candidate beats a run of the baseline, averaged over tasks; ties count half. Both [runs, tasks]."""
     above = candidate[:, np.newaxis, :] > baseline[np.newaxis, :, :]
     equal = candidate[:, np.newaxis, :] == baseline[np.newaxis, :, :]
     return float((above + 0.5 * equal).mean())
@@ -102,7 +102,7 @@ def performance_profile(scores: Floats, thresholds: Sequence[float] | Floats) ->
 
 
 def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAggregate | None:
-    """None unless the runs share two tasks or more."""
+    """Aggregate the runs over their tasks; None unless the runs share two tasks or more."""
     tasks, scores = _scores(list(runs.values()))
     if len(tasks) < 2:
         return None
@@ -115,7 +115,7 @@ def aggregate_tasks(runs: Mapping[int, StoredRun], confidence: float) -> TaskAgg
 
 
 def contrast_tasks(pairs: Sequence[tuple[StoredRun, StoredRun]], confidence: float) -> TaskContrast | None:
-    """`pairs` are (candidate, baseline), two or more; None unless all runs share two tasks or more."""
+    """Compare two arms over their tasks. `pairs` are (candidate, baseline), two or more; None unless all runs share two tasks or more."""
     tasks, scores = _scores([run for pair in pairs for run in pair])
     if len(tasks) < 2:
         return None

@@ -18,7 +18,7 @@ _FILLINGS = 30
 
 @dataclass(frozen=True)
 class TwoWay:
-    """Mean squares of differences [seeds, problems], two or more of each."""
+    """The mean squares of differences [seeds, problems], two or more of each."""
 
     seeds: int
     problems: int
@@ -30,7 +30,8 @@ class TwoWay:
 
     @classmethod
     def of(cls, differences: Floats) -> "TwoWay | None":
-        """NaN where a problem was not judged in both runs of a pair. None below two seeds or two problems, or with too few cells.
+        """Analyse a table; it has NaN where a problem was not judged in both runs of a pair. None below two seeds or two problems, or with
+        too few cells.
 
         A missing cell takes its value from the additive fit of the others and costs a degree of freedom (Yates 1933); a problem or a
         seed without any cell is left out.
@@ -65,7 +66,8 @@ class TwoWay:
         return max(0.0, self.seed_square - self.residual_square) / self.problems
 
     def interval(self, confidence: float = 0.95, problem_square: float | None = None) -> tuple[float, float]:
-        """For the mean over new seeds and new problems. `problem_square` replaces the problems' mean square, as a covariate leaves it.
+        """The interval of the mean over new seeds and new problems. `problem_square` replaces the problems' mean square, as a covariate
+        leaves it.
 
         Never narrower than Student's intervals over the seeds alone and over the problems alone: where a mean square is small by
         chance, the estimated variance is too.

@@ -16,8 +16,7 @@ from enum import StrEnum
 from typing import Literal
 
 from retrain.analysis import power, statistics
-from retrain.analysis.confidence_sequence import confidence_sequence
-from retrain.analysis.e_process import anytime_p, evidence
+from retrain.analysis.e_process import anytime_p, confidence_sequence, evidence
 from retrain.analysis.power import Correction
 from retrain.analysis.sign_flips import max_t
 from retrain.records.entries import Direction
@@ -32,7 +31,7 @@ class Verdict(StrEnum):
     IMPROVEMENT = "improvement"
     WORSE = "worse"
     DIFFERENT = "different"
-    """Of a metric without a direction."""
+    """A difference of a metric without a direction."""
     EQUIVALENT = "equivalent"
     INCONCLUSIVE = "inconclusive"
 
@@ -63,7 +62,7 @@ class TestSettings:
         return self.correction or "maxt"
 
     def adjusted(self, family: Sequence[Mapping[int, float]]) -> list[float]:
-        """p of each contrast, adjusted over the family."""
+        """The p of each contrast, adjusted over the family."""
         if self.rule == "evidence":
             return [anytime_p(value) for value in evidence(family, self.looks)]
         if self.rule == "holm":
@@ -78,18 +77,32 @@ class TestSettings:
         return statistics.holm(smallest) if self.rule == "holm" else smallest
 
     def p(self, differences: Mapping[int, float]) -> float:
-        """p of one contrast alone."""
+        """The p of one contrast alone."""
         return self.adjusted([differences])[0] if self.rule == "evidence" else statistics.sign_flip_p([*differences.values()])
 
     def interval(self, differences: Mapping[int, float]) -> Interval | None:
-        """Of the mean, by Student; at looks, of the centre, by the confidence sequence. None where there is none yet."""
+        """Student's t interval of the mean or, under looks, the confidence sequence of the centre. None: too few pairs."""
         if self.rule == "evidence":
             return confidence_sequence([differences[look] for look in sorted(differences)], 1 - self.alpha)
         return statistics.t_interval([*differences.values()], 1 - self.alpha) if len(differences) > 1 else None
 
     def seeds_to_conclude(self, comparisons: int) -> int:
-        """Fewest pairs with which any contrast of the family can be significant."""
+        """The fewest pairs with which any contrast of the family can be significant."""
         return power.seeds_to_conclude(self.alpha, comparisons, self.rule)
+
+    def detectable(self, pairs: int, sd: float, comparisons: int) -> Interval | None:
+        """The difference found with the stated power, over the 95% interval of the sd; None if nothing could be significant."""
+        if self.rule == "evidence":  # the number of seeds is not fixed, so that there is no such difference
+            return None
+        low, high = power.sd_interval(sd, pairs - 1)
+        found = [power.minimal_detectable_effect(pairs, end, self.alpha, self.power, comparisons, self.rule) for end in (low, high)]
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    def seeds_needed(self, sd: float, comparisons: int) -> int | None:
+        """Seeds that find `effect` at this sd; None without an effect, under looks, and where it is out of reach."""
+        if self.effect is None or self.rule == "evidence" or power.out_of_reach(self.effect, sd, self.alpha, self.power, comparisons):
+            return None
+        return power.seeds_needed(self.effect, sd, self.alpha, self.power, comparisons, self.rule)
 
 
 @dataclass(frozen=True)
@@ -97,13 +110,13 @@ class Paired:
     """The differences of one contrast, one pair or more."""
 
     by_seed: Mapping[int, float]
-    """With the correction "evidence", by the number of the look."""
+    """Seed -> difference; with the correction "evidence" by the number of the look instead."""
     least: Mapping[int, float] | None = None
-    """With every unjudged answer counted against the candidate; None where all answers were judged."""
+    """The differences with every unjudged answer counted against the candidate; None where all answers were judged."""
     most: Mapping[int, float] | None = None
-    """With every unjudged answer counted for it."""
+    """The same with every unjudged answer counted for it."""
     problem_interval: Interval | None = None
-    """For new problems as well, where a verdict needs it."""
+    """The interval for new problems as well; None where a verdict does not need it."""
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> "Paired":
@@ -141,7 +154,7 @@ class Conclusion:
     seeds_needed: int | None
     """Seeds that find the stated effect at this sd; None without an effect or out of reach."""
     equivalence_p_adjusted: float | None
-    """None without a margin."""
+    """The p of the claim of equivalence; None without a margin."""
     bounds: Interval | None
     """The mean with every unjudged answer counted against the candidate, and for it; None where all were judged."""
     unsure: str
@@ -201,8 +214,8 @@ def _conclusion(
         p_adjusted=p_adjusted,
         smallest_p_adjusted=smallest,
         d_z=statistics.corrected_dz(d) if len(d) > 2 else None,
-        detectable=_detectable(len(d), sd, test, family) if sd else None,
-        seeds_needed=_seeds_needed(sd, test, family) if sd else None,
+        detectable=test.detectable(len(d), sd, family) if sd else None,
+        seeds_needed=test.seeds_needed(sd, family) if sd else None,
         equivalence_p_adjusted=equivalence_p,
         bounds=(statistics.mean([*paired.least.values()]), statistics.mean([*paired.most.values()]))
         if paired.least and paired.most
@@ -225,20 +238,6 @@ def _unsure(paired: Paired, p_at_worst: float, test: TestSettings) -> str:
     if paired.problem_interval is not None and paired.problem_interval[0] <= 0 <= paired.problem_interval[1]:
         return "problems"
     return ""
-
-
-def _detectable(pairs: int, sd: float, test: TestSettings, family: int) -> Interval | None:
-    if test.rule == "evidence":  # the number of seeds is not fixed, so that there is no such difference
-        return None
-    low, high = power.sd_interval(sd, pairs - 1)
-    found = [power.minimal_detectable_effect(pairs, end, test.alpha, test.power, family, test.rule) for end in (low, high)]
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
-
-
-def _seeds_needed(sd: float, test: TestSettings, family: int) -> int | None:
-    if test.effect is None or test.rule == "evidence" or power.out_of_reach(test.effect, sd, test.alpha, test.power, family):
-        return None
-    return power.seeds_needed(test.effect, sd, test.alpha, test.power, family, test.rule)
 
 
 def _equivalence(family: Sequence[Paired], margin: float | None) -> list[float | None]:

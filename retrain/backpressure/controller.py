@@ -115,7 +115,10 @@ class BackpressureController:
         if not (tokens > 0 and seconds > 0 and math.isfinite(seconds)):
             raise ValueError(f"a step samples tokens and takes time, got {tokens} tokens in {seconds} s")
         used = self.batch_size
-        self._measure(used * self.group_size, tokens / seconds)
+        p, throughput, decay = used * self.group_size, tokens / seconds, self.settings.ema_decay
+        self.ema = decay * self.ema + (1 - decay) * throughput if p == self.ema_p else throughput
+        self.ema_p = p
+        self.observations.append((p, throughput))
         self.step_count += 1
         self.since_change += 1
         if self.step_count < self.sweep_steps:
@@ -131,12 +134,6 @@ class BackpressureController:
             action = Action.INCREASE if wanted > used else Action.THROTTLE
             self._change(wanted)
         return self._decision(action, regime, used)
-
-    def _measure(self, p: int, throughput: float) -> None:
-        decay = self.settings.ema_decay
-        self.ema = decay * self.ema + (1 - decay) * throughput if p == self.ema_p else throughput
-        self.ema_p = p
-        self.observations.append((p, throughput))
 
     def _change(self, size: int) -> None:
         if size != self.batch_size:
@@ -156,14 +153,16 @@ class BackpressureController:
         return self.r2 is not None and self.r2 >= self.settings.min_r2
 
     def _judge(self, trusted: bool) -> tuple[Regime, int]:
-        """The regime at the current size, and the size to move to."""
+        """Return the regime at the current size, and the size to move to."""
+        settings, p = self.settings, self.batch_size * self.group_size
         if not trusted or self.law is None:
             return Regime.UNKNOWN, self.batch_size
         if math.isinf(self.law.optimum):
-            doubled = max(self.batch_size, min(2 * self.batch_size, self.settings.max_batch_size))
-            return Regime.UNBOUNDED, doubled if self._last_growth_paid() else self.batch_size
-        settings = self.settings
-        p, target = self.batch_size * self.group_size, settings.throttle_margin * self.law.optimum
+            doubled = max(self.batch_size, min(2 * self.batch_size, settings.max_batch_size))
+            smaller = max((seen for seen, _ in self.observations if seen < p), default=None)  # the next smaller concurrency observed
+            last_growth_paid = smaller is None or self._mean_at(p) >= (1 + _LEAST_GAIN) * self._mean_at(smaller)
+            return Regime.UNBOUNDED, doubled if last_growth_paid else self.batch_size
+        target = settings.throttle_margin * self.law.optimum
         limits = settings.min_batch_size, settings.max_batch_size
         size = target_batch(self.law.optimum, self.group_size, settings.throttle_margin, *limits)
         if p > target:
@@ -171,14 +170,6 @@ class BackpressureController:
         if p < settings.increase_margin * target:
             return Regime.BELOW_TARGET, max(self.batch_size, min(size, 2 * self.batch_size))
         return Regime.NEAR_TARGET, self.batch_size
-
-    def _last_growth_paid(self) -> bool:
-        """True if throughput is well above the throughput at the next smaller concurrency observed; True if there is none."""
-        p = self.batch_size * self.group_size
-        smaller = max((seen for seen, _ in self.observations if seen < p), default=None)
-        if smaller is None:
-            return True
-        return self._mean_at(p) >= (1 + _LEAST_GAIN) * self._mean_at(smaller)
 
     def _mean_at(self, p: float) -> float:
         return fmean(throughput for seen, throughput in self.observations if seen == p)

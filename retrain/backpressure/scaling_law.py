@@ -81,7 +81,11 @@ def fit_scaling_law(p: Sequence[float], throughput: Sequence[float], weights: We
     is no coherency penalty, and a straight line is fitted; setting kappa to 0 afterwards would bias the other two parameters.
     Raises ValueError for lists of different length, for a p below 1 and for a throughput that is not above 0.
     """
-    x, y_throughput = _observations(p, throughput)
+    if len(p) != len(throughput):
+        raise ValueError(f"{len(p)} concurrencies and {len(throughput)} throughputs")
+    x, y_throughput = np.asarray(p, dtype=np.float64)[-WINDOW:], np.asarray(throughput, dtype=np.float64)[-WINDOW:]
+    if not ((x >= 1).all() and np.isfinite(x).all() and (y_throughput > 0).all() and np.isfinite(y_throughput).all()):
+        raise ValueError("a concurrency is 1 or more and a throughput above 0, both finite")
     if len(np.unique(x)) < MIN_CONCURRENCIES:
         return Fit("insufficient")
     y = x / y_throughput
@@ -93,15 +97,6 @@ def fit_scaling_law(p: Sequence[float], throughput: Sequence[float], weights: We
     law = ScalingLaw(1 / (a + b + c), max(0.0, sigma), c / (a + b + c))
     r2 = _r_squared(law, x, y_throughput)
     return Fit("ok" if r2 >= min_r2 else "unknown", law, r2, superlinear=sigma < 0)
-
-
-def _observations(p: Sequence[float], throughput: Sequence[float]) -> tuple[Floats, Floats]:
-    if len(p) != len(throughput):
-        raise ValueError(f"{len(p)} concurrencies and {len(throughput)} throughputs")
-    x, rate = np.asarray(p, dtype=np.float64)[-WINDOW:], np.asarray(throughput, dtype=np.float64)[-WINDOW:]
-    if not ((x >= 1).all() and np.isfinite(x).all() and (rate > 0).all() and np.isfinite(rate).all()):
-        raise ValueError("a concurrency is 1 or more and a throughput above 0, both finite")
-    return x, rate
 
 
 def _coefficients(p: Floats, y: Floats, weight: Floats) -> tuple[float, float, float]:

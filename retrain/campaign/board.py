@@ -7,7 +7,6 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from types import TracebackType
@@ -58,7 +57,7 @@ class Progress:
         return (self.max_steps - self.steps) * self.step_time_s if self.step_time_s is not None else None
 
     def describe(self) -> str:
-        """For example: step 12/50, correct 45.3%, held-out 61.0%."""
+        """The progress in words, for example: step 12/50, correct 45.3%, held-out 61.0%."""
         parts = [f"step {self.steps}/{self.max_steps}"]
         parts += [f"correct {self.correct:.1%}"] if self.correct is not None else []
         parts += [f"held-out {self.held_out:.1%}"] if self.held_out is not None else []
@@ -103,7 +102,12 @@ class Board:
     def __enter__(self) -> Self:
         if not self._quiet:
             if self._out.isatty():
-                self._open_table()
+                from rich.console import Console
+                from rich.live import Live
+
+                console = Console(file=self._out)  # honours NO_COLOR
+                self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+                self._live.start()
             self._thread = threading.Thread(target=self._refresh, name="campaign-board", daemon=True)
             self._thread.start()
         return self
@@ -156,25 +160,13 @@ class Board:
                 self._live.update(self.table(*self._live.console.size), refresh=True)
             elif time.monotonic() - last_lines >= LINES_EVERY_S:
                 last_lines = time.monotonic()
-                for line in self._running_lines():
-                    self.say(line)
-
-    def _running_lines(self) -> Iterator[str]:
-        for entry in self._manifest.runs:
-            if entry.status is Status.RUNNING:
-                progress = self._progress(entry)
-                left = f", {duration(progress.remaining_s)} left" if progress.remaining_s is not None else ""
-                yield f"{self._prefix(entry.name)} {progress.describe()}{left}"
+                for entry in self._manifest.runs:
+                    if entry.status is Status.RUNNING:
+                        progress = self._progress(entry)
+                        left = f", {duration(progress.remaining_s)} left" if progress.remaining_s is not None else ""
+                        self.say(f"{self._prefix(entry.name)} {progress.describe()}{left}")
 
     # -- the table ---------------------------------------------------------------------------------------------------------
-
-    def _open_table(self) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        console = Console(file=self._out)  # honours NO_COLOR
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._live.start()
 
     def table(self, width: int = 80, height: int = 25) -> "Group":
         """A line that counts all runs, then the runs that fit a terminal of this size: running ones first, then failed ones.
@@ -209,7 +201,9 @@ class Board:
         return one_line(run.name), str(run.status), steps, _percent(run.correct), _percent(run.held_out), left
 
     def headline(self, runs: list[Progress]) -> str:
-        """For example: Campaign logs/campaign_...: 12 done, 2 running, 26 pending | step 640 of 2,000 | 1 h 05 min left."""
+        """The line above the table, for example: Campaign logs/campaign_...: 12 done, 2 running, 26 pending | step 640 of 2,000 | 1 h 05
+        min left.
+        """
         counts = {status: sum(run.status is status for run in runs) for status in _ORDER}
         words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         steps, planned = sum(run.steps for run in runs), self._plan.max_steps * (len(runs) - counts[Status.SKIPPED])

@@ -41,7 +41,7 @@ def room_on_gpus(plan: CampaignPlan) -> int | None:
 
 
 def on_devices(run: CampaignRun, devices: Devices) -> CampaignRun:
-    """`run` with these devices in its configuration."""
+    """Return `run` with these devices in its configuration."""
     if not devices:
         return run
     config = replaced(run.config, {"backend.devices": ",".join(devices)}, origin="file")

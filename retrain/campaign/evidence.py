@@ -46,11 +46,11 @@ class EvidenceRule:
         return [condition for condition in self._plan.conditions[1:] if self._record.decided_at(condition) is None]
 
     def _missing(self, seed: int) -> list[str]:
-        """Undecided conditions whose pair the looks at a seed went without."""
+        """The undecided conditions whose pair the looks at a seed went without."""
         return [condition for condition in self._undecided if seed not in self._record.looks_of(condition)]
 
     def needs(self, run: CampaignRun) -> bool:
-        """False for a run that no look to come would use."""
+        """True for a run that a look to come would use."""
         wanted = self._missing(run.seed) if run.seed in self._record.looked else self._undecided
         return run.condition in wanted or (bool(wanted) and run.condition == self._plan.conditions[0])
 
@@ -64,8 +64,11 @@ class EvidenceRule:
             self._record = replace(self._record, looks=[*self._record.looks, self._take(seed)])
             self._manifest.looks = [look.to_json() for look in self._record.looks]
             self._manifest.write_if_possible()
-            if not self._undecided or len(self._record.looked) == len(self._plan.seeds):
-                self._say(self._last_line())
+            seeds = counted(len(self._record.looked), "seed")
+            if not self._undecided:
+                self._say(f"Decided after {seeds} of at most {len(self._plan.seeds)}.")
+            elif len(self._record.looked) == len(self._plan.seeds):
+                self._say(f"All {seeds} were looked at; not decided: {', '.join(self._undecided)}.")
 
     def _due(self) -> int | None:
         """The seed to look at now: one whose failed run was tried again and is done, else the next one. None while runs have not ended."""
@@ -82,7 +85,7 @@ class EvidenceRule:
         return all(self._status(run) in _ENDED for run in self._plan.runs if run.seed == seed and self.needs(run))
 
     def _failed(self, seed: int) -> list[str]:
-        """Undecided conditions of whose pair a run has failed."""
+        """The undecided conditions for which a run of this seed's pair has failed."""
         baseline = self._plan.conditions[0]
         pairs = {condition: [self._runs[label, seed] for label in (condition, baseline)] for condition in self._undecided}
         return [condition for condition, pair in pairs.items() if any(self._status(run) is Status.FAILED for run in pair)]
@@ -135,7 +138,9 @@ class EvidenceRule:
         )
 
     def _lines(self, look: Look, comparison: Comparison) -> Iterator[str]:
-        """For example: maxrl+none +8.2 pp, evidence 12.4 of 20; if it goes on so, 71% to decide by the last seed."""
+        """A line for each condition, for example: maxrl+none +8.2 pp, evidence 12.4 of 20; if it goes on so, 71% to decide by the last
+        seed.
+        """
         for contrast in comparison.contrasts:
             condition = contrast.condition
             if condition not in look.evidence:
@@ -145,9 +150,3 @@ class EvidenceRule:
             if condition in look.chance:
                 line += f"; at this rate, {100 * look.chance[condition]:.0f}% to decide by the last seed"
             yield line + (f": {look.decided[condition]}." if condition in look.decided else ".")
-
-    def _last_line(self) -> str:
-        seeds = counted(len(self._record.looked), "seed")
-        if self._undecided:
-            return f"All {seeds} were looked at; not decided: {', '.join(self._undecided)}."
-        return f"Decided after {seeds} of at most {len(self._plan.seeds)}."

@@ -107,12 +107,6 @@ def unwritable(run: CampaignRun, error: OSError) -> RunOutcome:
     return RunOutcome(Status.FAILED, f"{run.folder / OUTPUT} cannot be written: {error.strerror}; free space there")
 
 
-def _shared_models() -> AbstractContextManager[None]:
-    from retrain.model.load import shared_models
-
-    return shared_models()
-
-
 class InProcess:
     """Trains one run after the other in this process, and keeps the base model loaded between them."""
 
@@ -120,7 +114,11 @@ class InProcess:
 
     def __init__(self, *, loads_models: bool = True) -> None:
         """`loads_models` is False where a remote service holds the model, so that no model library is imported."""
-        self._models = _shared_models() if loads_models else nullcontext()
+        self._models: AbstractContextManager[None] = nullcontext()
+        if loads_models:
+            from retrain.model.load import shared_models
+
+            self._models = shared_models()
         self._models.__enter__()
 
     def start(self, run: CampaignRun, slot: int) -> EndedJob:

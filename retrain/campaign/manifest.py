@@ -145,7 +145,17 @@ class Manifest:
 
         Raises ConfigurationError if the plan lacks a run, changes how a run is trained, or gives looks that were taken another meaning.
         """
-        _check_same(config_from_mapping(self.config), plan)
+        before = {run.name: run for run in plan_campaign(config_from_mapping(self.config), plan.folder).runs}
+        now = {run.name: run for run in plan_campaign(config_from_mapping(stored_form(plan.config)), plan.folder).runs}
+        if lost := [name for name in before if name not in now]:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise ConfigurationError(
+                f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
+                "restore its condition and seed (you may add others), or start a new campaign."
+            )
+        differences = [problem for name, run in before.items() for problem in resume_differences(run.config, now[name].config)]
+        if differences:
+            raise ConfigurationError(list(dict.fromkeys(differences)))
         self._check_looks(plan)
         fresh = Manifest.of_plan(plan, datetime.now().astimezone())
         self.runs = [self._by_name.get(entry.name, entry) for entry in fresh.runs]
@@ -153,7 +163,9 @@ class Manifest:
         self.config, self.conditions, self.seeds, self.max_steps = fresh.config, fresh.conditions, fresh.seeds, fresh.max_steps
 
     def _check_looks(self, plan: CampaignPlan) -> None:
-        """What a look decided holds for the steps, the conditions and the order of the seeds that it was taken with."""
+        """Check a resumed plan. Raises ConfigurationError where the steps, conditions or order of seeds differ from those of the looks
+        already taken.
+        """
         if plan.settings.stop != "evidence":
             return
         otherwise = 'set stop = "seeds", which runs everything and looks at nothing, or start a new campaign.'
@@ -186,20 +198,6 @@ def stored_form(config: TrainConfig) -> dict[str, Any]:
     return given_values(Redactor().config(config))
 
 
-def _check_same(stored: TrainConfig, plan: CampaignPlan) -> None:
-    before = {run.name: run for run in plan_campaign(stored, plan.folder).runs}
-    now = {run.name: run for run in plan_campaign(config_from_mapping(stored_form(plan.config)), plan.folder).runs}
-    if lost := [name for name in before if name not in now]:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise ConfigurationError(
-            f"{plan.folder} holds the run {lost[0]}{more}, which the file no longer plans; "
-            "restore its condition and seed (you may add others), or start a new campaign."
-        )
-    differences = [problem for name, run in before.items() for problem in resume_differences(run.config, now[name].config)]
-    if differences:
-        raise ConfigurationError(list(dict.fromkeys(differences)))
-
-
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
@@ -228,22 +226,19 @@ def open_campaign(config: TrainConfig, now: datetime) -> Iterator[tuple[Campaign
 
 
 def _new_folder(config: TrainConfig, now: datetime) -> Path:
-    if not config.is_set("logging.log_dir"):
-        return _timestamped(now)
-    folder = Path(config.logging.log_dir)
-    if (folder / MANIFEST).is_file():
-        raise ConfigurationError(
-            f"{folder} already holds a campaign; continue it with --resume {folder}, or choose another [logging] log_dir."
-        )
-    if RunFolder(folder).holds_run():
-        raise ConfigurationError(f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave the key out.")
-    return folder
-
-
-def _timestamped(now: datetime) -> Path:
-    """Create logs/campaign_<local time>, with -2, -3, ... if it exists, so that two campaigns started in one second get two folders."""
-    name = f"campaign_{now.strftime(TIMESTAMP)}"
-    number = 1
+    """`[logging] log_dir`, or a folder that is created: logs/campaign_<local time>, with -2, -3, ... if it exists, so that two campaigns
+    started in one second get two folders.
+    """
+    if config.is_set("logging.log_dir"):
+        folder = Path(config.logging.log_dir)
+        if (folder / MANIFEST).is_file():
+            raise ConfigurationError(
+                f"{folder} already holds a campaign; continue it with --resume {folder}, or choose another [logging] log_dir."
+            )
+        if RunFolder(folder).holds_run():
+            raise ConfigurationError(f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave the key out.")
+        return folder
+    name, number = f"campaign_{now.strftime(TIMESTAMP)}", 1
     while True:
         folder = LOGS / (name if number == 1 else f"{name}-{number}")
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.load import arms, given_values
-from retrain.config.schema import Campaign, Provenance
+from retrain.config.schema import Campaign, Logging, Provenance
 from retrain.errors import ConfigurationError
 from retrain.tracking.build import tracker_names
 
@@ -63,7 +63,7 @@ class CampaignPlan:
 
     @property
     def throttle_dir(self) -> Path:
-        """Folder of the locks that the workers of a Tinker campaign share."""
+        """The folder of the locks that the workers of a Tinker campaign share."""
         return self.folder / THROTTLE
 
 
@@ -95,7 +95,7 @@ def planned_seeds(settings: Campaign) -> tuple[int, ...]:
 
 
 def max_steps(config: TrainConfig) -> int:
-    """`[campaign] max_steps`, or else `[training] max_steps` if it is given, or else 500."""
+    """The steps of each run: `[campaign] max_steps`, or else `[training] max_steps` if it is given, or else 500."""
     given = settings_of(config).max_steps
     if given is not None:
         return given
@@ -103,25 +103,16 @@ def max_steps(config: TrainConfig) -> int:
 
 
 def run_name(condition: str, seed: int) -> str:
-    """`{condition}_s{seed}`, in characters that a folder's name may have."""
+    """The name of a run, `{condition}_s{seed}`, in characters that a folder's name may have."""
     return f"{_NOT_IN_A_NAME.sub('_', condition)}_s{seed}"
-
-
-def _shared_judge(view: TrainConfig, base: TrainConfig) -> str:
-    """The base's reward, for the held-out answers of a condition that trains with another one; "" leaves the condition its own.
-
-    With one judge the held-out accuracies of all conditions compare. `[evaluation] reward` overrides it, and a base whose reward is
-    random or a sum of several has nothing to share.
-    """
-    if view.evaluation.reward or view.reward.types == base.reward.types:
-        return ""
-    return "" if len(base.reward.types) > 1 or base.reward.types == ["random"] else base.reward.types[0]
 
 
 def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
     """Keys of [evaluation] that a condition takes from the base: the judge, and how held-out answers are sampled.
 
-    A condition that trains at another temperature, say, is still measured at the base's. What the condition says itself stays.
+    A condition that trains at another temperature, say, is still measured at the base's. What the condition says itself stays. The judge
+    is the base's reward, so that the held-out accuracies of all conditions compare; a base whose reward is random or a sum of several has
+    none to share.
     """
     echoed = ("temperature", "max_tokens", "top_k", "top_p", "min_p")
     pinned = {
@@ -129,8 +120,10 @@ def _shared_evaluation(view: TrainConfig, base: TrainConfig) -> dict[str, Any]:
         for name in echoed
         if getattr(view.evaluation, name) is None and getattr(view.training, name) != getattr(base.training, name)
     }
-    judge = _shared_judge(view, base)
-    return pinned | ({"reward": judge} if judge else {})
+    judges = base.reward.types
+    if not view.evaluation.reward and view.reward.types != judges and len(judges) == 1 and judges != ["random"]:
+        pinned["reward"] = judges[0]
+    return pinned
 
 
 def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, shared: dict[str, Any]) -> CampaignRun:
@@ -143,7 +136,7 @@ def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, 
     algorithm = {key: value for key, value in data.get("algorithm", {}).items() if key not in _MODES}
     data["algorithm"] = algorithm | {key: getattr(condition, key) for key in _MODES if getattr(condition, key)}
     _put(data, "training", seed=seed, max_steps=steps)
-    _put(data, "logging", log_dir=str(folder / RUNS / name), label=label, **_tracking(view, label, name, seed))
+    _put(data, "logging", log_dir=str(folder / RUNS / name), label=label, **_tracking(view.logging, label, name, seed))
     if not view.is_set("evaluation.at_end"):
         _put(data, "evaluation", at_end=True)
     if shared:
@@ -159,12 +152,12 @@ def _put(data: dict[str, Any], section: str, **values: Any) -> None:
     data[section] = {**data.get(section, {}), **values}
 
 
-def _tracking(view: TrainConfig, label: str, name: str, seed: int) -> dict[str, str]:
+def _tracking(logging: Logging, label: str, name: str, seed: int) -> dict[str, str]:
     """Run name, group and tags for wandb and trackio. The user's group wins, and the user's tags come first."""
-    trackers = set(tracker_names(view.logging))
+    trackers = set(tracker_names(logging))
     if not trackers & {"wandb", "trackio"}:
         return {}
-    names = {"wandb_run_name": name, "wandb_group": view.logging.wandb_group or label}
+    names = {"wandb_run_name": name, "wandb_group": logging.wandb_group or label}
     if "wandb" in trackers:  # trackio has no tags
-        names["wandb_tags"] = ",".join(dict.fromkeys((*view.logging.tags, label, f"seed{seed}")))
+        names["wandb_tags"] = ",".join(dict.fromkeys((*logging.tags, label, f"seed{seed}")))
     return names

@@ -22,30 +22,27 @@ class Checked:
 
 
 def check(plan: CampaignPlan) -> Checked:
-    """Raises ConfigurationError if a run could not start; NoHeldOutSplit if an evaluation was asked for that has no held-out split."""
+    """Check what all runs need. Raises ConfigurationError if a run could not start; NoHeldOutSplit if an evaluation was asked for that has
+    no held-out split.
+    """
     about_runs = notes(plan.config)
     lines = [line for line in preflight_lines(plan.config) if line not in about_runs]
     lacking = _without_held_out(plan)
     sources = dict.fromkeys(lacking.values())
     missing = [f"No held-out evaluation at the end: {name} holds nothing out." for name in sources]
-    return Checked((*lines, *condition_notes(plan), *missing, *_design(plan)), frozenset(lacking))
+    design = []  # what the campaign can conclude
+    if comparisons := len(plan.conditions) - 1:
+        from retrain.analysis.power import Correction, design_line
 
-
-def _design(plan: CampaignPlan) -> list[str]:
-    """Lines on what the campaign can conclude, printed before its first run."""
-    comparisons = len(plan.conditions) - 1
-    if comparisons == 0:
-        return []
-    from retrain.analysis.power import Correction, design_line
-
-    evaluation = plan.runs[0].config.evaluation
-    problems = evaluation.max_examples if evaluation.asked_for else 0
-    correction: Correction = "evidence" if plan.settings.stop == "evidence" else "maxt"
-    return [design_line(len(plan.seeds), comparisons, problems, evaluation.samples, correction=correction)]
+        evaluation = plan.runs[0].config.evaluation
+        problems = evaluation.max_examples if evaluation.asked_for else 0
+        correction: Correction = "evidence" if plan.settings.stop == "evidence" else "maxt"
+        design = [design_line(len(plan.seeds), comparisons, problems, evaluation.samples, correction=correction)]
+    return Checked((*lines, *condition_notes(plan), *missing, *design), frozenset(lacking))
 
 
 def condition_notes(plan: CampaignPlan) -> list[str]:
-    """Notes about the runs, each once, preceded by its conditions unless it concerns all of them."""
+    """The notes about the runs, each once, preceded by its conditions unless it concerns all of them."""
     found: dict[str, list[str]] = {}
     for run in plan.runs[: len(plan.conditions)]:  # the first seed's
         for note in notes(run.config):
@@ -74,18 +71,15 @@ def _without_held_out(plan: CampaignPlan) -> dict[str, str]:
         if source not in known:
             known[source] = _has_held_out(run.config, plan.config)
         if not known[source]:
-            lacking[run.condition] = _problems_of(run.config)
+            provider, data = run.config.environment.provider, f"[data] source = {run.config.data.source!r}"
+            lacking[run.condition] = f"[environment] {environment_name(run.config.environment)}" if provider else data
     return lacking
 
 
-def _problems_of(config: TrainConfig) -> str:
-    if config.environment.provider:
-        return f"[environment] {environment_name(config)}"
-    return f"[data] source = {config.data.source!r}"
-
-
 def _has_held_out(config: TrainConfig, campaign: TrainConfig) -> bool:
-    """Raises NoHeldOutSplit if the user asked for an evaluation; the campaign's own default is no reason to refuse."""
+    """True if a run has held-out problems. Raises NoHeldOutSplit if the user asked for an evaluation; the campaign's own default is no
+    reason to refuse.
+    """
     try:
         if config.environment.provider:
             with closing(load_environment(config)) as environment:

@@ -38,12 +38,18 @@ class RayLauncher:
         self._share = gpu_share(plan.settings)
         devices = plan.config.backend.device_list if plan.config.is_set("backend.devices") else ("cuda:0",)
         self._wants_gpus = plan.config.backend.backend == "local" and devices[0].startswith("cuda")
-        self._ray = _import_ray()
+        try:
+            import ray
+        except ImportError as error:
+            raise EnvironmentFailure(
+                f'[campaign] launcher = "ray" needs Ray, which is not installed ({error}); pip install "retrain[ray]".'
+            ) from error
+        self._ray = ray
         self._own_folder = "" if plan.settings.ray_address else _make_folder()
         try:
             self._connect()
             self.workers = self._room(len(plan.runs))
-        except BaseException:
+        except BaseException:  # an interrupt too leaves no cluster behind
             self.close()
             raise
 
@@ -59,7 +65,9 @@ class RayLauncher:
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
         try:
-            _check_reachable(self._settings.ray_address)
+            host, _, port = self._settings.ray_address.removeprefix("ray://").rpartition(":")
+            if port.isdigit():  # Ray itself would retry for minutes where nothing answers
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
             self._ray.init(**options, log_to_driver=False, logging_level="error")
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = f"ray_address = {self._settings.ray_address!r}" if self._settings.ray_address else 'launcher = "ray"'
@@ -107,15 +115,8 @@ def _make_folder() -> str:
         ) from error
 
 
-def _check_reachable(address: str) -> None:
-    """Raises OSError if nothing answers at host:port; Ray itself would retry for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-
-
 def gpu_share(settings: Campaign) -> float:
-    """GPUs per run: below 1 if several runs share one. Raises ConfigurationError if a run should have several GPUs and share them."""
+    """The GPUs of a run: below 1 if several runs share one. Raises ConfigurationError if a run should have several GPUs and share them."""
     if settings.devices_per_run > 1 and settings.workers_per_device > 1:
         raise ConfigurationError(
             f"[campaign] devices_per_run = {settings.devices_per_run} and workers_per_device = {settings.workers_per_device}: "
@@ -143,7 +144,7 @@ class RayJob:
         return RunOutcome(Status(status), reason, lost)
 
     def stop(self, signal_number: int) -> None:
-        """Ray raises KeyboardInterrupt in the task, which sends SIGINT to the worker process."""
+        """Ask the run to stop: Ray raises KeyboardInterrupt in the task, which sends SIGINT to the worker process."""
         self._ray.cancel(self._task, force=False)
 
     def kill(self) -> None:
@@ -166,13 +167,3 @@ def _perform(values: dict[str, Any], path: str, name: str, folder: str) -> tuple
                 worker.stop(signal.SIGINT)
     finally:
         worker.kill()
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise EnvironmentFailure(
-            f'[campaign] launcher = "ray" needs Ray, which is not installed ({error}); pip install "retrain[ray]".'
-        ) from error
-    return ray

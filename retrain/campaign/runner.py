@@ -24,6 +24,7 @@ from retrain.config import TrainConfig, replaced
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed, Untrained
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
+from retrain.records.printing import counted
 from retrain.records.run_folder import RunFolder
 from retrain.run.interrupts import Interrupts
 from retrain.run.opening import stored_checkpoints
@@ -84,11 +85,9 @@ def _launcher(plan: CampaignPlan) -> Launcher:
 
 
 def _first_line(plan: CampaignPlan) -> str:
-    """For example: Campaign logs/campaign_...: 2 conditions x 4 seeds = 8 runs of 50 steps, 3 of them finished before."""
-
-    def counted(count: int, noun: str) -> str:
-        return f"{count} {noun}{'' if count == 1 else 's'}"
-
+    """The line before the first run, for example: Campaign logs/campaign_...: 2 conditions x 4 seeds = 8 runs of 50 steps, 3 of them
+    finished before.
+    """
     done = sum(is_finished(run) for run in plan.runs)
     size = f"{counted(len(plan.conditions), 'condition')} x {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')}"
     resumed = f", {done} of them finished before" if done else ""
@@ -141,7 +140,11 @@ class _Execution:
                     self._waiting.remove(run)
                     self._start(run)
                     last_start = time.monotonic()
-                if not self._collect():
+                ended = [(slot, outcome) for slot, (_, job) in self._jobs.items() if (outcome := job.poll()) is not None]
+                for slot, outcome in ended:
+                    run, _ = self._jobs.pop(slot)
+                    self._record(run, outcome)
+                if not ended:
                     time.sleep(_POLL_S)
         finally:
             for _, job in self._jobs.values():
@@ -155,7 +158,9 @@ class _Execution:
         return not ended and (self._rule is None or self._rule.needs(run))
 
     def _queue_unfinished(self) -> None:
-        """Finished runs stay as they are; a run that failed or was interrupted in an earlier session is pending again."""
+        """Queue the runs that are to be made: finished ones stay as they are; a run that failed or was interrupted in an earlier session is
+        pending again.
+        """
         self._manifest.write()
         if self._plan.settings.stop == "evidence" and len(self._plan.conditions) > 1:
             self._rule = EvidenceRule(self._plan, self._manifest, self._launcher.workers, self._board.say)
@@ -198,14 +203,6 @@ class _Execution:
             self._jobs[slot] = (run, self._launcher.start(run, slot))
         except OSError as error:
             self._record(run, unwritable(run, error))
-
-    def _collect(self) -> bool:
-        """Record the runs that have ended; False if none has."""
-        ended = [(slot, outcome) for slot, (_, job) in self._jobs.items() if (outcome := job.poll()) is not None]
-        for slot, outcome in ended:
-            run, _ = self._jobs.pop(slot)
-            self._record(run, outcome)
-        return bool(ended)
 
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
         """A lost run is queued again up to max_retries times; any other outcome is final for this session."""

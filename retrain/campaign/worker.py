@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _exit_with_campaign(pipe: IO[bytes]) -> None:
-    """SIGKILL, so that the run's folder is free for a campaign that is resumed a moment later."""
+    """Kill this process when the campaign ends, so that the run's folder is free for a campaign that is resumed a moment later."""
     pipe.read()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -17,7 +17,7 @@ SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_optio
 def command(
     context: typer.Context,
     target: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration; its [reward] and [data] are used, no model.")],
-    examples: Annotated[int, typer.Option(min=1, help="Examples of the training set, spread over it.")] = 200,
+    examples: Annotated[int, typer.Option(min=1, help="Number of examples, spread over the training set.")] = 200,
     output: Annotated[Path | None, typer.Option(help="Write a page in the style of `retrain report`.")] = None,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One of them, with what it does with each key.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Show one of them, and what it does with each key.")] = "",
     form: Annotated[Literal["text", "json", "markdown"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
@@ -72,22 +72,18 @@ def _lines(entry: "Entry") -> Iterator[str]:
 
 def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
     """Print two tables for docs/engines.md: what each can do, and the keys that it does not simply use."""
+    from retrain.config.names import bracketed
+    from retrain.parsing import toml_value
     from retrain.records.printing import markdown_lines
 
     what = [(f"`{entry.name}`", entry.what, entry.words, entry.verified) for entry in entries]
     yield from markdown_lines(("name", "what it is", "what it can do", "verified against"), what)
     yield ""
-    keys = [(f"`{entry.name}`", shown, use, because) for entry in entries for shown, use, because in _not_used(entry)]
+    keys = []
+    for entry in entries:
+        rows = [row for row in entry.keys if row.use != "used"]
+        for use, because in dict.fromkeys((row.use, row.because) for row in rows):  # one row per reason, in the order of the schema
+            same = [row for row in rows if (row.use, row.because) == (use, because)]
+            shown = (f"`{bracketed(row.key)}`{' = ' + ' or '.join(map(toml_value, row.values)) if row.values else ''}" for row in same)
+            keys.append((f"`{entry.name}`", ", ".join(shown), "by `retrain serve`" if use == "serve" else use, because))
     yield from markdown_lines(("name", "keys", "", "why"), keys)
-
-
-def _not_used(entry: "Entry") -> Iterator[tuple[str, str, str]]:
-    """Yield (keys, what becomes of them, why) for each reason, in the order of the schema."""
-    from retrain.config.names import bracketed
-    from retrain.parsing import toml_value
-
-    rows = [row for row in entry.keys if row.use != "used"]
-    for use, because in dict.fromkeys((row.use, row.because) for row in rows):
-        same = [row for row in rows if (row.use, row.because) == (use, because)]
-        shown = (f"`{bracketed(row.key)}`{' = ' + ' or '.join(map(toml_value, row.values)) if row.values else ''}" for row in same)
-        yield ", ".join(shown), "by `retrain serve`" if use == "serve" else use, because

@@ -78,7 +78,7 @@ def command(
         Literal["exclude", "worst"], typer.Option(help="Leave pairs with a failed run out, or count that run as the worst result.")
     ] = "exclude",
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
-    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Compare conditions across seeds: paired differences, intervals, exact p values adjusted over all of them, and a verdict."""
     from retrain.analysis.comparison_text import to_json, to_markdown, to_text

@@ -24,7 +24,10 @@ def command(
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Held-out pass@1 and pass@k. Any flag of the configuration may follow, such as --evaluation-max-examples 50."""
+    """Evaluate a run's checkpoint, or the untrained model of a configuration, on held-out problems: pass@1 and pass@k.
+
+    Any flag of the configuration may follow, such as --evaluation-max-examples 50.
+    """
     from retrain.config.overrides import parse_overrides
 
     overrides = parse_overrides(context.args)

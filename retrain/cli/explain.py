@@ -24,10 +24,10 @@ def command(
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Usage: retrain explain [FILE] [flags]; without a file, ./retrain.toml.
+    """Show what a configuration would run, its settings and where they come from, and its memory, time and cost.
 
-    Shows what would run, the settings and where they come from, memory, time and cost. Any flag of the configuration may follow, such as
-    --lr 1e-4. Exits with 2 if the configuration would be refused.
+    Usage: retrain explain [FILE] [flags]; without a file, ./retrain.toml. Any flag of the configuration may follow, such as --lr 1e-4.
+    The exit code is 2 if the configuration would be refused.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides

@@ -40,7 +40,7 @@ def command(
     planning_model: Annotated[str, typer.Option(help="With --detectors: the sentence encoder, in place of the run's own.")] = "",
     table: Annotated[bool, typer.Option("--table", help="One line per token; the default where there is no colour.")] = False,
     form: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.TEXT,
-    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning mask, log-ratio."""
     from rich.console import Console

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An exception that is a bug propagates: Python prints it and exits with 1."""
-    _tolerate_any_text()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that the encoding lacks is shown as its escape, and ends no run
+            stream.reconfigure(errors="backslashreplace")
     prepare_torch()
     sys.excepthook = _masked_traceback
     try:
@@ -62,7 +64,11 @@ def _dispatch(arguments: list[str]) -> int:
         from retrain.cli.run import run_file
 
         return run_file(arguments)
-    raise ConfigurationError(_unknown(first))
+    from retrain.config.suggestions import nearest
+
+    near = nearest(first, COMMANDS, cutoff=0.5)
+    hint = f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
+    raise ConfigurationError(f"{shortened(first)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}")
 
 
 def is_path(argument: str) -> bool:
@@ -73,14 +79,6 @@ def is_path(argument: str) -> bool:
         return Path(argument).exists()
     except OSError:  # too long to be one
         return False
-
-
-def _unknown(argument: str) -> str:
-    from retrain.config.suggestions import nearest
-
-    near = nearest(argument, COMMANDS, cutoff=0.5)
-    hint = f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
-    return f"{shortened(argument)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}"
 
 
 def command_named(name: str) -> "TyperCommand":
@@ -141,10 +139,3 @@ def _masked_traceback(kind: type[BaseException], error: BaseException, trace: Tr
 
     sys.stderr.write(clean(Redactor().text("".join(traceback.format_exception(kind, error, trace)))))
     sys.stderr.write("This is a bug in retrain, not in your configuration.\n")
-
-
-def _tolerate_any_text() -> None:
-    """Let the streams show the escape of a character that their encoding lacks, instead of ending the run."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")

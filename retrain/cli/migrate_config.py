@@ -39,7 +39,11 @@ def migrate_text(text: str, name: str = "the configuration") -> str:
     if not legacy:
         return text
     adds_section = "options" not in backend and isinstance(backend, Table) and f"[{BACKEND}]" in text
-    options = _options_of(backend, name, adds_section)
+    if "options" not in backend:
+        backend["options"] = tomlkit.table() if adds_section else tomlkit.inline_table()
+    options = backend["options"]
+    if not isinstance(options, MutableMapping):
+        raise ConfigurationError(f"{name}: [backend] options is not a table; make it one and migrate again.")
     for key in legacy:
         _move(backend, options, key, name)
     if adds_section and list(document)[-1] != BACKEND:
@@ -52,15 +56,6 @@ def unified_diff(old: str, new: str, name: str) -> str:
     """Return the difference as `diff -u` shows it; empty if there is none."""
     lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), name, f"{name} (migrated)")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-
-def _options_of(backend: MutableMapping[str, Any], name: str, adds_section: bool) -> MutableMapping[str, Any]:
-    if "options" not in backend:
-        backend["options"] = tomlkit.table() if adds_section else tomlkit.inline_table()
-    options = backend["options"]
-    if not isinstance(options, MutableMapping):
-        raise ConfigurationError(f"{name}: [backend] options is not a table; make it one and migrate again.")
-    return options
 
 
 def _move(backend: MutableMapping[str, Any], options: MutableMapping[str, Any], key: str, name: str) -> None:
@@ -166,7 +161,9 @@ def _rewrite(path: Path, old: str, new: str, *, backup: bool) -> None:
     target = path.resolve()  # a link to a configuration stays a link
     try:
         if backup:
-            copy = _free_name(path)
+            copy, number = path.with_name(f"{path.name}.bak"), 2
+            while copy.exists():  # an older backup is never lost
+                copy, number = path.with_name(f"{path.name}.bak{number}"), number + 1
             shutil.copy2(path, copy)
             print(f"Kept the old file as {copy}.")
         mode = target.stat().st_mode
@@ -175,11 +172,3 @@ def _rewrite(path: Path, old: str, new: str, *, backup: bool) -> None:
     except OSError as error:
         raise EnvironmentFailure(f"{path} cannot be rewritten: {error.strerror}.") from error
     print(f"Rewrote {path}.")
-
-
-def _free_name(path: Path) -> Path:
-    """Return FILE.bak, or FILE.bak2 and so on, so that an older backup is never lost."""
-    candidate, number = path.with_name(f"{path.name}.bak"), 2
-    while candidate.exists():
-        candidate, number = path.with_name(f"{path.name}.bak{number}"), number + 1
-    return candidate

@@ -20,7 +20,7 @@ def command(
     effect: Annotated[float | None, typer.Option(help="The difference to find; for rates a fraction, such as 0.02.")] = None,
     sd: Annotated[float | None, typer.Option(help="Standard deviation of the differences between two arms, in place of a pilot.")] = None,
     metric: Annotated[str | None, typer.Option(help="The pilot's pass@K, correct_rate, auc, or a column of metrics.jsonl.")] = None,
-    comparisons: Annotated[int | None, typer.Option(help="Conditions beside the baseline; the pilot's, or 1.")] = None,
+    comparisons: Annotated[int | None, typer.Option(help="Conditions besides the baseline; by default the pilot's, or 1.")] = None,
     alpha: Annotated[float, typer.Option(help="Family-wise error rate of all comparisons.")] = 0.05,
     power: Annotated[float, typer.Option(help="Probability of finding the difference.")] = 0.8,
     correction: Annotated[Literal["maxt", "holm"], typer.Option(help="How `retrain compare` will adjust p over the comparisons.")] = "maxt",

@@ -24,7 +24,7 @@ def command(
     margin: Annotated[float | None, typer.Option(help="Call differences below this equivalent (TOST), such as 0.02.")] = None,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A negative difference is the improvement.")] = False,
     against: Annotated[list[str] | None, typer.Option(help="Another transform beside the run's own in the token viewer.")] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Steps of a run whose completions are shown.")] = 4,
+    steps: Annotated[int, typer.Option(min=0, help="Number of steps of a run whose completions are shown.")] = 4,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page at 127.0.0.1, updated while runs continue, until Ctrl-C.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0 takes a free one.")] = 0,
     refresh: Annotated[float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")] = 5.0,

@@ -13,6 +13,7 @@ from retrain.records.disk import expanded
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.config.overrides import Overrides
+    from retrain.config.schema import Squeeze
     from retrain.squeeze.job import Squeezed
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--skip-parity": False}
@@ -51,31 +52,28 @@ def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
     from retrain.squeeze import run_squeeze
 
     squeezed = run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
-    line = _draw_squeeze(squeezed, _squeeze_picture(config))
+    line = _draw_squeeze(config.squeeze, Path(config.logging.log_dir).parent, squeezed)
     if not parsed.quiet:
         print(clean(line))
     return 0
 
 
-def _squeeze_picture(config: "TrainConfig") -> Path:
-    """Return the place of the picture: in the squeezed adapter's folder, or beside the runs, under the adapter's name, if it is only
-    analysed.
+def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "Squeezed") -> str:
+    """Draw the variance curve, and return a line that tells where it is, or why there is none.
+
+    It lies in the squeezed adapter's folder or, of an adapter that is only analysed, beside the `runs` and under the adapter's name.
     """
-    from retrain.tracking.build import SQUEEZE_RUN
-
-    if config.squeeze.output_path:
-        return expanded(config.squeeze.output_path, "[squeeze] output_path") / "squeeze.png"
-    adapter = expanded(config.squeeze.adapter_path, "[squeeze] adapter_path").resolve()
-    return Path(config.logging.log_dir).parent / SQUEEZE_RUN / f"{'-'.join(adapter.parts[1:][-3:])}.png"
-
-
-def _draw_squeeze(squeezed: "Squeezed", picture: Path) -> str:
-    """Draw the picture, and return a line that tells where it is, or why there is none."""
     if importlib.util.find_spec("matplotlib") is None:
         return 'The variance curve is not drawn: matplotlib is not installed; pip install "retrain[report]".'
     from retrain.report.data import SqueezeCurve
     from retrain.report.figures import write_squeeze_picture
+    from retrain.tracking.build import SQUEEZE_RUN
 
+    if settings.output_path:
+        picture = expanded(settings.output_path, "[squeeze] output_path") / "squeeze.png"
+    else:
+        adapter = expanded(settings.adapter_path, "[squeeze] adapter_path").resolve()
+        picture = runs / SQUEEZE_RUN / f"{'-'.join(adapter.parts[1:][-3:])}.png"
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         write_squeeze_picture(SqueezeCurve.from_json("", squeezed.to_json()), picture)

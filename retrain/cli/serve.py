@@ -24,12 +24,12 @@ def command(
     engine: Annotated[str, typer.Argument(help="vllm, sglang, mlx or max.")],
     run: Annotated[bool, typer.Option("--run", help="Start it in this terminal instead of printing it.")] = False,
     python: Annotated[str, typer.Option(help="Python of the environment in which the server is installed.")] = "python",
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the longest prompt; 0 encodes the data and counts.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the longest prompt; 0 reads the data and counts them.")] = 0,
 ) -> None:
-    """Usage: retrain serve ENGINE [FILE] [flags]; without a file, ./retrain.toml.
+    """Print the command that starts an inference server as a configuration needs it: adapters, log-probs, context, data types.
 
-    Prints the command with every flag that this configuration needs: adapters, log-probs, context, data types. Any flag of the
-    configuration may follow, such as --max-tokens 512.
+    Usage: retrain serve ENGINE [FILE] [flags]; without a file, ./retrain.toml. Any flag of the configuration may follow, such as
+    --max-tokens 512.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
@@ -53,7 +53,7 @@ def command(
 def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     """Return what the model and the data ask of a server; with `prompt_tokens` the data is not read."""
     from retrain.inference_engine.commands import ServerNeeds
-    from retrain.model.budget import kv_bytes_per_token, longest_row
+    from retrain.model.budget import kv_bytes_per_token, longest_sampled, most_new_tokens
     from retrain.model.devices import choose_device, choose_dtype
     from retrain.model.text import context_length, load_model_config, resolve_model
 
@@ -62,10 +62,12 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     learner = str(choose_dtype(config.model.dtype, device)).removeprefix("torch.")
     dtype = learner if config.inference.dtype == "auto" else "bfloat16"
     positions = context_length(model)
-    longest = longest_row(config.training, config.environment, positions, prompt_tokens or _longest_prompt(config))
+    prompt_tokens = prompt_tokens or _longest_prompt(config)
+    longest = longest_sampled(config.training, config.evaluation, config.environment, positions, prompt_tokens)
     context = min(max(longest, _GATE_TOKENS), positions or longest)
+    new_tokens = most_new_tokens(config.training, config.evaluation)
     answers = " and what the environment says between them" if config.environment.provider else ""
-    print_progress(f"The longest prompt and {config.training.max_tokens} new tokens{answers} fit into a context of {context} tokens.")
+    print_progress(f"The longest prompt and {new_tokens} new tokens{answers} fit into a context of {context} tokens.")
     kv_bytes = kv_bytes_per_token(model, 4 if dtype == "float32" else 2, config.inference.kv_cache_dtype)
     return ServerNeeds(resolve_model(config.model.model), dtype, device.type, context, kv_bytes)
 

@@ -28,28 +28,24 @@ def command(
 ) -> None:
     """Show progress, last metrics, throughput and step time of every run in and below a folder, and which runs were killed or hang."""
     from retrain.analysis.status import overview
+    from retrain.records.redact import Redactor
+    from retrain.records.terminal import clean
 
     as_json = as_json or form == "json"
     try:
         while True:
             seen = overview(logs)
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None  # no terminal: every column
-            _show(json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen, width)), clear=watch and not as_json)
+            text = json.dumps(seen.to_json()) if as_json else "\n".join(lines(seen, width))
+            if watch and not as_json and sys.stdout.isatty():
+                sys.stdout.write(_CLEAR)
+            sys.stdout.write(clean(Redactor().text(text)) + "\n")
+            sys.stdout.flush()
             if not (watch and seen.is_live):
                 return
             time.sleep(interval)
     except KeyboardInterrupt:  # how one stops watching
         return
-
-
-def _show(text: str, *, clear: bool) -> None:
-    from retrain.records.redact import Redactor
-    from retrain.records.terminal import clean
-
-    if clear and sys.stdout.isatty():
-        sys.stdout.write(_CLEAR)
-    sys.stdout.write(clean(Redactor().text(text)) + "\n")
-    sys.stdout.flush()
 
 
 def lines(seen: "Overview", width: int | None = None) -> list[str]:
@@ -61,8 +57,15 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
         printed += [campaign_line(campaign), *_table(campaign.runs, campaign.path / "runs", width), *campaign.foreseen, ""]
     if seen.runs:
         printed += [*_table(seen.runs, seen.folder, width), ""]
-    notes = [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]
-    return [*printed, *notes, *_loss_lines(seen.all_runs)]
+    printed += [f"{run.name}: {run.note}" for run in seen.all_runs if run.note]
+    explained: dict[str, list[str]] = {}  # what a loss means -> names of the runs
+    for run in seen.all_runs:
+        if run.loss_note:
+            explained.setdefault(run.loss_note, []).append(run.name)
+    for note, names in explained.items():
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        printed.append(note if len(names) == len(seen.all_runs) else f"{some}: {note}")
+    return printed
 
 
 def campaign_line(campaign: "CampaignStatus") -> str:
@@ -109,16 +112,3 @@ def _cells(run: "RunStatus", root: Path) -> tuple[str, ...]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _loss_lines(runs: Sequence["RunStatus"]) -> list[str]:
-    """Each explanation once, with the runs that it is about where it is not about all."""
-    by_note: dict[str, list[str]] = {}
-    for run in runs:
-        if run.loss_note:
-            by_note.setdefault(run.loss_note, []).append(run.name)
-    return [note if len(names) == len(runs) else f"{_some(names)}: {note}" for note, names in by_note.items()]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

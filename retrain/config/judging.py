@@ -35,7 +35,7 @@ def judging_rewards(config: TrainConfig) -> list[tuple[str, float]]:
 
 
 def with_judging_reward(config: TrainConfig) -> TrainConfig:
-    """`config` with `[reward]` set to what judges held-out answers; `config` itself where training's reward does."""
+    """Return `config` with `[reward]` set to what judges held-out answers; `config` itself where training's reward does."""
     judging = judging_rewards(config)
     if judging == training_rewards(config):
         return config

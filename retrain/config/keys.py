@@ -99,7 +99,7 @@ def flag_of(section: str, name: str) -> str:
 
 @cache
 def section_models() -> dict[str, type[Section]]:
-    """Section names to their classes, in the order of the schema."""
+    """Map section names to their classes, in the order of the schema."""
     models: dict[str, type[Section]] = {}
     for name, field in TrainConfig.model_fields.items():
         models[name] = next(part for part in _flatten(field.annotation) if isinstance(part, type) and issubclass(part, Section))

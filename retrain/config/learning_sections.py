@@ -47,7 +47,7 @@ class Backend(Section):
 
     @property
     def device_list(self) -> tuple[str, ...]:
-        """torch's names of the devices."""
+        """The devices by torch's names."""
         return parse_devices(self.devices)
 
     @property
@@ -73,7 +73,7 @@ class PrimeRLOptions(Section):
     zmq_port: int = key(5555, "Port of the ZMQ transport.", ge=1, le=65535)
     zmq_hwm: int = key(10, "Messages that ZMQ holds before it drops or blocks.", ge=1)
     strict_advantages: bool = key(True, "Must stay true: per-token advantages are never averaged silently.")
-    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds; above the time of one of the trainer's steps.", gt=0)
+    sync_wait_s: float = key(30, "Longest wait for broadcast weights, in seconds; set it longer than one step of the trainer.", gt=0)
     sync_poll_s: float = key(0.2, "Seconds between checks for broadcast weights.", gt=0)
     wire: Literal["v0.9"] = key("v0.9", "Version of PRIME-RL's wire format: v0.9.0 and later.")
     output_dir: PathText = key(

@@ -1,13 +1,11 @@
 """Loading: a file, environment variables and flags become a TrainConfig, or a list of all problems.
 
 Later sources win: defaults, file, RETRAIN_<SECTION>_<KEY>, flags. Nothing but the file is read, and no plugin is imported.
-
-Precedence: defaults < file < RETRAIN_<SECTION>_<KEY> < flags. No plugin is imported and nothing is looked at but the file.
 """
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,15 +237,13 @@ def _arm_problems(config: TrainConfig) -> list[str]:
         except ConfigurationError as error:
             for problem in error.problems:
                 found.setdefault(problem, []).append(number)
-    return [_with_numbers(problem, numbers, len(config.conditions)) for problem, numbers in found.items()]
-
-
-def _with_numbers(problem: str, numbers: list[int], conditions: int) -> str:
-    if len(numbers) == conditions > 1:
-        return problem
-    place, _, sentence = problem.partition(": ")
-    which = f"number {numbers[0]}" if len(numbers) == 1 else f"numbers {', '.join(map(str, numbers))}"
-    return f"{place}: [[campaign.conditions]] {which}: {sentence}"
+    sentences = []
+    for problem, numbers in found.items():
+        place, _, sentence = problem.partition(": ")
+        which = f"number {numbers[0]}" if len(numbers) == 1 else f"numbers {', '.join(map(str, numbers))}"
+        shared = len(numbers) == len(config.conditions) > 1
+        sentences.append(problem if shared else f"{place}: [[campaign.conditions]] {which}: {sentence}")
+    return sentences
 
 
 def _gather_conditions(data: Sections) -> Sections:
@@ -266,18 +262,14 @@ def _gathered(table: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in table.items() if name in (*CONDITION_KEYS, "sets")}
     sets: dict[str, Any] = {}
     for name, setting in table.items():
-        if name not in (*CONDITION_KEYS, "sets"):
-            for path, value in _paths(name, setting):
-                (sets if is_settable(path) else own)[path] = value
+        if name in (*CONDITION_KEYS, "sets"):
+            continue
+        if name in section_models() and isinstance(setting, dict):
+            settings = {f"{name}.{key}": value for key, value in setting.items()}
+        else:
+            homes = condition_homes(name)
+            settings = {homes[0] if len(homes) == 1 else name: setting}
+        for given, value in settings.items():
+            path = ALIASES.get(given, given)
+            (sets if is_settable(path) else own)[path] = value
     return own | ({"sets": {**own.get("sets", {}), **sets}} if sets else {})
-
-
-def _paths(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The "section.key" and value of each setting that one name of the table stands for."""
-    if name in section_models() and isinstance(value, dict):
-        settings = {f"{name}.{key}": item for key, item in value.items()}
-    else:
-        homes = condition_homes(name)
-        settings = {homes[0] if len(homes) == 1 else name: value}
-    for path, item in settings.items():
-        yield ALIASES.get(path, path), item

@@ -65,29 +65,23 @@ def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
         reasons += [row.because for row in support if row and row.use in ("serve", "unused")]
         if reason := next(iter(reasons), ""):
             yield key.path, f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
-    for sentence in _unused_options(config):
-        yield "backend.options", sentence
+    if config.kind == "squeeze" or config.backend.backend not in builtin_names("backend"):
+        return
+    owners = {name: owner for owner, model in BACKEND_OPTIONS.items() for name in model.model_fields}
+    for name, value in config.backend.options.items():
+        owner, backend = owners[name], config.backend.backend
+        if value == BACKEND_OPTIONS[owner]().model_dump()[name]:
+            continue
+        shown = f"[backend.options] {name} = {toml_value(value)} is unused here"
+        if backend != owner:
+            yield "backend.options", f'{shown}: it is an option of {owner}, and backend is "{backend}".'
+        elif name.startswith("zmq_") and config.backend.prime_rl.transport == "filesystem":
+            yield "backend.options", f'{shown}: transport is "filesystem".'
 
 
 def squeezes_remote_adapter(config: TrainConfig) -> bool:
     """Return True for a squeeze job whose adapter is stored by a Tinker service."""
     return config.kind == "squeeze" and config.squeeze.adapter_path.startswith("tinker://")
-
-
-def _unused_options(config: TrainConfig) -> Iterator[str]:
-    if config.kind == "squeeze" or config.backend.backend not in builtin_names("backend"):
-        return
-    owners = {name: owner for owner, model in BACKEND_OPTIONS.items() for name in model.model_fields}
-    backend = config.backend.backend
-    for name, value in config.backend.options.items():
-        owner = owners[name]
-        if value == BACKEND_OPTIONS[owner]().model_dump()[name]:
-            continue
-        shown = f"[backend.options] {name} = {toml_value(value)} is unused here"
-        if backend != owner:
-            yield f'{shown}: it is an option of {owner}, and backend is "{backend}".'
-        elif name.startswith("zmq_") and config.backend.prime_rl.transport == "filesystem":
-            yield f'{shown}: transport is "filesystem".'
 
 
 def _no_transform_with(trait: str) -> Test:

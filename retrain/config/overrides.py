@@ -157,7 +157,7 @@ def _toml(text: str) -> dict[str, Any] | None:
 
 
 def table_entry(text: str, flag: str) -> dict[str, Any]:
-    """`key=value` as a table: TOML's types, and a bare word is a string. Dots in the key nest."""
+    """Parse `key=value` into a table: TOML's types, and a bare word is a string. Dots in the key nest."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise ConfigurationError(f"flag {flag} takes key=value, such as {flag} cap=0.1, and got {text!r}.")
@@ -239,17 +239,14 @@ class _Parser:
         if text is None:
             return
         try:
-            self._store(key, path, inside, text, flag)
+            if inside:
+                self._set(path, table_entry(f"{inside}={text}", flag), flag, adds=True)
+            elif dict in key.kinds and not text.lstrip().startswith("{"):
+                self._set(path, table_entry(text, flag), flag, adds=True)
+            else:
+                self._set(path, convert(key, text), flag)
         except ConfigurationError as error:
             self._problems.extend(error.problems)
-
-    def _store(self, key: "Key", path: str, inside: str, text: str, flag: str) -> None:
-        if inside:
-            self._set(path, table_entry(f"{inside}={text}", flag), flag, adds=True)
-        elif dict in key.kinds and not text.lstrip().startswith("{"):
-            self._set(path, table_entry(text, flag), flag, adds=True)
-        else:
-            self._set(path, convert(key, text), flag)
 
     def _find(self, flag: str) -> tuple[str | None, str, bool]:
         """The key of a flag, the place inside of its table, and whether it is a --no- form."""
@@ -261,19 +258,16 @@ class _Parser:
             if path and not inside and bool in _key_of(path).kinds:
                 return path, "", True
             return None, "", False
-        return (*self._dotted(flag.removeprefix("--")), False)
-
-    def _dotted(self, name: str) -> tuple[str | None, str]:
         from retrain.config.keys import keys_by_path
         from retrain.config.names import ALIASES
 
-        section, _, rest = name.partition(".")
+        section, _, rest = flag.removeprefix("--").partition(".")
         leaf, _, inside = rest.partition(".")
         path = f"{section}.{leaf.replace('-', '_')}"
         known = path in keys_by_path() or path in ALIASES
         if not known or (inside and dict not in _key_of(path).kinds):
-            return None, ""
-        return path, inside
+            return None, "", False
+        return path, inside, False
 
     def _following(self, key: "Key", flag: str) -> str | None:
         """Return the next argument as this flag's value. A switch needs none, and takes only true, false or its own words."""

@@ -119,20 +119,15 @@ def _shannon_entropy_needs_logits(config: "TrainConfig") -> Iterator[Violation]:
             f'[algorithm] uncertainty_kind = "shannon_entropy" needs [backend] backend = "local", and "{config.backend.backend}" '
             "returns log-probs only; use surprisal or predictive_variance",
         )
-    elif not _has_entropies(config.inference.engine):
+    elif config.inference.engine in builtin_names("engine"):  # a plugin declares what it has only when the run starts
+        declared = table("engine")[config.inference.engine]
+        if declared is not None and declared.entropy:
+            return
         yield Violation(
             (source, "inference.engine"),
             f'[algorithm] uncertainty_kind = "shannon_entropy" needs [inference] engine = "pytorch", and "{config.inference.engine}" '
             "returns log-probs only; use surprisal or predictive_variance",
         )
-
-
-def _has_entropies(engine: str) -> bool:
-    """Return False for a built-in engine without entropies; a plugin declares what it has only when the run starts."""
-    if engine not in builtin_names("engine"):
-        return True
-    declared = table("engine")[engine]
-    return declared is not None and declared.entropy
 
 
 @_rule

@@ -315,7 +315,7 @@ class Logging(Section):
     wandb_entity: str = key("", "wandb entity or team.")
     wandb_group: str = key("", "wandb group.")
     wandb_tags: str = key("", "Comma-separated wandb tags.")
-    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = key([], "Trackers beside the run's own files.")
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = key([], "Trackers in addition to the run's own files.")
     generations_every: int = key(1, "Steps between records of generations; 0 is off.", ge=0)
     generations_per_step: int = key(8, "Generations recorded at each such step.", ge=0)
     tokens_every: int = key(0, "Steps between per-token files for inspect; 0 is off.", ge=0)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from retrain.config.keys import all_keys, section_models
@@ -16,21 +15,21 @@ def dump_toml(config: TrainConfig) -> str:
     Keys whose being unset says something that no value can say are left out while they are unset, and so are the sections that act by
     being there.
     """
-    sections = [name for name, model in section_models().items() if not model.traits.acts_by_presence or config.is_set(name)]
-    return "\n\n".join("\n".join(_section(config, name)) for name in sections) + "\n"
-
-
-def _section(config: TrainConfig, section: str) -> Iterator[str]:
-    yield f"[{section}]"
-    for key in all_keys():
-        unset = key.traits.meaningful_unset and not config.is_set(key.path)
-        if key.section == section and key.path != "campaign.conditions" and not unset:
-            yield f"{key.name} = {_stored_value(key.path, config.value(key.path))}"
-    if section == "campaign" and config.campaign is not None:
-        for condition in config.campaign.conditions:
-            yield "\n[[campaign.conditions]]"
+    sections = []
+    for section, model in section_models().items():
+        if model.traits.acts_by_presence and not config.is_set(section):
+            continue
+        lines = [f"[{section}]"]
+        for key in all_keys():
+            unset = key.traits.meaningful_unset and not config.is_set(key.path)
+            if key.section == section and key.path != "campaign.conditions" and not unset:
+                lines.append(f"{key.name} = {_stored_value(key.path, config.value(key.path))}")
+        for condition in config.campaign.conditions if section == "campaign" and config.campaign else ():
+            lines.append("\n[[campaign.conditions]]")
             settings = condition.model_dump(exclude_unset=True).items()
-            yield from (f"{path} = {_stored_value(path, value)}" for path, value in settings)
+            lines += [f"{path} = {_stored_value(path, value)}" for path, value in settings]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"
 
 
 def _stored_value(path: str, value: Any) -> str:

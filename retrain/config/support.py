@@ -1,4 +1,4 @@
-"""What every backend and every engine does with each key of its sections: uses it, leaves it to `retrain serve`, ignores it, or refuses it.
+"""Tables of what each backend and engine does with each key: use it, leave it to `retrain serve`, ignore it, or refuse it.
 
 The tables are the only place where this is written. `outcomes.py` makes the sentences of a run and of `explain` from them, the documents
 print them, and the tests set every key of every row.

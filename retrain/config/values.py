@@ -55,7 +55,7 @@ class OpenName:
 
 
 def normalise_device(name: str) -> str:
-    """torch's name of a device: gpu:N is cuda:N."""
+    """Return torch's name of a device: gpu:N is cuda:N."""
     return name.replace("gpu:", "cuda:")
 
 

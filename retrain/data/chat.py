@@ -32,13 +32,13 @@ _OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "conti
 
 
 def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "Data") -> str:
-    """The example in the tokenizer's chat template, or as plain text if the tokenizer has none.
+    """Render the example in the tokenizer's chat template, or as plain text if the tokenizer has none.
 
     A text prompt is put into [data] prompt_template and becomes one user message. In a conversation the template, if it is set, wraps
     the last user message. The system prompt comes first unless the example has its own.
     Raises ConfigurationError if the chat template refuses the conversation, or if there is none and the example has several turns.
     """
-    messages = _messages(example, data)
+    messages = messages_of(example, data)
     if tokenizer.chat_template:
         return _apply_chat_template(tokenizer, messages, data.chat_template_args)
     if any(message["role"] not in ("system", "user") for message in messages):
@@ -50,26 +50,24 @@ def render_text(tokenizer: "PreTrainedTokenizerBase", example: Example, data: "D
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[Int32Array]:
-    """Token ids of rendered prompts, [P] each. A chat template has written its special tokens itself, so none is added; a plain text
-    gets the tokens that the model expects in front, such as BOS, unless it starts with them.
+    """Return the token ids of rendered prompts, [P] each. A chat template has written its special tokens itself, so none is added; a plain
+    text gets the tokens that the model expects in front, such as BOS, unless it starts with them.
     """
     if not texts:
         return []
+    opening: list[int] = []
+    if not tokenizer.chat_template:
+        letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = tokenizer("a", add_special_tokens=True)["input_ids"]
+        starts = [start for start in range(len(full)) if full[start : start + len(letter)] == letter]
+        opening = list(full[: starts[0]]) if starts else []
     bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    opening = [] if tokenizer.chat_template else _opening_tokens(tokenizer)
     rows = [ids if ids[: len(opening)] == opening else opening + ids for ids in bare]
     return [np.array(ids, dtype=np.int32) for ids in rows]
 
 
-def _opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The tokens that the tokenizer puts in front of a text, such as BOS."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a", add_special_tokens=True)["input_ids"]
-    starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
-    return list(full[: starts[0]]) if starts else []
-
-
-def _messages(example: Example, data: "Data") -> list[ChatMessage]:
+def messages_of(example: Example, data: "Data") -> list[ChatMessage]:
+    """Return the conversation that the chat template is given."""
     if isinstance(example.prompt, str):
         template = data.prompt_template if data.prompt_template is not None else DEFAULT_TEMPLATES.get(data.source, PLAIN_TEMPLATE)
         messages = [ChatMessage(role="user", content=fill_template(template, example.prompt))]
@@ -85,7 +83,7 @@ def _messages(example: Example, data: "Data") -> list[ChatMessage]:
 
 
 def fill_template(template: str, prompt: str) -> str:
-    r"""Plain replacement, so that other braces, as in \boxed{}, stay."""
+    r"""Fill the places by plain replacement, so that other braces, as in \boxed{}, stay."""
     return template.replace(PLAIN_TEMPLATE, prompt)
 
 
@@ -138,25 +136,29 @@ class ChatRenderer:
         self._arguments = arguments
 
     def text(self, messages: Sequence[ChatMessage], tools: Sequence[Any] = ()) -> str:
-        """A conversation up to the head of the next reply."""
+        """Render a conversation up to the head of the next reply."""
         if self.tokenizer.chat_template:
             return _apply_chat_template(self.tokenizer, messages, self._arguments, tools)
         return _PLAIN_JOIN.join(message["content"] for message in messages)
 
     def opening(self, messages: Sequence[ChatMessage], tools: Sequence[Any] = ()) -> Continuation:
-        """The whole conversation as a prompt."""
+        """Render the whole conversation as a prompt."""
         text = self.text(messages, tools)
         return Continuation(text, encode_texts(self.tokenizer, [text])[0], restarts=True)
 
     def continued(
         self, text: str, history: Sequence[ChatMessage], new: Sequence[ChatMessage], last_token: int, tools: Sequence[Any] = ()
     ) -> Continuation:
-        """The tokens and text that follow the reply which ends `history`.
+        """Return the tokens and text that follow the reply which ends `history`.
 
         `text`: the conversation before that reply, as the template wrote it; `last_token`: the reply's last token. It restarts where the
         template writes the earlier conversation otherwise than before, as those do that drop old reasoning; white space does not count.
         """
-        behind = self._behind_a_reply(new, tools)
+        if self.tokenizer.chat_template:
+            marked = [ChatMessage(role="user", content="question"), ChatMessage(role="assistant", content=_MARK), *new]
+            behind = self.text(marked, tools).rpartition(_MARK)[2]
+        else:
+            behind = _PLAIN_JOIN + self.text(new)
         expected = f"{text}{history[-1]['content']}{behind}"
         whole = self.text([*history, *new], tools)
         if _without_space(whole) != _without_space(expected):
@@ -165,12 +167,6 @@ class ChatRenderer:
         if ids and ids[0] == last_token and last_token in self._eos_ids:
             ids = ids[1:]  # the model has ended its turn itself
         return Continuation(whole, np.array(ids, np.int32), restarts=False)
-
-    def _behind_a_reply(self, new: Sequence[ChatMessage], tools: Sequence[Any]) -> str:
-        if not self.tokenizer.chat_template:
-            return _PLAIN_JOIN + self.text(new)
-        marked = [ChatMessage(role="user", content="question"), ChatMessage(role="assistant", content=_MARK), *new]
-        return self.text(marked, tools).rpartition(_MARK)[2]
 
 
 def _without_space(text: str) -> str:

@@ -101,7 +101,7 @@ def build_problem(family: str, draws: Sequence[float]) -> Problem:
         return 10 + int(90 * next(uniforms))
 
     def plus_or_minus(value: int) -> tuple[str, int]:
-        """A term that does not make the value negative."""
+        """Return a term that does not make the value negative."""
         operand, sign = two_digits(), next(uniforms)
         return ("-" if sign < 0.5 and operand <= value else "+"), operand
 

@@ -30,28 +30,25 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     Raises NoHeldOutSplit if nothing is held out, another ConfigurationError if no example is left or the source is not known,
     EnvironmentFailure if the hub is needed and cannot be reached.
     """
-    query = _query(config, split)
+    source = config.evaluation.source if split == "heldout" else ""
+    apart = source not in ("", config.data.source)
+    data = config.data.model_copy(update={"source": source, "path": "", "params": {}}) if apart else config.data
+    query = Query(config, data, split, named_for_evaluation=apart)
     result = read_source(query)
     if not result.examples:
         details = "; ".join(filter(None, [result.dropped_rows(), *result.notes])) or "it is empty"
         kind = "training" if split == "train" else "held-out"
         raise ConfigurationError(f"{query.key} has no usable {kind} row: {details}; check the file, prompt_column and answer_column.")
-    source = query.data.source
-    named = [example if example.example_id else replace(example, example_id=f"{source}-{i}") for i, example in enumerate(result.examples)]
+    named = [
+        example if example.example_id else replace(example, example_id=f"{data.source}-{index}")
+        for index, example in enumerate(result.examples)
+    ]
     result.examples = subset(named, config.training.max_examples if split == "train" else 0)
     if result.dropped:
         result.notes.append(f"Dropped rows: {result.dropped_rows()}")
     if repeated := len(result.examples) - len({example.example_id for example in result.examples}):
         result.notes.append(f"Examples that share their example_id with another, so that their results are counted together: {repeated:,}")
     return result
-
-
-def _query(config: "TrainConfig", split: Split) -> Query:
-    source = config.evaluation.source if split == "heldout" else ""
-    if not source or source == config.data.source:
-        return Query(config, config.data, split, named_for_evaluation=False)
-    data = config.data.model_copy(update={"source": source, "path": "", "params": {}})
-    return Query(config, data, split, named_for_evaluation=True)
 
 
 def subset(examples: list[Example], limit: int) -> list[Example]:
@@ -72,7 +69,7 @@ def contamination_note(train: Iterable[Example], heldout: Iterable[Example]) -> 
 
 
 def _prompt_key(example: Example) -> str:
-    """The prompt with its white space normalised."""
+    """Return the prompt with its white space normalised."""
     messages = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
     return json.dumps([[message["role"], message["content"].split()] for message in messages])
 

@@ -1,6 +1,5 @@
 """Prompts, encoded once, in an order that is a pure function of (seed, cursor)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -9,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain import noise
-from retrain.data.chat import encode_texts, render_text
+from retrain.data.chat import encode_texts, messages_of, render_text
 from retrain.data.load import fingerprint
 from retrain.data.sources import ReadResult, counted
 from retrain.errors import ConfigurationError
@@ -36,7 +35,7 @@ class PromptSet:
         return len(self.prompts)
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
-        """Prompts cursor .. cursor + count - 1, counted from the start of the run over all epochs."""
+        """Return prompts cursor .. cursor + count - 1, counted from the start of the run over all epochs."""
         size = len(self.prompts)
         return [self.prompts[epoch_order(seed, place // size, size)[place % size]] for place in range(cursor, cursor + count)]
 
@@ -70,26 +69,21 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
             if text.context and len(token_ids) >= text.context:
                 too_long.append(f"{example.example_id} with {len(token_ids):,} of {text.context:,} tokens")
             else:
-                prompts.append(Prompt(example, rendered, token_ids))
+                prompts.append(Prompt(example, rendered, token_ids, tuple(messages_of(example, loaded.data))))
     dropped = counted(len(too_long), "longer than the context", too_long[0]) if too_long else ""
     if not prompts:
         raise ConfigurationError(
             f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model with a longer context, or shorter '
             "problems."
         )
-    notes = [
-        *loaded.notes,
-        f"Dropped prompts: {dropped}" if dropped else "",
-        _clamp_note(prompts, text.context, training.max_tokens),
-    ]
-    return PromptSet(tuple(prompts), tuple(filter(None, notes)))
-
-
-def _clamp_note(prompts: Sequence[Prompt], context: int, max_tokens: int) -> str:
-    clamped = [len(prompt.token_ids) for prompt in prompts if context and len(prompt.token_ids) + max_tokens > context]
-    if not clamped:
-        return ""
-    return (
-        f"[training] max_tokens = {max_tokens} and the prompt exceed the model's context of {context:,} for {len(clamped):,} of "
-        f"{len(prompts):,} prompts, whose completions end at the context (after {context - max(clamped):,} tokens or more)"
-    )
+    notes = [*loaded.notes]
+    if dropped:
+        notes.append(f"Dropped prompts: {dropped}")
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    if clamped := [length for length in lengths if text.context and length + training.max_tokens > text.context]:
+        notes.append(
+            f"[training] max_tokens = {training.max_tokens} and the prompt exceed the model's context of {text.context:,} for "
+            f"{len(clamped):,} of {len(prompts):,} prompts, whose completions end at the context (after "
+            f"{text.context - max(clamped):,} tokens or more)"
+        )
+    return PromptSet(tuple(prompts), tuple(notes))

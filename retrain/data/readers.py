@@ -56,11 +56,7 @@ def find_files(path: Path, key: str, suffixes: Sequence[str] = DATA_FILE_SUFFIXE
         raise ConfigurationError(
             f'{key} holds both .jsonl and .parquet files, possibly of the same rows; set source = "jsonl" or "parquet", and path.'
         )
-    return _by_split(path, files)
-
-
-def _by_split(folder: Path, files: list[Path]) -> tuple[Files, Files]:
-    words = {file: _split_word(file.relative_to(folder)) for file in files}
+    words = {file: _split_word(file.relative_to(path)) for file in files}
     train = tuple(file for file in files if words[file] == "train")
     for kind in HELDOUT_WORDS:
         heldout = tuple(file for file in files if words[file] in kind)
@@ -80,7 +76,7 @@ def _split_word(relative: Path) -> str:
 
 
 def read_files(files: Iterable[Path]) -> Iterator[RawRow]:
-    """The rows of .jsonl and .parquet files, in order."""
+    """Yield the rows of .jsonl and .parquet files, in order."""
     for file in files:
         if file.suffix == ".parquet":
             yield from _read_parquet(file)
@@ -149,7 +145,7 @@ class HubData:
 
 
 def read_hub(data: HubData, splits: Iterable[str]) -> Iterator[RawRow]:
-    """The rows of the first of `splits` that the data set has.
+    """Yield the rows of the first of `splits` that the data set has.
 
     Raises NoSplit if it has none of them, EnvironmentFailure if the hub cannot be reached and the data set is not in its cache, and
     ConfigurationError for any other reason that the hub gives.

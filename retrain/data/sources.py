@@ -28,7 +28,7 @@ class Reason(StrEnum):
 
 
 def counted(count: int, reason: str, first: str) -> str:
-    """The words of a message: `3 malformed (first: rows.jsonl line 2)`."""
+    """Return the words of a message: `3 malformed (first: rows.jsonl line 2)`."""
     return f"{count:,} {reason} ({first if count == 1 else f'first: {first}'})"
 
 
@@ -51,7 +51,7 @@ class ReadResult:
         self.first.setdefault(reason, where)
 
     def dropped_rows(self) -> str:
-        """The dropped rows by reason, in words; "" if there are none."""
+        """Return the dropped rows by reason, in words; "" if there are none."""
         return ", ".join(counted(count, reason, self.first[reason]) for reason, count in self.dropped.items())
 
     def __len__(self) -> int:
@@ -97,17 +97,26 @@ class Query:
 
 
 def read_source(query: Query) -> ReadResult:
-    """The examples of `query.data.source`. Raises ConfigurationError or EnvironmentFailure in one sentence."""
+    """Return the examples of `query.data.source`. Raises ConfigurationError or EnvironmentFailure in one sentence."""
     source = query.data.source
     if source in SOURCES:
         return SOURCES[source](query)
     if source.startswith("hub:"):
-        return _hub(query)
+        data, reader = HubData.parse(source), _column_reader(query.data)
+        if query.split == "train" or (data.split and query.named_for_evaluation):
+            return _read(query, read_hub(data, [data.split or "train"]), reader)
+        try:
+            return _read(query, read_hub(data, [name for name in ("test", "validation") if name != data.split]), reader)
+        except NoSplit:
+            raise query.no_heldout() from None
     if source in _registered:
         return _call(query, _registered[source])
     if "/" in source or source.endswith(DATA_FILE_SUFFIXES) or query.path.exists():
         return _local(query, DATA_FILE_SUFFIXES)
-    return _plugin(query)
+    from retrain.plugins import load_plugin
+
+    config = query.config.model_copy(update={"data": query.data})  # an evaluation source does not take the training source's params
+    return _call(query, load_plugin("data", source, config))
 
 
 # ---- MATH and GSM8K -----------------------------------------------------------------------------------------------------------------
@@ -172,7 +181,7 @@ HELDOUT_SHARE = 10
 
 
 def _benchmark_copy(query: Query, read_row: RowReader) -> tuple[ReadResult, int]:
-    """The examples from a local copy of MATH or GSM8K, and the number of rows that were read."""
+    """Return the examples from a local copy of MATH or GSM8K, and the number of rows that were read."""
     train, heldout = find_files(query.path, query.key, prefer=query.data.source)
     rows = list(read_files(heldout if heldout and query.split == "heldout" else train))
     result = _read(query, rows, read_row)
@@ -200,17 +209,6 @@ def _local(query: Query, suffixes: Sequence[str]) -> ReadResult:
     return _read(query, read_files(files), _column_reader(query.data))
 
 
-def _hub(query: Query) -> ReadResult:
-    data = HubData.parse(query.data.source)
-    reader = _column_reader(query.data)
-    if query.split == "train" or (data.split and query.named_for_evaluation):
-        return _read(query, read_hub(data, [data.split or "train"]), reader)
-    try:
-        return _read(query, read_hub(data, [name for name in ("test", "validation") if name != data.split]), reader)
-    except NoSplit:
-        raise query.no_heldout() from None
-
-
 def _column_reader(data: "Data") -> RowReader:
     def read(row: dict[str, Any], example_id: str) -> Example | Reason | None:
         if data.prompt_column not in row or data.answer_column not in row:
@@ -232,15 +230,14 @@ def _prompt(value: object) -> str | list[ChatMessage] | None:
         case str():
             return value if value.strip() else None
         case [_, *_]:
-            messages = [_message(item) for item in value]
-            return None if None in messages else [message for message in messages if message is not None]
-    return None
-
-
-def _message(value: object) -> ChatMessage | None:
-    match value:
-        case {"role": str(role), "content": str(content)}:
-            return ChatMessage(role=role, content=content)
+            messages: list[ChatMessage] = []
+            for item in value:
+                match item:
+                    case {"role": str(role), "content": str(content)}:
+                        messages.append(ChatMessage(role=role, content=content))
+                    case _:
+                        return None
+            return messages
     return None
 
 
@@ -273,13 +270,6 @@ def register_source(name: str, loader: DataLoader) -> None:
         raise ValueError(f"data source {name!r} exists already; choose another name")
     _registered[name] = loader
     register_name("data", name)
-
-
-def _plugin(query: Query) -> ReadResult:
-    from retrain.plugins import load_plugin
-
-    config = query.config.model_copy(update={"data": query.data})  # an evaluation source does not take the training source's params
-    return _call(query, load_plugin("data", query.data.source, config))
 
 
 def _call(query: Query, loader: DataLoader) -> ReadResult:

@@ -26,7 +26,7 @@ class Observation:
 
 
 def is_conversation(messages: object) -> bool:
-    """Whether an environment gave a list of messages, each with a role and text."""
+    """Return whether an environment gave a list of messages, each with a role and text."""
     return isinstance(messages, list | tuple) and all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages
@@ -56,11 +56,11 @@ class Episode(ABC):
 
     @abstractmethod
     def step(self, reply: str) -> list[ChatMessage] | Observation | None:
-        """The messages that answer the model's reply; None ends the episode."""
+        """Return the messages that answer the model's reply; None ends the episode."""
 
     @abstractmethod
     def result(self) -> Result:
-        """Called once, after the last reply: the episode ended, or its turns or tokens ran out."""
+        """Return the verdict. Called once, after the last reply: the episode ended, or its turns or tokens ran out."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Release what the episode holds; called once, after an error too, and while a method hangs that took too long."""
@@ -74,14 +74,14 @@ class Environment(ABC):
 
     @abstractmethod
     def examples(self, split: Split) -> list[Example]:
-        """The problems of one split, with the opening messages as their prompts; empty where there are none."""
+        """Return the problems of one split, with the opening messages as their prompts; empty where there are none."""
 
     @abstractmethod
     def episode(self) -> Episode:
-        """A new conversation, to be reset."""
+        """Make a new conversation, to be reset."""
 
     def gold(self, example: Example) -> Sequence[str] | None:
-        """Replies that are right, for the parity gate to try; None where the environment knows none."""
+        """Return replies that are right, for the parity gate to try; None where the environment knows none."""
         return None
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden

@@ -56,7 +56,7 @@ class Telephone:
         self.events: SimpleQueue[_Asked | Result | BaseException] = SimpleQueue()
 
     async def ask(self, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> str:
-        """The model's reply to the whole conversation `messages`. Raises OutOfTokens where there can be none."""
+        """Return the model's reply to the whole conversation `messages`. Raises OutOfTokens where there can be none."""
         reply: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.events.put(_Asked(Observation(messages, rewrites=True, tools=tools), reply))
         return await reply

@@ -72,7 +72,7 @@ class EpisodeHost:
         try:
             failure = job.future.exception(_CLOSING_S)
         except TimeoutError:
-            failure = TimeoutError(f"it takes longer than {_CLOSING_S:g} s")
+            failure = TimeoutError(f"it took longer than {_CLOSING_S:g} s")
         if failure is not None:
             print(f"environment: close() failed with {describe(failure)}.", file=sys.stderr)
         self._threads.close()
@@ -96,7 +96,7 @@ class RunningEpisode:
 
     @property
     def ready(self) -> bool:
-        """Whether `answer` would return at once."""
+        """True if `answer` would return at once."""
         return self._job.future.done() or self._is_late
 
     @property
@@ -153,7 +153,7 @@ class RunningEpisode:
 
 
 def play(host: EpisodeHost, example: Example, replies: Sequence[str], seed: int = 0) -> Score:
-    """The verdict on an episode with these replies."""
+    """Return the verdict on an episode with these replies."""
     episode = host.begin(example, seed)
     answer = episode.answer(lambda: None)
     for number, reply in enumerate(replies, start=1):
@@ -170,7 +170,7 @@ def _checked(said: object, method: str) -> Observation:
     if not is_conversation(given.messages):
         raise TypeError(f"{method} returned {type(said).__name__}, and must return a list of messages {{role, content}} of text, or None")
     if not (isinstance(given.tools, list) and all(isinstance(tool, dict) for tool in given.tools)):
-        raise TypeError(f"{method} returned tools that are no list of JSON schemas")
+        raise TypeError(f"{method} returned tools that are not a list of JSON schemas")
     if given.rewrites and not given.messages:
         raise ValueError(f"{method} returned a rewritten conversation without messages")
     for message in given.messages:

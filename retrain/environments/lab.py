@@ -11,7 +11,7 @@ from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.types import ChatMessage, Example
 
 HIGHER, LOWER = "higher", "lower"
-"""What is said to a guess below, and above, the number."""
+"""The answers to a guess below the number, and above it."""
 
 
 class NumberGuessing(Environment):
@@ -26,7 +26,7 @@ class NumberGuessing(Environment):
         self.largest, self.turns, self.num_examples = largest, turns, examples
 
     def examples(self, split: Split) -> list[Example]:
-        """Every number once for the evaluation; as many problems as were asked for to train on."""
+        """Return every number once for the evaluation; as many problems as were asked for to train on."""
         count = self.largest if split == "evaluation" else self.num_examples
         opening = ChatMessage(role="user", content=f"guess my number from 1 to {self.largest}")
         numbers = [1 + index % self.largest for index in range(count)]
@@ -76,6 +76,6 @@ class _Guessing(Episode):
 
 
 def last_number(reply: str) -> int | None:
-    """The last whole number of a reply; None if there is none."""
+    """Return the last whole number of a reply; None if there is none."""
     found = re.findall(r"\d{1,9}", reply)
     return int(found[-1]) if found else None

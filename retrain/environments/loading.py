@@ -15,7 +15,7 @@ _AGAIN_S = 5.0
 
 
 class _TookTooLong(BaseException):
-    """Raised by the alarm; it is no Exception, so that an environment's own retries do not take it for a failure of theirs."""
+    """Raised by the alarm; it is not an Exception, so that an environment's own retries do not take it for a failure."""
 
 
 @contextmanager

@@ -13,20 +13,20 @@ from retrain.types import Example
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Environment as Settings
 
 
-def environment_name(config: "TrainConfig") -> str:
-    """The environment's name in sentences: verifiers "my-env"."""
-    settings = config.environment
+def environment_name(settings: "Settings") -> str:
+    """Return the environment's name in sentences: verifiers "my-env"."""
     return f'{settings.provider} "{settings.id}"' if settings.id else f'"{settings.provider}"'
 
 
 def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
-    """The problems of one split, the training ones cut to `[training] max_examples`.
+    """Return the problems of one split, the training ones cut to `[training] max_examples`.
 
     Raises ConfigurationError if none is left, NoHeldOutSplit if the environment has no evaluation set.
     """
-    name = environment_name(config)
+    name = environment_name(config.environment)
     with environment_code(f"[environment] {name}: reading its {split} set", config.environment.timeout_s):
         examples = list(environment.examples(split))
     if not examples and split == "evaluation":

@@ -1,6 +1,6 @@
 """Where environments come from: the built-in providers, and plugins."""
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from retrain.environments.base import Environment
@@ -9,37 +9,18 @@ from retrain.plugins import load_plugin
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Environment as Settings
 
 
-def _verifiers(settings: "Settings") -> Environment:
-    from retrain.environments.verifiers import load_verifiers
-
-    return load_verifiers(settings)
-
-
-def _reasoning_gym(settings: "Settings") -> Environment:
-    from retrain.environments.reasoning_gym import ReasoningGym
-
-    return ReasoningGym(settings.id, settings.args)
-
-
-def _textarena(settings: "Settings") -> Environment:
-    from retrain.environments.textarena import TextArena
-
-    return TextArena(settings.id, settings.args)
-
-
-PROVIDERS: dict[str, Callable[["Settings"], Environment]] = {
-    "verifiers": _verifiers,
-    "reasoning_gym": _reasoning_gym,
-    "textarena": _textarena,
+PROVIDERS = {
+    "verifiers": "retrain.environments.verifiers",
+    "reasoning_gym": "retrain.environments.reasoning_gym",
+    "textarena": "retrain.environments.textarena",
 }
-"""The built-in providers; each needs its own extra."""
+"""The built-in providers by the module whose `load` builds their environments; each needs its own extra, so it is imported when used."""
 
 
 def load_environment(config: "TrainConfig") -> Environment:
-    """The environment of `[environment]`.
+    """Build the environment of `[environment]`.
 
     Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure where its library or its data are not here.
     """
@@ -47,6 +28,7 @@ def load_environment(config: "TrainConfig") -> Environment:
     what = f'[environment] provider = "{settings.provider}": building it with args {sorted(settings.args)}'
     with environment_code(what, settings.timeout_s):
         if settings.provider in PROVIDERS:
-            return PROVIDERS[settings.provider](settings)
+            built_in: Environment = import_module(PROVIDERS[settings.provider]).load(settings)
+            return built_in
         made: type[Environment] = load_plugin("environment", settings.provider, config)
         return made(**settings.args)

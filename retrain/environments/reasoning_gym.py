@@ -1,12 +1,15 @@
 """`provider = "reasoning_gym"`: its procedural tasks, each a data set whose own verifier scores one reply."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.config.suggestions import nearest
 from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.types import ChatMessage, Example
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Environment as Settings
 
 _INSTRUCTION = "Give the final answer inside <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -14,6 +17,11 @@ _TRAIN, _EVALUATION = 512, 64
 """Problems of a split unless `size` and `evaluation_size` say otherwise."""
 _EVALUATION_SEEDS = 1_000_000
 """Problem i of a data set is made from its seed plus i, so seeds that lie near each other would share problems."""
+
+
+def load(settings: "Settings") -> Environment:
+    """Build the data sets of one task; see `ReasoningGym`."""
+    return ReasoningGym(settings.id, settings.args)
 
 
 class ReasoningGym(Environment):
@@ -37,7 +45,7 @@ class ReasoningGym(Environment):
         if task not in known:
             near = nearest(task, known)
             hint = f'did you mean "{near}"?' if near else f"it has {len(known)}, such as {', '.join(sorted(known)[:5])}."
-            raise ConfigurationError(f'[environment] id = "{task}" is no task of reasoning_gym; {hint}')
+            raise ConfigurationError(f'[environment] id = "{task}" is not a task of reasoning_gym; {hint}')
         try:
             self._sets = {
                 "train": reasoning_gym.create_dataset(task, size=size, seed=seed, **given),
@@ -60,7 +68,7 @@ class ReasoningGym(Environment):
         return _OneAnswer(self._sets)
 
     def gold(self, example: Example) -> list[str] | None:
-        """None for the tasks whose example has no single answer."""
+        """Return the right reply; None for the tasks whose example has no single answer."""
         return None if example.reference in ("", "None") else [f"<answer>{example.reference}</answer>"]
 
 

@@ -1,19 +1,27 @@
 """`provider = "textarena"`: its games for one player, a game for each seed."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.plugins import describe
 from retrain.types import ChatMessage, Example
 
+if TYPE_CHECKING:
+    from retrain.config.schema import Environment as Settings
+
 _TRAIN, _EVALUATION = 256, 32
 _EVALUATION_SEEDS = 1_000_000
 """Seeds of games from here on are held out."""
 _PLAYER = 0
 _GAME = "[GAME]"
-"""In front of what the game says."""
+"""Stands in front of what the game says."""
+
+
+def load(settings: "Settings") -> Environment:
+    """Build the games of one name; see `TextArena`."""
+    return TextArena(settings.id, settings.args)
 
 
 class TextArena(Environment):

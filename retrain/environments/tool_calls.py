@@ -15,7 +15,7 @@ class ToolCall:
 
 
 def tool_calls(reply: str) -> list[ToolCall]:
-    """The calls in the order of the reply; what is no JSON object with a name is left out, and stays text."""
+    """Return the calls in the order of the reply; anything but a JSON object with a name is left out and stays text."""
     found = []
     for text in _CALL.findall(reply):
         try:

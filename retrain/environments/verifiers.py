@@ -20,9 +20,21 @@ _FIRST, _WITHOUT_V0 = Version("0.1.11"), Version("0.4")
 _INSTALL_SECONDS = 900
 
 
-def load_verifiers(settings: "Settings") -> Environment:
-    """Raises EnvironmentFailure without the library or the environment's package, ConfigurationError for what it refuses."""
-    installed = _installed_version()
+def load(settings: "Settings") -> Environment:
+    """Load an environment of verifiers. Raises EnvironmentFailure without the library or the environment's package, ConfigurationError for
+    what it refuses.
+    """
+    try:
+        installed = Version(version("verifiers"))
+    except PackageNotFoundError:
+        raise EnvironmentFailure(
+            '[environment] provider = "verifiers" needs the package verifiers, which is not installed here; install it with '
+            "pip install 'retrain[verifiers]', or 'retrain[verifiers-v0]' for environments of the older interface."
+        ) from None
+    if installed < _FIRST:
+        raise EnvironmentFailure(
+            f"verifiers {installed} is installed and {_FIRST} or later is needed; install pip install 'verifiers>={_FIRST}'."
+        )
     if find_spec(module_name(settings.id)) is None:
         _install(settings)
     name = "retrain.environments.verifiers_v0" if installed < _WITHOUT_V0 else "retrain.environments.verifiers_v1"
@@ -31,23 +43,8 @@ def load_verifiers(settings: "Settings") -> Environment:
 
 
 def module_name(environment_id: str) -> str:
-    """owner/my-env@1.0 -> my_env."""
+    """Name the environment's module: owner/my-env@1.0 -> my_env."""
     return environment_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
-
-
-def _installed_version() -> Version:
-    try:
-        found = Version(version("verifiers"))
-    except PackageNotFoundError:
-        raise EnvironmentFailure(
-            '[environment] provider = "verifiers" needs the package verifiers, which is not installed here; install it with '
-            "pip install 'retrain[verifiers]', or 'retrain[verifiers-v0]' for environments of the older interface."
-        ) from None
-    if found < _FIRST:
-        raise EnvironmentFailure(
-            f"verifiers {found} is installed and {_FIRST} or later is needed; install pip install 'verifiers>={_FIRST}'."
-        )
-    return found
 
 
 def _install(settings: "Settings") -> None:

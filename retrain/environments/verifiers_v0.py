@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load(settings: "Settings") -> Environment:
-    """Raises ConfigurationError where the environment cannot be built, in one sentence with its own reason."""
+    """Build the environment. Raises ConfigurationError where it cannot be built, in one sentence with its own reason."""
     try:
         environment = vf.load_environment(settings.id, **settings.args)
     except Exception as error:  # building it runs code that is not ours
@@ -44,7 +44,7 @@ class VerifiersV0(Environment):
         self._rows: dict[str, Any] = {}
 
     def examples(self, split: Split) -> list[Example]:
-        """Of the data set and of the evaluation data set; either may be missing."""
+        """Return the problems of the data set, or of the evaluation data set; either may be missing."""
         build = self._environment.build_dataset if split == "train" else self._environment.build_eval_dataset
         rows = build()
         if rows is None:
@@ -77,7 +77,7 @@ def _example(row: Mapping[str, Any], split: Split, index: int) -> Example:
 
 
 def plain_message(message: Any) -> ChatMessage:
-    """A message as role and text. A call of a tool is part of the model's own text already."""
+    """Return a message as role and text. A call of a tool is part of the model's own text already."""
     given = dict(message) if isinstance(message, Mapping) else message.model_dump()
     content = given.get("content") or ""
     if not isinstance(content, str):

@@ -4,6 +4,7 @@ The library talks to a model through a client that it makes from an address. Eac
 makes clients is replaced by one that knows these addresses; there is no public hook for it.
 """
 
+import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from itertools import count
@@ -46,7 +47,11 @@ def load(settings: "Settings") -> Environment:
     evaluation = given.pop("evaluation", None)
     try:
         environment = _built(settings, given)
-        held_out = None if evaluation is None else loaders.load_taskset(_taskset_config(settings, given, evaluation))
+        held_out = None
+        if evaluation is not None:
+            name = module_name(settings.id)
+            values = {"id": name, **given.get("taskset", {}), **evaluation}
+            held_out = loaders.load_taskset(loaders.taskset_config_type(name).model_validate(values))
     except Exception as error:  # building it runs code that is not ours
         raise ConfigurationError(
             f'[environment] id = "{settings.id}" could not be loaded with args {dict(settings.args)}: {describe(error)}.'
@@ -58,40 +63,38 @@ def load(settings: "Settings") -> Environment:
             "choose an environment with one seat."
         )
     (seat,) = seats
-    if getattr(environment.config, seat).harness.id == _HARNESS and _serves_tools(environment.taskset):
-        raise ConfigurationError(
-            f'[environment] id = "{settings.id}" serves tools over MCP, which the harness that retrain brings does not call; name one that '
-            f'does, such as args = {{ {seat} = {{ harness = {{ id = "null" }} }} }}, whose programs need uv.'
-        )
+    if getattr(environment.config, seat).harness.id == _HARNESS:
+        taskset = environment.taskset
+        first = next(iter(taskset), None)  # of the class of all tasks
+        if type(taskset).toolsets(taskset.config) or (first is not None and first.toolsets(first.config)):
+            raise ConfigurationError(
+                f'[environment] id = "{settings.id}" serves tools over MCP, which the harness that retrain brings does not call; name one '
+                f'that does, such as args = {{ {seat} = {{ harness = {{ id = "null" }} }} }}, whose programs need uv.'
+            )
     return VerifiersV1(environment, held_out)
 
 
 def _built(settings: "Settings", given: Mapping[str, Any]) -> Any:
-    """The environment, with a subprocess in place of a machine of the cloud, and a harness in this process where it names none."""
+    """Build the environment, with a subprocess in place of a machine of the cloud, and a harness in this process where it names none."""
     name = module_name(settings.id)
     config_type = loaders.env_config_type(name)
     seats = [seat for seat, field in config_type.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
     values = {**given, "taskset": {"id": name, **given.get("taskset", {})}}
+    brings_harness = loaders.default_harness_id(name) == "bash"
+    if brings_harness:  # the library finds a harness as a module that exports one
+        module = ModuleType(_HARNESS)
+        module.__all__ = ["OneCall"]  # type: ignore[attr-defined]  # a module made here
+        module.OneCall = OneCall  # type: ignore[attr-defined]  # a module made here
+        sys.modules.setdefault(_HARNESS, module)
     for seat in seats:
         own = dict(values.get(seat, {}))
         own.setdefault("runtime", {"type": "subprocess"})
-        if loaders.default_harness_id(name) == "bash":
-            own.setdefault("harness", {"id": _register_harness()})
+        if brings_harness:
+            own.setdefault("harness", {"id": _HARNESS})
         if settings.max_turns > 0:
             own["max_turns"] = settings.max_turns
         values[seat] = own
     return loaders.load_environment(config_type.model_validate(values))
-
-
-def _serves_tools(taskset: Any) -> bool:
-    """Whether the taskset, or its first task, which is of the class of all of them, has tool servers."""
-    first = next(iter(taskset), None)
-    return bool(type(taskset).toolsets(taskset.config) or (first is not None and first.toolsets(first.config)))
-
-
-def _taskset_config(settings: "Settings", given: Mapping[str, Any], evaluation: Mapping[str, Any]) -> Any:
-    name = module_name(settings.id)
-    return loaders.taskset_config_type(name).model_validate({"id": name, **given.get("taskset", {}), **evaluation})
 
 
 class VerifiersV1(Environment):
@@ -133,7 +136,7 @@ class VerifiersV1(Environment):
 
 
 def _result(played: Any) -> Result:
-    """Raises RuntimeError with the first error of an episode that failed."""
+    """Return the result. Raises RuntimeError with the first error of an episode that failed."""
     errors = [error for trace in played.traces for error in trace.errors]
     if errors or len(played.traces) != 1:
         raise RuntimeError(str(errors[0])[:300] if errors else f"the episode has {len(played.traces)} traces in place of one")
@@ -186,9 +189,6 @@ class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typ
             if self._silent > _MOST_SILENT:
                 raise
         self._calls += 1
-        return self._response(reply, reason, body["model"])
-
-    def _response(self, reply: str, reason: str, model: str) -> Any:
         calls = [
             vf.ToolCall(id=f"call-{self._calls}-{number}", name=call.name, arguments=call.arguments)
             for number, call in enumerate(tool_calls(reply))
@@ -196,12 +196,12 @@ class _SamplerClient(vf.Client):  # type: ignore[misc]  # the library is not typ
         response = vf.Response(
             id=f"reply-{self._calls}",
             created=0,
-            model=model,
+            model=body["model"],
             message=vf.AssistantMessage(content=reply, tool_calls=calls or None),
             finish_reason="tool_calls" if calls else reason,
             usage=vf.Usage(prompt_tokens=0, completion_tokens=0),
         )
-        response.raw = serialize_completion(response, model)
+        response.raw = serialize_completion(response, body["model"])
         return response
 
     async def close(self) -> None: ...
@@ -248,14 +248,3 @@ class OneCall(vf.Harness[OneCallConfig]):  # type: ignore[misc]  # the base clas
             )
         failed = answer.status_code != httpx.codes.OK
         return vf.ProgramResult(exit_code=int(failed), stdout=answer.text, stderr=answer.text if failed else "")
-
-
-def _register_harness() -> str:
-    """The library finds a harness as a module that exports one."""
-    import sys
-
-    module = ModuleType(_HARNESS)
-    module.__all__ = ["OneCall"]  # type: ignore[attr-defined]  # a module made here
-    module.OneCall = OneCall  # type: ignore[attr-defined]  # a module made here
-    sys.modules.setdefault(_HARNESS, module)
-    return _HARNESS

@@ -1,6 +1,7 @@
 """Warnings about a campaign: too few seeds to conclude anything, more workers than recommended, shared device memory."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from retrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from retrain.analysis.pilot import Pilot
     from retrain.config import TrainConfig
+    from retrain.config.schema import Campaign
     from retrain.explain.timing import Schedule
     from retrain.model.memory import Memory
 
@@ -40,32 +42,25 @@ class Power:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
 
 
-def power_of(config: "TrainConfig", pilot: Path | None) -> Power | None:
+def power_of(campaign: "Campaign | None", conditions: int, pilot: Path | None) -> Power | None:
     """Compute what a campaign can detect; None unless it has two conditions or more."""
-    if config.campaign is None or len(config.conditions) < 2:
+    if campaign is None or conditions < 2:
         return None
-    seeds, comparisons = len(planned_seeds(config.campaign)), len(config.conditions) - 1
-    correction: Correction = "evidence" if config.campaign.stop == "evidence" else "maxt"
-    found = _spread_of(pilot)
+    seeds, comparisons = len(planned_seeds(campaign)), conditions - 1
+    correction: Correction = "evidence" if campaign.stop == "evidence" else "maxt"
+    found: Pilot | None = None
+    if pilot is not None:
+        from retrain.analysis.pilot import read_pilot
+
+        with suppress(ConfigurationError):  # it has too few runs
+            found = read_pilot(pilot)
+        found = found if found and found.sd > 0 else None  # differences that are all equal show no spread
     detectable = minimal_detectable_effect(seeds, found.sd if found else 1.0, ALPHA, POWER, comparisons, correction)
     design = None
     if found and found.spread and detectable and correction == "maxt":
         design = cheapest(found.spread, detectable, comparisons, ALPHA, POWER)
     fewest = max(2, seeds_to_conclude(ALPHA, comparisons, correction))
     return Power(seeds, comparisons, fewest, detectable, found.metric.name if found else None, design)
-
-
-def _spread_of(pilot: Path | None) -> "Pilot | None":
-    """The pilot; None without one, with too few runs in it, or where its differences are all equal."""
-    if pilot is None:
-        return None
-    from retrain.analysis.pilot import read_pilot
-
-    try:
-        found = read_pilot(pilot)
-    except ConfigurationError:
-        return None
-    return found if found.sd > 0 else None
 
 
 def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory: "Memory | None", power: Power | None) -> Iterator[str]:
@@ -81,16 +76,12 @@ def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory:
     best = schedule.recommended
     if best is not None and schedule.effective_parallelism > best.count:
         yield f"{schedule.effective_parallelism} runs at once are more than the recommended {best.count}: {best.because}."
-    yield from _shared_memory(config.campaign.workers_per_device, schedule, memory)
-
-
-def _shared_memory(sharing: int, schedule: "Schedule", memory: "Memory | None") -> Iterator[str]:
-    """Warn about workers that share a device, since every run sizes its budgets for a whole device."""
-    if memory is None or memory.machine.device_type != "cuda" or schedule.effective_parallelism < 2:
+    sharing = config.campaign.workers_per_device
+    if memory is None or memory.machine.device_type != "cuda" or schedule.effective_parallelism < 2 or sharing < 2:
         return
     from retrain.model.memory import size_words
 
-    if sharing > 1 and sharing * memory.peak > memory.machine.memory:
+    if sharing * memory.peak > memory.machine.memory:
         yield (
             f"[campaign] workers_per_device = {sharing}: together they take up to {size_words(sharing * memory.peak)} of "
             f"{size_words(memory.machine.memory)} on one device, since each run sizes its KV cache for the whole device."

@@ -14,7 +14,7 @@ from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
 from retrain.config.keys import all_keys
 from retrain.config.outcomes import unused_keys
-from retrain.config.schema import Squeeze
+from retrain.config.schema import Condition, Squeeze
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, power_of
 from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign
@@ -126,7 +126,7 @@ def explain(
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities = _capabilities([run.config for run in one_per_condition])
     run_notes = notes(config) if plan is None else condition_notes(plan)
-    power = power_of(config, pilot)
+    power = power_of(config.campaign, len(config.conditions), pilot)
     differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
     return Explanation(
         kind=config.kind,
@@ -134,7 +134,7 @@ def explain(
         settings=settings,
         unused=unused,
         refused=tuple(dict.fromkeys((*problems, *incapacities))),
-        conditions=tuple(_conditions(config, one_per_condition)),
+        conditions=tuple(_conditions(config.conditions, one_per_condition)),
         runs=runs,
         schedule=schedule,
         memory=memory,
@@ -179,7 +179,10 @@ def _schedule(
     config: TrainConfig, plan: CampaignPlan | None, memory: "Memory | None", step_time: StepTime | None, price_per_hour: float | None
 ) -> tuple[Schedule | None, list[str]]:
     """Return the schedule, or None and the reasons if a campaign has more workers than its devices have room for."""
-    steps_done = _steps_done(config.resume.from_, plan)
+    steps_done = 0
+    if config.resume.from_:
+        folders = [run.folder for run in plan.runs] if plan else [Path(config.resume.from_)]
+        steps_done = sum(StoredRun(folder).steps for folder in folders)
     if plan is None:
         devices = len(config.backend.device_list)
         return Schedule(1, config.training.max_steps, steps_done, 1, None, devices, step_time, price_per_hour or 0.0), []
@@ -189,16 +192,8 @@ def _schedule(
         return None, list(error.problems)
 
 
-def _steps_done(resumed: str, plan: CampaignPlan | None) -> int:
-    """Count the steps already done in the runs that `[resume] from` = `resumed` continues."""
-    if not resumed:
-        return 0
-    folders = [run.folder for run in plan.runs] if plan else [Path(resumed)]
-    return sum(StoredRun(folder).steps for folder in folders)
-
-
-def _conditions(config: TrainConfig, runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
-    sets = {condition.label: condition.sets for condition in config.conditions}
+def _conditions(given: Sequence[Condition], runs: Sequence[CampaignRun]) -> list[ExplainedCondition]:
+    sets = {condition.label: condition.sets for condition in given}
     conditions = []
     for run in runs:
         largest = maximal_lambda(run.config.sepa, run.config.training.max_steps)

@@ -12,7 +12,6 @@ from retrain.records.printing import GAP, counted, duration, table_lines
 if TYPE_CHECKING:
     from retrain.explain.explanation import Explanation
     from retrain.explain.timing import Schedule
-    from retrain.model.memory import Memory
 
 
 _WIDTH = 120
@@ -135,17 +134,13 @@ def _memory(seen: "Explanation") -> Iterator[str]:
     if seen.memory is None:
         yield from ([GAP + seen.memory_unknown] if seen.memory_unknown else [])
         return
-    yield from table_lines([*_memory_rows(seen.memory)], right=(1,), indent=GAP)
-
-
-def _memory_rows(memory: "Memory") -> Iterator[tuple[str, str, str]]:
     from retrain.model.memory import size_words
 
-    for part in memory.parts:
-        yield part.name, size_words(part.bytes), part.note
-    turns = "" if len(memory.peaks) > 1 else "; KV cache and activations take turns"
-    for device, peak in memory.peaks.items():
-        yield "peak", size_words(peak), f"of {size_words(memory.machine.memory)} on {device}{turns}"
+    rows = [(part.name, size_words(part.bytes), part.note) for part in seen.memory.parts]
+    turns = "" if len(seen.memory.peaks) > 1 else "; KV cache and activations take turns"
+    for device, peak in seen.memory.peaks.items():
+        rows.append(("peak", size_words(peak), f"of {size_words(seen.memory.machine.memory)} on {device}{turns}"))
+    yield from table_lines(rows, right=(1,), indent=GAP)
 
 
 def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
@@ -155,7 +150,7 @@ def _time_rows(schedule: "Schedule") -> Iterator[tuple[str, str, str]]:
     what = f"{runs}{counted(schedule.steps_per_run, 'step')}{done}{workers}"
     if schedule.step_time is None or schedule.estimated_wall_time_s is None or schedule.device_hours is None:
         product = f"{what}; " if runs or done else ""
-        yield "steps", f"{schedule.steps_left:,}", f"{product}for time and cost measure one with --probe, or give --pilot RUN_DIR"
+        yield "steps", f"{schedule.steps_left:,}", f"{product}for time and cost, measure one with --probe or give --pilot RUN_DIR"
     else:
         step = schedule.step_time
         yield "step", f"{step.seconds:.2f} s" if step.seconds < 100 else duration(step.seconds), step.source

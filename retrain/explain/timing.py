@@ -74,7 +74,6 @@ def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
     """
     from retrain.config.load import replaced
     from retrain.records.entries import StepRecord
-    from retrain.records.jsonl import read_jsonl
     from retrain.run.loop import take_step
     from retrain.run.session import Session
 
@@ -83,8 +82,7 @@ def from_probe(config: "TrainConfig", say: Callable[[str], None]) -> StepTime:
         probe = replaced(config, _NO_TRACE | {"logging.log_dir": str(Path(folder) / "run")})
         with Session.open(probe, overwrite=False, quiet=True) as session:
             take_step(session)
-        (line,) = read_jsonl(session.folder.metrics)
-        record = StepRecord.from_json(line)
+        (record,) = StepRecord.read(session.folder.metrics)
     assert record.step_time_s is not None
     return StepTime(record.step_time_s, "one measured step, the first", record.peak_memory_gib)
 
@@ -123,7 +121,7 @@ class Schedule:
 
     @property
     def estimated_wall_time_s(self) -> float | None:
-        """Seconds for the remaining steps, without evaluations, loading and waiting."""
+        """The seconds for the remaining steps, without evaluations, loading and waiting."""
         return None if self.step_time is None else self.steps_left * self.step_time.seconds / self.effective_parallelism
 
     @property
@@ -133,7 +131,7 @@ class Schedule:
 
     @property
     def cost(self) -> float | None:
-        """Cost of the remaining steps in the currency of the price; None without a price or a step time."""
+        """The cost of the remaining steps in the currency of the price; None without a price or a step time."""
         return self.device_hours * self.price_per_hour if self.device_hours is not None and self.price_per_hour else None
 
     def to_json(self) -> dict[str, Any]:
@@ -183,22 +181,18 @@ def _workers(plan: "CampaignPlan") -> int:
 
 def recommended_workers(plan: "CampaignPlan", memory: "Memory | None") -> Workers:
     """Count the runs that can each have a device, a core or a concurrent call of their own, and enough memory."""
-    bounds = [Workers(len(plan.runs), "all runs at once"), *_bounds(plan, memory)]
-    tightest = min(bounds, key=lambda bound: bound.count)
-    return Workers(max(1, tightest.count), tightest.because)
-
-
-def _bounds(plan: "CampaignPlan", memory: "Memory | None") -> Iterator[Workers]:
-    """Yield the bounds on the number of runs at once; none for a Ray cluster elsewhere, which starts as many as it has room for."""
     settings, backend = plan.settings, plan.config.backend
-    if settings.ray_address:
-        return
+    bounds = [Workers(len(plan.runs), "all runs at once")]
+    if settings.ray_address:  # a Ray cluster elsewhere starts as many as it has room for
+        return bounds[0]
     if backend.backend == "tinker":
-        yield Workers(backend.max_concurrent, "more would wait for [backend] max_concurrent")
+        bounds.append(Workers(backend.max_concurrent, "more would wait for [backend] max_concurrent"))
     room = room_on_gpus(plan)
     if room is not None:
-        yield Workers(room, f"what the GPUs have room for, with workers_per_device = {settings.workers_per_device}")
+        bounds.append(Workers(room, f"what the GPUs have room for, with workers_per_device = {settings.workers_per_device}"))
     elif memory is not None and memory.machine.device_type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        yield Workers(cores, "one core here" if cores == 1 else f"{cores} cores here, and a run keeps one busy")
-        yield Workers(memory.machine.usable // memory.peak, "what memory has room for")
+        bounds.append(Workers(cores, "one core here" if cores == 1 else f"{cores} cores here, and a run keeps one busy"))
+        bounds.append(Workers(memory.machine.usable // memory.peak, "what memory has room for"))
+    tightest = min(bounds, key=lambda bound: bound.count)
+    return Workers(max(1, tightest.count), tightest.because)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from retrain.types import Completion, Int32Array
+from retrain.types import ChatMessage, Completion, Int32Array
 
 BASE_MODEL = -1
 """The adapter slot of the frozen base model."""
@@ -59,7 +59,7 @@ class SampleRequest:
     """Samples are numbered first_sample .. first_sample + count - 1."""
     adapter_slot: int = 0
     truncation: Truncation = WHOLE_VOCABULARY
-    """Without effect on a greedy request."""
+    """It has no effect on a greedy request."""
     first_position: int = 0
     """The noise coordinate of the first token: in a later turn of a trajectory, the tokens sampled in the turns before."""
     extends: int = 0
@@ -67,13 +67,15 @@ class SampleRequest:
     values still; 0 where nothing is known of them."""
     may_go_on: bool = False
     """A later request may extend this one."""
+    messages: tuple[ChatMessage, ...] = ()
+    """The conversation of the prompt, for a server that takes nothing else; empty in dialogues of several turns."""
 
 
 class RequestFeed(Protocol):
     """Requests that come up while others decode: in dialogues, the next reply after what the environment said to the one before."""
 
     def more(self, idle: bool) -> Sequence[SampleRequest]:
-        """Requests that can be sampled now. `idle`: none is under way, so it waits for some; none then means that all is done."""
+        """Return requests that can be sampled now. `idle`: none is under way, so it waits for some; none then means that all is done."""
         ...
 
 
@@ -84,7 +86,7 @@ class Once:
         self._requests = requests
 
     def more(self, idle: bool) -> Sequence[SampleRequest]:
-        """All of them, the first time."""
+        """Return all of them, the first time."""
         requests, self._requests = self._requests, ()
         return requests
 
@@ -133,7 +135,7 @@ SGLANG = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sam
 MAX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", n=False, prefix_cache=True)
 """Adapters, and with them training, on a GPU only; there without the prefix cache."""
 PRIME_RL_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled", kept_set=True, prefix_cache=True)
-"""Of the servers that come with the prime_rl backend."""
+"""Capabilities of the servers that come with the prime_rl backend."""
 
 ENGINES: dict[str, EngineCapabilities] = {
     "pytorch": PYTORCH,
@@ -163,7 +165,7 @@ class InferenceEngine(ABC):
 
     capabilities: EngineCapabilities
     say: Callable[[str], None] = staticmethod(print)
-    """For what happens to the engine during a run; may be called from another thread."""
+    """Reports what happens to the engine during a run; may be called from another thread."""
     check: Callable[[], None] = staticmethod(lambda: None)
     """Called while the engine waits for something that may take long; raises where a signal asked the run to stop."""
     replicas = 1
@@ -173,7 +175,7 @@ class InferenceEngine(ABC):
 
     @classmethod
     def preflight(cls, config: Any) -> str | None:  # noqa: ARG003 - part of the interface
-        """Called before anything is loaded. Returns why its completions are good for an evaluation alone, as a sentence; "" or None where
+        """Say, before anything is loaded, why its completions are good for an evaluation alone, as a sentence; "" or None where
         they can be trained on. Raises ConfigurationError or EnvironmentFailure where the engine could not work.
         """
         return ""
@@ -183,7 +185,7 @@ class InferenceEngine(ABC):
         """Yield every completion of every request once, each as soon as it is finished, in any order."""
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
-        """Like `sample`, for the requests of a feed; `Completion.request` counts them in the order in which the feed gave them.
+        """Sample as `sample` does, for the requests of a feed; `Completion.request` counts them in the order in which the feed gave them.
 
         An engine whose requests can join those under way overrides this. Otherwise they wait for the end of the round.
         """
@@ -205,7 +207,9 @@ class InferenceEngine(ABC):
         """Give the device's memory to the learner until the next `sync`. Called when the sampling of a step has ended."""
 
     def why_it_differs(self) -> str:
-        """The reason that the engine itself finds where its log-probs are not the learner's, as part of a sentence; "" if nothing."""
+        """Return the reason that the engine itself finds where its log-probs are not the learner's, as part of a sentence; "" if
+        nothing.
+        """
         return ""
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden

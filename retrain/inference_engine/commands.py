@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 MOST_SEQUENCES = 256
-"""That a server is told to run at once; it queues the others."""
+"""Sequences that a server is told to run at once; it queues the others."""
 _PORTS = {"vllm": 8000, "sglang": 30000, "mlx": 8080, "max": 8000}
 _GIB = 2**30
 
@@ -40,7 +40,7 @@ class ServerNeeds:
     context: int
     """Tokens of the longest prompt and completion together."""
     kv_bytes: int
-    """Of one token."""
+    """Bytes of one token's keys and values."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class ServerCommand:
         self.arguments += arguments
 
     def shell(self) -> str:
-        """For a terminal or a script: the variables, the program, and one flag per line."""
+        """Write the command for a terminal or a script: the variables, the program, and one flag per line."""
         lines = [f"{name}={_quoted(value)}" for name, value in self.environment.items()]
         line = ""
         for argument in self.arguments:
@@ -90,7 +90,8 @@ def _resolved(value: str) -> str:
 
 
 def server_command(engine: str, config: "TrainConfig", needs: ServerNeeds, python: str = "python") -> ServerCommand:
-    """The command for `engine`, whatever `[inference] engine` says. Raises ConfigurationError for a key that this server cannot follow.
+    """Return the command for `engine`, whatever `[inference] engine` says. Raises ConfigurationError for a key that this server cannot
+    follow.
 
     `python` is the interpreter of the server's environment.
     """
@@ -101,7 +102,7 @@ def server_command(engine: str, config: "TrainConfig", needs: ServerNeeds, pytho
 
 
 def address(engine: str, inference: "Inference") -> tuple[str, int]:
-    """Host and port of the first `[inference] url`, or this machine's loopback and the port that the server uses by itself."""
+    """Return host and port of the first `[inference] url`, or this machine's loopback and the port that the server uses by itself."""
     urls = inference.urls
     parts = urlsplit(urls[0] if urls else "")
     host = parts.hostname or "127.0.0.1"
@@ -119,7 +120,7 @@ def _sequences(training: "Training") -> int:
 
 
 def _choice(engine: str, inference: "Inference", name: str, known: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The flags for a key of `[inference]`; its default has none. Raises ConfigurationError for a value that is not known."""
+    """Return the flags for a key of `[inference]`; its default has none. Raises ConfigurationError for a value that is not known."""
     value = getattr(inference, name)
     if value in ("auto", "default"):
         return ()
@@ -207,7 +208,8 @@ def _mlx(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerComman
     _refuse_four_bits("mlx", config.model)
     if config.model.revision:
         raise ConfigurationError(
-            f'[model] revision = "{config.model.revision}": mlx_lm.server knows none; download it and name its folder.'
+            f'[model] revision = "{config.model.revision}": mlx_lm.server takes no revision; download this one, and give its folder as '
+            "[model] model."
         )
     command = ServerCommand(
         [python, "-m", "mlx_lm", "server", "--model", config.inference.served_model or needs.model, "--host", host, "--port", str(port)]
@@ -227,8 +229,8 @@ def _max(config: "TrainConfig", needs: ServerNeeds, python: str) -> ServerComman
     """`max serve` stands beside its Python. It serves adapters on a GPU only, without its prefix cache."""
     host, port = address("max", config.inference)
     _refuse_four_bits("max", config.model)
-    # Not by pathlib, which would make a bare name of ./max, to be looked up on PATH.
-    program = os.path.join(os.path.dirname(python), "max") if os.path.dirname(python) else "max"  # noqa: PTH118, PTH120
+    folder = os.path.dirname(python)  # noqa: PTH120 - pathlib would make a bare name of ./max, to be looked up on PATH
+    program = os.path.join(folder, "max") if folder else "max"  # noqa: PTH118 - for the same reason
     command = ServerCommand(
         [program, "serve", "--model", needs.model, "--host", host, "--port", str(port)], {"MAX_SERVE_DISABLE_TELEMETRY": "1"}
     )

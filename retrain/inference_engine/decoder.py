@@ -28,7 +28,7 @@ Slots = npt.NDArray[np.int64]
 
 
 def is_mixed(slots: Collection[int]) -> bool:
-    """True if rows under these adapters need more than the model's own adapter, on or off."""
+    """Return True if rows under these adapters need more than the model's own adapter, on or off."""
     return len(set(slots)) > 1 or max(slots) > 0
 
 
@@ -48,7 +48,11 @@ class Decoder:
         base: Any = model
         self._base: Any = base.get_base_model() if hasattr(model, "peft_config") else base
         self._text_config: Any = self._base.config.get_text_config()
-        _refuse_unknown_attention(self._base)
+        if reason := attention.missing(self._base):
+            raise ConfigurationError(
+                f'[inference] engine = "pytorch" cannot decode {type(self._base).__name__}, which has {reason}; '
+                'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
+            )
         self.shards = shards
         self.fused = fused or FusedDecoder.of(self._base, merge=merge)
         over_pages = flash_paged if self.fused is None or reads_pages() else self.fused.kernels.attend
@@ -62,7 +66,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and so of keys and values."""
+        """The dtype of the weights, and so of keys and values."""
         dtype: torch.dtype = self._base.get_input_embeddings().weight.dtype
         return dtype
 
@@ -86,7 +90,7 @@ class Decoder:
         return self.fused is not None
 
     def adapters_of(self, slots: Collection[int]) -> Literal["own", "none", "mixed"]:
-        """The kind of adapter pass that rows under the adapters `slots` need."""
+        """Return the kind of adapter pass that rows under the adapters `slots` need."""
         if is_mixed(slots):
             return "mixed"
         return "none" if set(slots) == {BASE_MODEL} else "own"
@@ -102,7 +106,8 @@ class Decoder:
 
     @contextmanager
     def sampling(self, slots: Collection[int]) -> Iterator[None]:
-        """Evaluation mode, no gradient, our attention, the adapter of these slots; everything is put back on leaving.
+        """Switch to evaluation mode, without gradient, with our attention and the adapter of these slots; everything is put back on
+        leaving.
 
         The fused forward has neither modes nor the model's attention.
 
@@ -134,7 +139,7 @@ class Decoder:
         return batch.states(prompts, self.run_prompts(prompts, batch, slots))
 
     def run_prompts(self, prompts: Sequence[Int32Array], batch: PromptPass, slots: Slots | None) -> Tensor:
-        """Logits [prompts, V] of what follows each; their keys and values go where `batch` puts them.
+        """Return logits [prompts, V] of what follows each; their keys and values go where `batch` puts them.
 
         Of a sequence of which `batch` holds the first tokens, `prompts` has the others.
         """
@@ -152,7 +157,7 @@ class Decoder:
         return self._forward(tokens[:, None], batch.positions[:, None], batch, 1, slots)[:, 0]
 
     def run_dummy_passes(self) -> None:
-        """Dummy forwards until every rank is done, since FSDP gathers are collective. Ends what `prefill` and `decode` begin."""
+        """Run dummy forwards until every rank is done, since FSDP gathers are collective. Ends what `prefill` and `decode` begin."""
         if self.shards.size == 1:
             return
         with self.sampling({0}):
@@ -184,12 +189,3 @@ class Decoder:
         )
         logits: Tensor = outputs.logits
         return logits
-
-
-def _refuse_unknown_attention(base: Any) -> None:
-    reason = attention.missing(base)
-    if reason:
-        raise ConfigurationError(
-            f'[inference] engine = "pytorch" cannot decode {type(base).__name__}, which has {reason}; '
-            'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
-        )

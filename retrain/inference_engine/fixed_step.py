@@ -83,7 +83,7 @@ class StepBuffers:
             buffer.index_copy_(0, index, new.to(buffer.dtype))
 
     def put_pages(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """(row, which of its pages, page) each."""
+        """Enter pages into the tables: (row, which of its pages, page) each."""
         row, number, page = (upload(column, self.device) for column in np.array(places, np.int64).T.copy())
         self.table.view(-1).index_copy_(0, row * self.table.shape[1] + number, page.int())
 
@@ -98,7 +98,7 @@ class StepBuffers:
         self.done.index_fill_(0, upload(rows, self.device), True)
 
     def read_later(self, rows: int) -> "Drawn":
-        """The draws of the step just launched for the first `rows` rows; the copy to the host is under way when this returns."""
+        """Return the draws of the step just launched for the first `rows` rows; the copy to the host is under way when this returns."""
         place = self._steps % _RING
         self._steps += 1
         return Drawn(self.ring[place, :rows], self._host_ring[place, :rows])
@@ -118,7 +118,7 @@ class Drawn:
         self._event.record()
 
     def read(self) -> npt.NDArray[np.float64]:
-        """Waits for it."""
+        """Wait for the copy, and return it."""
         if self._event is not None:
             self._event.synchronize()
         drawn: npt.NDArray[np.float64] = self._host.numpy()
@@ -140,7 +140,7 @@ class FixedStep:
 
     @torch.no_grad()
     def launch(self, rows: int, variant: Variant) -> None:
-        """One step of the first `rows` rows, a number of `BUCKETS`."""
+        """Launch one step of the first `rows` rows, a number of `BUCKETS`."""
         if self.buffers.device.type != "cuda":
             self.step(rows, variant)
             return
@@ -209,7 +209,7 @@ class FixedStep:
         state.token[rows] = torch.where(active, token, state.token[rows])
 
     def _capture(self, rows: int, variant: Variant) -> "torch.cuda.CUDAGraph":
-        """The step as a graph. The warm-up steps run with every row done, so that they change nothing."""
+        """Capture the step as a graph. The warm-up steps run with every row done, so that they change nothing."""
         state = self.buffers
         before = {name: buffer.clone() for name, buffer in (state.of_rows | {"ring": state.ring, "ring_place": state.ring_place}).items()}
         state.done.fill_(True)

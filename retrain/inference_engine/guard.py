@@ -15,7 +15,7 @@ _GRACE_S = 10.0
 
 
 def main() -> int:
-    """Returns the server's exit code if it ends by itself; killed with the others where they do not end in time."""
+    """Run the server, and return its exit code if it ends by itself; it is killed with its children where they do not end in time."""
     parent, *command = sys.argv[1:]
     asked_to_stop = Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())

@@ -27,7 +27,7 @@ _BUSY = frozenset({429, 502, 503, 504})
 """The server or a proxy before it asks for patience. Every other status from 400 on is an answer."""
 _CONNECT_S = 10.0
 _MOST_BYTES = 1 << 30
-"""Of an answer: some hundred bytes for each token of the completions of a prompt."""
+"""Largest answer: some hundred bytes for each token of the completions of a prompt."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -40,7 +40,7 @@ class Patience:
     first_s: float = 0.5
     most_s: float = 15.0
     health_s: float = 5.0
-    """Until a server counts as silent when it is asked for its health."""
+    """Seconds until a server counts as silent when it is asked for its health."""
     recheck_s: float = 10.0
     """Between two looks at a server that was left out while others answer."""
 
@@ -94,7 +94,7 @@ class Server:
         return await self._send("GET", path, None, timeout)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """The answer as JSON, or as text where it is none."""
+        """Return the answer as JSON, or as text where it is none."""
         return await self._send("POST", path, body, timeout)
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
@@ -103,9 +103,9 @@ class Server:
             seconds = self.timeout_s if timeout is None else timeout
             answer = await exchange(self.client, method, path, body, seconds=seconds, most_bytes=_MOST_BYTES)
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
-            raise TooSlow(f"{self.url} gave no answer in time") from error
+            raise TooSlow(f"{self.url} did not answer in time") from error
         except TooLong as error:
-            raise Refused(200, f"an answer of more than {_MOST_BYTES >> 20} MiB, which was not read to its end") from error
+            raise Refused(200, f"an answer of more than {_MOST_BYTES >> 20} MiB, which was not read to the end") from error
         except httpx.RequestError as error:
             raise Unavailable(f"{self.url}: {masked(_reason(error), *self.secrets)}", gone=True) from error
         finally:
@@ -146,7 +146,13 @@ class ServerPool:
         """
         self._what, self._timeout_s, self._key_env, self._health = what, timeout_s, key_env, health
         self._prepare, self._say, self._patience = prepare, say, patience
-        headers = _authorization(key_env)
+        headers = {}
+        if key_env:
+            if not (key := key_from(key_env)):
+                raise ConfigurationError(
+                    f'[inference] api_key_env = "{key_env}" names a variable that is not set; export it or leave the key out.'
+                )
+            headers["Authorization"] = f"Bearer {key}"
         self.servers = [_server(url, headers, timeout_s, lost, transport) for url in urls]
         self.came_back = False
         """Set when a server was taken back; whoever checks servers clears it."""
@@ -165,7 +171,7 @@ class ServerPool:
         return self.start(work).result()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the connections; it is safe to call this twice."""
         if self._loop.is_closed():
             return
         with suppress(TimeoutError):  # a socket that does not close must not hold the process up
@@ -190,7 +196,7 @@ class ServerPool:
         return [server for server in self.servers if server.alive]
 
     async def ask(self, request: Callable[[Server], Awaitable[T]]) -> T:
-        """`request` on the live server with the fewest requests, again and elsewhere while it is Unavailable.
+        """Make `request` on the live server with the fewest requests, again and elsewhere while it is Unavailable.
 
         Raises ServerFailure in one sentence once patience is at its end, and at once for an answer that no repetition changes.
         """
@@ -217,7 +223,7 @@ class ServerPool:
         raise AssertionError("stamina returns or raises")
 
     async def on_each(self, request: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
-        """`request` on every live server, by URL; one that does not answer is left out. Raises ServerFailure where none is left."""
+        """Make `request` on every live server, by URL; one that does not answer is left out. Raises ServerFailure where none is left."""
         results: dict[str, T] = {}
 
         async def one(server: Server) -> None:
@@ -231,20 +237,24 @@ class ServerPool:
                 raise self.refusal(error, server) from error
 
         if not self.alive:
-            await self.ask(_nothing)  # which waits for one
+            await self.ask(lambda _: asyncio.sleep(0))  # any live server fulfils this: it waits for one
         await asyncio.gather(*(one(server) for server in self.alive))
         if not results:
             raise self._gave_up()
         return results
 
     async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
-        """The health of every server, then `look`. Those that do not answer are left out; ServerFailure at once where none does."""
+        """Check the health of every server, then `look`. Those that do not answer are left out; ServerFailure at once where none does."""
 
         async def one(server: Server) -> None:
             try:
                 await self._check_health(server)
                 with self._understood(server):
-                    await look(server)
+                    try:
+                        await look(server)
+                    except Unavailable:  # a connection kept open may close as it is used again: uvicorn's does after an error of its own
+                        await self._check_health(server)
+                        await look(server)
             except (Unavailable, TooSlow) as error:
                 server.alive, server.problem = False, str(error)
             except Refused as error:
@@ -264,7 +274,7 @@ class ServerPool:
         )
 
     async def _choose(self) -> Server:
-        """Round robin among the least busy. Where none is alive, one whose health answers again; else Unavailable."""
+        """Choose round robin among the least busy. Where none is alive, one whose health answers again; else Unavailable."""
         now = time.monotonic()
         dead = [server for server in self.servers if not server.alive]
         if len(dead) == len(self.servers):
@@ -333,7 +343,7 @@ class ServerPool:
 
     @contextmanager
     def _understood(self, server: Server) -> Iterator[None]:
-        """A dialect reads answers inside; where it cannot, the server has not said what its kind says: ServerFailure."""
+        """A dialect reads answers inside; where it cannot, the server has answered in an unknown form, which is a ServerFailure."""
         try:
             yield
         except RetrainError:
@@ -350,13 +360,9 @@ class ServerPool:
     def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
         where = f" {server.url}" if server else ""
         if error.status in (401, 403):
-            how = f"the key in {self._key_env} was not accepted" if self._key_env else "it wants a key: name its variable"
+            how = f"the key in {self._key_env} was not accepted" if self._key_env else "it requires a key: name its variable"
             return ServerFailure(f"{self._what}{where} answered {error.status} ({error}): {how} in [inference] api_key_env.")
         return ServerFailure(f"{self._what}{where} answered {error.status}: {error}.")
-
-
-async def _nothing(_: Server) -> None:
-    """A request for `ask` that any live server fulfils."""
 
 
 # -- addresses, keys and answers -----------------------------------------------------------------------------------------
@@ -386,20 +392,11 @@ def _server(
 
 
 def addresses(url: str) -> tuple[str, str]:
-    """(without credentials, as connected to); neither has a trailing slash or /v1."""
+    """Return (without credentials, as connected to); neither has a trailing slash or /v1."""
     parts = urlsplit(url)
     path = parts.path.rstrip("/").removesuffix("/v1")
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, path, "", "")), urlunsplit((parts.scheme, parts.netloc, path, "", ""))
-
-
-def _authorization(key_env: str) -> dict[str, str]:
-    if not key_env:
-        return {}
-    value = key_from(key_env)
-    if not value:
-        raise ConfigurationError(f'[inference] api_key_env = "{key_env}" names a variable that is not set; export it or leave the key out.')
-    return {"Authorization": f"Bearer {value}"}
 
 
 def _reason(error: httpx.RequestError) -> str:
@@ -409,7 +406,7 @@ def _reason(error: httpx.RequestError) -> str:
 
 
 def _status(answer: Answer) -> int:
-    """As sent; of a 200 whose body is an error, as some proxies send it, that of the error if it has one, else 400."""
+    """Return the status as sent; of a 200 whose body is an error, as some proxies send it, that of the error if it has one, else 400."""
     content = answer.content
     if answer.status != 200 or not isinstance(content, dict) or not content.get("error") or "choices" in content:
         return answer.status

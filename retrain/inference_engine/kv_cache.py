@@ -70,7 +70,7 @@ class Stored:
         return (heads_start + positions[:, None]).flatten()
 
     def _stored(self, values: Tensor) -> list[Tensor]:
-        """Values [.., D] in the storage type, and where that needs them their scales [.., 1]."""
+        """Return values [.., D] in the storage type, and where that needs them their scales [.., 1]."""
         if self._largest is None:
             return [values.to(self._data.dtype)]
         scales = values.abs().amax(-1, keepdim=True).float().clamp_(min=1e-12) / self._largest
@@ -102,7 +102,7 @@ class Stored:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same bytes in a dtype that every operator can copy."""
+    """Return the same bytes in a dtype that every operator can copy."""
     return tensor.view(torch.int8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
@@ -160,7 +160,7 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
         return key_states, value_states
 
     def _by_prompt(self, states: Tensor) -> list[Tensor]:
-        """Copies: a view would keep the layer's queries, and the other prompts of the pass, alive."""
+        """Copy each prompt's part: a view would keep the layer's queries, and the other prompts of the pass, alive."""
         return [states[0, :, start:stop].clone(memory_format=torch.contiguous_format) for start, stop in self.segments]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -179,7 +179,7 @@ class PromptPass(Cache):  # type: ignore[misc]  # the base class has no types
         return torch.cat(parts, dim=2)
 
     def states(self, prompts: Sequence[Int32Array], logits: Tensor) -> list[PromptState]:
-        """One state per prompt, from the `logits` [N, V] of their last tokens."""
+        """Return one state per prompt, from the `logits` [N, V] of their last tokens."""
         layers = sorted(self.keys)
         return [
             PromptState(

@@ -78,7 +78,7 @@ class MAXEngine(ServedEngine):
             config = self._child.wait()
         try:
             super().__init__(config, model=model, eos_ids=eos_ids, device=device)
-        except BaseException:
+        except BaseException:  # a signal too: the child must not outlive the engine that was not made
             self._end()
             raise
 
@@ -102,8 +102,8 @@ class MAXChild:
     """`max serve` as a child in a session of its own, on a free port of the loopback; its output goes to the run's folder."""
 
     def __init__(self, config: "TrainConfig", device: str, model: Any) -> None:
-        """Starts it. `device` is the learner's: cpu or cuda."""
-        from retrain.model.budget import longest_row
+        """Start it. `device` is the learner's: cpu or cuda."""
+        from retrain.model.budget import longest_sampled
         from retrain.model.text import context_length, resolve_model
 
         with socket.socket() as free:
@@ -111,7 +111,7 @@ class MAXChild:
             url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.config = config.model_copy(update={"inference": config.inference.model_copy(update={"url": url})})
         dtype = "bfloat16" if config.inference.dtype == "bf16" else str(model.dtype).removeprefix("torch.")
-        longest = longest_row(config.training, config.environment, context_length(model.config))
+        longest = longest_sampled(config.training, config.evaluation, config.environment, context_length(model.config))
         needs = ServerNeeds(resolve_model(config.model.model), dtype, device, longest, 0)
         command = server_command("max", self.config, needs)
         command.arguments[0] = max_program()
@@ -128,7 +128,7 @@ class MAXChild:
             )
 
     def wait(self) -> "TrainConfig":
-        """The configuration with its address, once it is healthy. Raises EnvironmentFailure where it ends before."""
+        """Return the configuration with its address, once it is healthy. Raises EnvironmentFailure where it ends before."""
         (url,), ends = self.config.inference.urls, time.monotonic() + _START_S
         while time.monotonic() < ends:
             if self._guard.poll() is not None:
@@ -143,7 +143,7 @@ class MAXChild:
         raise EnvironmentFailure(f"`max serve` was not ready after {_START_S / 60:.0f} minutes; {self._log} says how far it came.")
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """End the child; it is safe to call this twice."""
         if self._guard.poll() is None:
             self._guard.terminate()
             try:
@@ -153,7 +153,7 @@ class MAXChild:
 
 
 def max_program() -> str:
-    """The command `max`, of this environment or on PATH. Raises EnvironmentFailure where there is none."""
+    """Return the command `max`, of this environment or on PATH. Raises EnvironmentFailure where there is none."""
     beside = Path(sys.executable).with_name("max")
     found = str(beside) if beside.is_file() else which("max")
     if found is None:

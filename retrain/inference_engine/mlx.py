@@ -32,7 +32,7 @@ class MLXDialect(Dialect):
         self.texts = Texts(config.model, self.title)
 
     async def look(self, server: Server) -> None:
-        """One token: it loads the model, and shows that ids come back."""
+        """Sample one token: it loads the model, and shows that ids come back."""
         answer = await server.post(*self._completion("1", {"max_tokens": 1}))
         self.read_one(answer)
         server.facts["looked"] = True

@@ -1,15 +1,13 @@
-"""Any server with OpenAI's /v1/completions. Trained with where it takes token ids and gives the sampled ones back with their log-probs.
+"""Any server with OpenAI's API. Trained with where its /v1/completions takes token ids and returns the sampled ones with their log-probs.
 
 OpenAI's own API gives no token ids, so few servers qualify beyond those with an engine of their own; a probe at the start tells. One that
-returns text alone serves an evaluation: prompts go as text, and so do completions come. Adapters are loaded as in vLLM, which several
-servers copied.
+returns text alone serves an evaluation: prompts go as text, or as messages where it has /v1/chat/completions alone, and completions come as
+text. Adapters are loaded as in vLLM, which several servers copied.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from math import nan
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import OPENAI, SampleRequest
@@ -22,9 +20,13 @@ from retrain.noise import Stream
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
+CHAT = "/v1/chat/completions"
 _TOKEN = "token_id:"
 _MOST_STOPS = 4
 """What OpenAI's API takes."""
+_LIMITS = ("max_tokens", "max_completion_tokens")
+"""Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
+_CHAT_PROBE_TOKENS = 16
 
 
 class OpenAIDialect(VLLMDialect):
@@ -37,17 +39,41 @@ class OpenAIDialect(VLLMDialect):
 
     async def look(self, server: Server) -> None:
         await super().look(server)
-        server.facts["text_alone"] = ""
+        server.facts["text_alone"] = server.facts["chat_limit"] = ""
         if lack := await self._lack(server):
             # Without text either, there is nothing: this raises.
-            await server.post(COMPLETIONS, {"model": server.facts["base"], "prompt": "1", "max_tokens": 1})
+            if limit := await self._limit_of_chat(server):
+                server.facts["chat_limit"] = limit
+                lack = f"it has {CHAT} alone, which puts messages into the server's own chat template and returns text"
             server.facts["text_alone"] = (
                 f"{self.title} {server.url} can be evaluated but not trained with: {lack}, and the loss needs token ids with log-probs. To "
                 'train, use the engine made for the server (vllm, sglang, mlx, max); for a judge, [reward] type = "judge" needs text alone.'
             )
 
+    async def _limit_of_chat(self, server: Server) -> str:
+        """Return the name of a reply's limit where the server has chat alone; "" where a prompt may be text.
+
+        Raises Refused where it answers neither.
+        """
+        model = {"model": server.facts["base"]}
+        try:
+            await server.post(COMPLETIONS, model | {"prompt": "1", "max_tokens": 1})
+            return ""
+        except Refused as error:
+            refused = error
+        for limit in _LIMITS:
+            try:
+                await server.post(CHAT, model | {"messages": [{"role": "user", "content": "1"}], limit: _CHAT_PROBE_TOKENS})
+                return limit
+            except Refused as error:
+                if error.status != 404:
+                    refused = error
+                if _LIMITS[-1] not in str(error):
+                    break
+        raise refused
+
     async def _lack(self, server: Server) -> str:
-        """Why it cannot be trained with, as a clause; "" if it can."""
+        """Say why it cannot be trained with, as a clause; "" if it can."""
         body = {"model": server.facts["base"], "prompt": [1, 2, 3, 4], "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
         try:
             answer = await server.post(COMPLETIONS, body | {"return_tokens_as_token_ids": True})
@@ -68,16 +94,29 @@ class OpenAIDialect(VLLMDialect):
             return path, body | {"return_tokens_as_token_ids": True}
         if request.noise.stream != Stream.EVALUATION:
             raise ConfigurationError(server.facts["text_alone"])
-        kept = {name: body[name] for name in ("n", "max_tokens", "temperature", "top_p")}
+        kept = {name: body[name] for name in ("n", "temperature", "top_p")}
         if request.truncation.active:
             kept |= {name: body[name] for name in ("top_k", "min_p")}  # which not every server knows
-        model = server.facts["base"] if server.facts.get("base_alone") else body["model"]
+        kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
+        if limit := server.facts["chat_limit"]:
+            return CHAT, kept | {limit: request.max_tokens} | self._conversation(request)
         stops = [self.texts.decode([token]) for token in self.eos_ids[:_MOST_STOPS]]
-        return COMPLETIONS, {"model": model, "prompt": self.texts.of(tuple(request.prompt_ids.tolist())), "stop": stops, **kept}
+        prompt = self.texts.of(tuple(request.prompt_ids.tolist()))
+        return COMPLETIONS, kept | {"max_tokens": request.max_tokens, "prompt": prompt, "stop": stops}
+
+    def _conversation(self, request: SampleRequest) -> Json:
+        if not request.messages:
+            raise ConfigurationError(
+                f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider = {self.config.environment.provider!r} continues "
+                "token ids, which it does not take: use a server with /v1/completions."
+            )
+        arguments = self.config.data.chat_template_args
+        return {"messages": list(request.messages), **({"chat_template_kwargs": arguments} if arguments else {})}
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
-        seen = answer["usage"]["prompt_tokens"] if isinstance(answer.get("usage"), dict) else None
-        if seen is not None and seen != len(request.prompt_ids):
+        seen = answer["usage"].get("prompt_tokens") if isinstance(answer.get("usage"), dict) else None
+        of_chat = any("message" in choice for choice in answer["choices"])  # its template is the server's
+        if seen is not None and seen != len(request.prompt_ids) and not of_chat:
             raise ValueError(f"the prompt of {len(request.prompt_ids)} tokens reached the model as {seen}")
         return super().read(answer, request)
 
@@ -87,16 +126,18 @@ class OpenAIDialect(VLLMDialect):
         except (LookupError, TypeError, ValueError):
             if request.noise.stream != Stream.EVALUATION:
                 raise
-            return self._text_of(choice)
+            message, reason = choice.get("message", {}), choice["finish_reason"]
+            text = (message["content"] or "") if message else choice["text"]  # none at all where everything went into reasoning
+            declined = message.get("refusal") or message.get("tool_calls")
+            if declined or not isinstance(text, str) or reason not in ("stop", "length"):
+                raise ValueError(f"finish_reason = {reason!r}, and no answer that could be scored") from None
+            stopped = reason == "stop"
+            ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
+            return Sampled(ids, [nan] * len(ids), stopped, text=text)
         return super()._read_one(choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request)
 
-    def _text_of(self, choice: Json) -> Sampled:
-        text, stopped = choice["text"], choice["finish_reason"] == "stop"
-        ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
-        return Sampled(ids, np.full(len(ids), np.nan), stopped, text=text)  # type: ignore[arg-type]
-
     def _ids_and_logprobs(self, choice: Json) -> tuple[list[int], list[float]]:
-        """Two forms of the ids: a list of their own, or "token_id:123" in place of the tokens' text."""
+        """Read ids and log-probs. The ids have two forms: a list of their own, or "token_id:123" in place of the tokens' text."""
         logprobs = choice["logprobs"]
         ids = choice.get("token_ids") or [int(token.removeprefix(_TOKEN)) for token in logprobs["tokens"]]
         values = [float(value) for value in logprobs["token_logprobs"]]
@@ -111,21 +152,19 @@ class OpenAIDialect(VLLMDialect):
         try:
             await super().load(server, adapter)
         except (Refused, ConfigurationError):
-            if not server.facts["text_alone"] or not _is_untrained(adapter.folder):
+            if not server.facts["text_alone"]:
+                raise
+            from safetensors.numpy import load_file
+
+            weights = load_file(adapter.folder / "adapter_model.safetensors")
+            if any(value.any() for name, value in weights.items() if "lora_B" in name):
                 raise
             server.facts["base_alone"] = True
 
-    async def adapters(self, server: Server) -> Mapping[str, str] | None:  # type: ignore[override]
+    async def adapters(self, server: Server) -> Mapping[str, str] | None:  # type: ignore[override]  # None, as `Dialect` allows
         return None if server.facts.get("base_alone") else await super().adapters(server)
 
 
 class OpenAIEngine(VLLMEngine):
     capabilities = OPENAI
     dialect_class = OpenAIDialect
-
-
-def _is_untrained(folder: Path) -> bool:
-    """Whether the adapter adds nothing: every lora_B is 0."""
-    from safetensors.numpy import load_file
-
-    return not any(value.any() for name, value in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name)

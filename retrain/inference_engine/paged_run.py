@@ -64,7 +64,7 @@ class _Kept:
 
 
 _RowKey = tuple[NoiseKey, int, bytes, int]
-"""Of an ended row: a `PromptKey` of all tokens that were fed, and the sample."""
+"""The key of an ended row: a `PromptKey` of all tokens that were fed, and the sample."""
 
 
 class _Sequence(NamedTuple):
@@ -106,6 +106,10 @@ class _Row:
         """Prompt and drawn tokens."""
         return np.concatenate([self.job.request.prompt_ids, np.array([draw[0] for draw in self.draws], np.int32)]).astype(np.int32)
 
+    def grows_past(self, tokens: int) -> bool:
+        """Return whether the next step feeds it a token beyond this number."""
+        return self.launched < self.job.limit and len(self.job.request.prompt_ids) + self.launched > tokens
+
     def completion(self, eos_ids: Collection[int]) -> Completion:
         draws = np.array(self.draws)
         return Completion(
@@ -138,7 +142,7 @@ class PagedEngine:
         """A run has its rows in the buffers."""
 
     def serves(self, limits: DecodeLimits, context: int) -> bool:
-        """Whether it has the rows and tokens of `limits`, for rows of up to `context` tokens."""
+        """Return whether it has the rows and tokens of `limits`, for rows of up to `context` tokens."""
         return (
             self.rows >= min(limits.rows, BUCKETS[-1]) and self.pool.pages * self.pool.tokens >= limits.tokens and self.context >= context
         )
@@ -152,13 +156,13 @@ class PagedEngine:
         return True
 
     def forget(self) -> None:
-        """Everything that is kept."""
+        """Forget everything that is kept."""
         while self.evict():
             pass
 
 
 def wanted_tokens(jobs: Sequence[Job], page_tokens: int) -> int:
-    """Tokens of pages that let all jobs decode at their longest, beside their prompts."""
+    """Count the tokens of pages that let all jobs decode at their longest, beside their prompts."""
     prompts = {prompt_key(job.request): len(job.request.prompt_ids) for job in jobs}
     return sum(prompts.values()) + sum(job.tokens for job in jobs) + page_tokens * (len(prompts) + 2 * len(jobs))
 
@@ -234,19 +238,15 @@ class PagedRun:
             row.draws.append(draws)
             if int(draws[0]) in self._ends or len(row.draws) == row.job.limit:
                 self._finished.append(row.completion(self._ends))
-                self._keep(row)
+                if row.job.request.may_go_on and self._engine.keeps_prompts:  # another request may extend it; its last token was never fed
+                    fed = row.ids[:-1]
+                    pages = row.pages[: self._pool.needed(len(fed))]
+                    self._pool.share(pages)
+                    key = _row_key(row.job, fed)
+                    if before := self._engine.kept.pop(key, None):  # the same tokens again, as after a rewritten history
+                        self._pool.give_back(before.pages)
+                    self._engine.kept[key] = _Kept(pages, len(fed))
                 self._leave(row)
-
-    def _keep(self, row: _Row) -> None:
-        """Hold the pages of an ended row that another request may extend. Its last token was never fed."""
-        if row.job.request.may_go_on and self._engine.keeps_prompts:
-            fed = row.ids[:-1]
-            pages = row.pages[: self._pool.needed(len(fed))]
-            self._pool.share(pages)
-            key = _row_key(row.job, fed)
-            if before := self._engine.kept.pop(key, None):  # the same tokens again, as after a rewritten history
-                self._pool.give_back(before.pages)
-            self._engine.kept[key] = _Kept(pages, len(fed))
 
     def _leave(self, row: _Row) -> None:
         self._slots[row.slot] = None
@@ -263,7 +263,7 @@ class PagedRun:
     # -- decoding ------------------------------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
-        """One step of the active rows; False if none of them has a token to draw."""
+        """Launch one step of the active rows; False if none of them has a token to draw."""
         self._find_pages()
         self._close_ranks()
         rows = [row if row and row.launched < row.job.limit else None for row in self._slots]
@@ -283,7 +283,7 @@ class PagedRun:
 
     def _find_pages(self) -> None:
         """Give every row the page that its next token needs; where there are too few, the youngest rows go back."""
-        while len(lacking := [row for row in self._active if self._lacks_page(row)]) > self._pool.free:
+        while len(lacking := [row for row in self._active if row.grows_past(len(row.pages) * self._pool.tokens)]) > self._pool.free:
             if self._engine.evict():
                 continue
             if self._unread:
@@ -296,10 +296,6 @@ class PagedRun:
             row.pages += self._pool.take(1)
         if lacking:
             self._buffers.put_pages([(row.slot, len(row.pages) - 1, row.pages[-1]) for row in lacking])
-
-    def _lacks_page(self, row: _Row) -> bool:
-        fed = len(row.job.request.prompt_ids) + row.launched  # with the token that the next step feeds
-        return row.launched < row.job.limit and len(row.pages) < self._pool.needed(fed)
 
     def _close_ranks(self) -> None:
         """Move the last rows into free slots where a smaller bucket then holds all."""
@@ -329,8 +325,14 @@ class PagedRun:
             self._slots[row.slot] = row
             sequences += self._place(row, using)
             entering.append(row)
+        for batch in prefill_batches(sequences, [len(sequence.new) for sequence in sequences]) if entering else ():
+            prompts = PagedPromptPass(batch, self._decoder.kernel, self._pool)  # keys and values go to the sequences' pages
+            slots = np.array([sequence.job.request.adapter_slot for sequence in batch])
+            mixed = self._variant.adapters == "mixed"
+            logits = self._decoder.run_prompts([sequence.new for sequence in batch], prompts, slots if mixed else None)
+            for sequence, last in zip(batch, logits, strict=True):
+                sequence.owner.logits = last
         if entering:
-            self._compute(sequences)
             self._start(entering, using)
         for key, prompt in using.items():
             self._engine.kept[key] = prompt
@@ -339,7 +341,7 @@ class PagedRun:
         return self._engine.keeps_prompts and not row.draws and not row.job.request.extends
 
     def _has_room(self, row: _Row, using: dict[PromptKey, _Kept]) -> bool:
-        """Whether its pages are free beside a reserve; what is kept gives way, but not what the row itself needs."""
+        """Return whether its pages are free beside a reserve; what is kept gives way, but not what the row itself needs."""
         key, engine = prompt_key(row.job.request), self._engine
         if self._shares(row) and key in engine.kept:
             using[key] = engine.kept.pop(key)
@@ -378,16 +380,6 @@ class PagedRun:
         row.pages = whole + self._pool.take(pages - len(whole))
         return computed
 
-    def _compute(self, sequences: Sequence[_Sequence]) -> None:
-        """The logits of what follows each sequence; its keys and values go to its pages."""
-        for batch in prefill_batches(sequences, [len(sequence.new) for sequence in sequences]):
-            tokens = [sequence.new for sequence in batch]
-            prompts = PagedPromptPass(batch, self._decoder.kernel, self._pool)
-            slots = np.array([sequence.job.request.adapter_slot for sequence in batch])
-            logits = self._decoder.run_prompts(tokens, prompts, slots if self._variant.adapters == "mixed" else None)
-            for sequence, last in zip(batch, logits, strict=True):
-                sequence.owner.logits = last
-
     def _start(self, rows: Sequence[_Row], using: dict[PromptKey, _Kept]) -> None:
         """Put the rows into the buffers, and draw the first token of each."""
         sharing = [(row, using[prompt_key(row.job.request)]) for row in rows if self._shares(row)]
@@ -411,7 +403,7 @@ def _row_key(job: Job, fed: npt.NDArray[np.int32]) -> _RowKey:
 
 
 def _state(rows: Sequence[_Row], pages: int) -> dict[str, npt.NDArray[np.generic]]:
-    """The buffers of rows whose next token is drawn from the logits of their last one."""
+    """Return the buffers of rows whose next token is drawn from the logits of their last one."""
     requests, cuts = [row.job.request for row in rows], [row.job.truncation for row in rows]
     table = np.zeros((len(rows), pages), np.int32)
     for number, row in enumerate(rows):

@@ -42,38 +42,38 @@ class PagePool:
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
-        """Pages that `tokens` fill."""
+        """Count the pages that `tokens` fill."""
         return -(-tokens // self.tokens)
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages; the caller has looked that there are as many."""
+        """Take `count` free pages; the caller has looked that there are as many."""
         taken = [self._free.pop() for _ in range(count)]
         self._holders[taken] = 1
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder of each."""
+        """Count one more holder of each."""
         self._holders[list(pages)] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """One holder less; a page that nobody holds is free."""
+        """Count one holder less; a page that nobody holds is free."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Tokens' keys and values [N, H, D] to `places` [N], counted over the tokens of all pages."""
+        """Write tokens' keys and values [N, H, D] to `places` [N], counted over the tokens of all pages."""
         for stored, new in ((self.keys[layer], keys), (self.values[layer], values)):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, places, new)
 
     def read(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, H, D] at `places` [N]."""
+        """Read keys and values [N, H, D] at `places` [N]."""
         keys, values = (stored.view(-1, *stored.shape[2:]).index_select(0, places) for stored in (self.keys[layer], self.values[layer]))
         return keys, values
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Whole pages, in every layer."""
+        """Copy whole pages, in every layer."""
         source, target = (upload(np.array(pages, np.int64), self.device) for pages in (sources, targets))
         for stored in self.keys + self.values:
             stored.index_copy_(0, target, stored.index_select(0, source))
@@ -94,7 +94,7 @@ class PagedTokens:
         self._pool, self._attend, self._rows = pool, kernel.paged, PagedRows.of(table, lengths, pool.tokens)
 
     def pages(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [P, T, H, D] of a layer."""
+        """Return keys and values [P, T, H, D] of a layer."""
         return self._pool.keys[number], self._pool.values[number]
 
     def attention(self, queries: Tensor, number: int, scaling: float, window: int | None) -> Tensor:

@@ -22,7 +22,9 @@ from retrain.model.truncation import Cuts, KeptSets
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """On CUDA without waiting for the kernels before it: pageable memory is staged before the call returns, so `array` may change then."""
+    """Copy to the device, on CUDA without waiting for the kernels before it: pageable memory is staged before the call returns, so `array`
+    may change then.
+    """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
@@ -83,7 +85,7 @@ def _draw_chunk(logits: Tensor, temperatures: npt.NDArray[np.float32], uniforms:
 
 
 def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
-    """logits / temperature in float32, the same expression as the learner's; greedy rows are left as they are."""
+    """Return logits / temperature in float32, the same expression as the learner's; greedy rows are left as they are."""
     z = logits.float()
     if (temperatures == 1).all():
         return z
@@ -94,7 +96,8 @@ def _scaled(logits: Tensor, temperatures: npt.NDArray[np.float32]) -> Tensor:
 def draw_scaled(
     z: Tensor, uniforms: Tensor, greedy: Tensor | None, keep: Callable[[Tensor, Tensor], KeptSets] | None
 ) -> tuple[Tensor, ...]:
-    """Token, log-prob and entropy, [r, 1] each, and with `keep` the number of tokens kept, of z = logits / temperature [r, V] in float32.
+    """Draw token, log-prob and entropy, [r, 1] each, and with `keep` the number of tokens kept, of z = logits / temperature [r, V] in
+    float32.
 
     `uniforms` [r]; `greedy` [r] bool, or None where no row is. `keep` is given z - max z [r, V] and its exponentials. Nothing here waits
     for the host or has a shape that depends on a value, so a graph can be captured of it.
@@ -119,7 +122,10 @@ def draw_scaled(
 
     log_total = total.log()
     logprobs = shifted.gather(1, tokens).double() - log_total
-    best = _first_maximum(shifted[:, :vocabulary]) if greedy is not None else tokens
+    best = tokens
+    if greedy is not None:  # the lowest id among the largest logits, which `shifted` holds as zeros
+        ids = torch.arange(vocabulary, device=z.device)
+        best = torch.where(shifted[:, :vocabulary] == 0, ids, vocabulary - 1).amin(-1, keepdim=True)
     moments = shifted.mul_(weights).view(rows, blocks, size).sum(-1).double().sum(-1, keepdim=True)
     entropies = (log_total - moments / total).clamp_(min=0.0)
     if greedy is not None:
@@ -130,7 +136,7 @@ def draw_scaled(
 
 
 def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """Token ids [r, 1]: the first token whose cumulative weight reaches uniform * total.
+    """Return token ids [r, 1]: the first token whose cumulative weight reaches uniform * total.
 
     `weights` [r, N, block] and `cumulative` [r, N + 1] from 0 to the total. The targets lie in (0, total], so the token that
     reaches one has a positive weight; the two `minimum` keep that true where rounding would step past the end.
@@ -142,10 +148,3 @@ def _invert(weights: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
     inner = running_sums(weights.gather(1, block[:, :, None].expand(-1, 1, size)).squeeze(1).double())
     rest = torch.minimum(target - cumulative.gather(1, block), inner[:, -1:])
     return block * size + torch.searchsorted(inner, rest)
-
-
-def _first_maximum(shifted: Tensor) -> Tensor:
-    """[r, 1] the lowest id among the largest logits, which `shifted` holds as zeros."""
-    vocabulary = shifted.shape[1]
-    ids = torch.arange(vocabulary, device=shifted.device)
-    return torch.where(shifted == 0, ids, vocabulary - 1).amin(-1, keepdim=True)

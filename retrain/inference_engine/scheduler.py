@@ -51,7 +51,8 @@ class Job:
 
 
 def pieces(jobs: Sequence[Job], rows: int, most: int) -> list[Sequence[Job]]:
-    """Consecutive parts of nearly equal size, which decode apart from each other: at most `rows` jobs each, or else `most` parts.
+    """Cut the jobs into consecutive parts of nearly equal size, which decode apart from each other: at most `rows` jobs each, or else
+    `most` parts.
 
     A row's bits depend on the rows beside it, so the parts are a function of the jobs alone, not of the number of workers.
     """
@@ -85,7 +86,7 @@ class DecodeRun:
         self._arena: KVArena | None = None
 
     def close(self) -> None:
-        """Its memory goes with it."""
+        """Release its memory."""
 
     @property
     def unfinished(self) -> bool:
@@ -132,7 +133,10 @@ class DecodeRun:
     def _sample(self, rows: slice, logits: Tensor) -> list[Completion]:
         """Draw one token for each of `rows`; the completions that it finishes leave."""
         draws = draw(logits, self._rows.temperatures[rows], self._rows.uniforms(rows), self._rows.cuts(rows))
-        self._check_finite(draws, rows)
+        wrong = np.flatnonzero(~(np.isfinite(draws.logprobs) & np.isfinite(draws.entropies)))
+        if len(wrong):
+            row = rows.start + int(wrong[0])
+            raise not_finite(self._rows.jobs[row], int(self._rows.sampled[row]))
         done = self._rows.record(rows, draws, self._eos_ids)
         finished = [self._rows.completion(int(row), self._eos_ids) for row in done]
         if finished:
@@ -142,7 +146,7 @@ class DecodeRun:
         return finished
 
     def _prompt_states(self, jobs: Sequence[Job]) -> list[PromptState]:
-        """One state per job, in order. With shared prefixes a prompt is computed once for all of its completions."""
+        """Return one state per job, in order. With shared prefixes a prompt is computed once for all of its completions."""
         if self._prefixes is None:
             return self._prefill(jobs)
         keys = [prompt_key(job.request) for job in jobs]
@@ -170,12 +174,6 @@ class DecodeRun:
             states += self._decoder.prefill([job.request.prompt_ids for job in batch], slots)
         return states
 
-    def _check_finite(self, draws: Draws, rows: slice) -> None:
-        wrong = np.flatnonzero(~(np.isfinite(draws.logprobs) & np.isfinite(draws.entropies)))
-        if len(wrong):
-            row = rows.start + int(wrong[0])
-            raise not_finite(self._rows.jobs[row], int(self._rows.sampled[row]))
-
 
 def not_finite(job: Job, position: int) -> RunFailed:
     key = job.request.noise
@@ -187,7 +185,7 @@ def not_finite(job: Job, position: int) -> RunFailed:
 
 
 def prefill_batches(sequences: Sequence[Prompted], lengths: Sequence[int]) -> Iterator[list[Prompted]]:
-    """Consecutive sequences of `lengths` tokens that go through the model in one packed pass."""
+    """Group consecutive sequences of `lengths` tokens that go through the model in one packed pass."""
     batch: list[Prompted] = []
     tokens = 0
     for sequence, size in zip(sequences, lengths, strict=True):
@@ -245,7 +243,7 @@ class Rows:
         return added
 
     def uniforms(self, rows: slice) -> npt.NDArray[np.float64]:
-        """The uniform of each row's next draw. When one row has used up its block, all rows get a new one."""
+        """Return the uniform of each row's next draw. When one row has used up its block, all rows get a new one."""
         index = np.arange(rows.start, rows.stop)
         offset = self.sampled[rows] - self._noise_start[rows]
         if offset.max(initial=0) >= _NOISE_BLOCK:
@@ -255,7 +253,7 @@ class Rows:
         return noise
 
     def cuts(self, rows: slice) -> Cuts | None:
-        """None if no row is truncated."""
+        """Return the cuts of these rows; None if no row is truncated."""
         cuts = Cuts(self._top_k, self._top_p, self._min_p)[rows]
         return cuts if cuts.active.any() else None
 

@@ -33,6 +33,7 @@ from retrain.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Inference
 
 _FOLDER = ".served-"
 _LOOK_S = 0.05
@@ -59,7 +60,7 @@ class Sampled:
     logprobs: Sequence[float]
     """[T]"""
     stopped: bool
-    """At an EOS; False at the limit."""
+    """It ended at an EOS; False at the limit."""
     kept: Sequence[int] | None = None
     """[T] sizes of the kept sets of a truncated request."""
     text: str | None = None
@@ -83,7 +84,7 @@ class Dialect(ABC):
         self.eos_ids = list(eos_ids)
 
     def lost(self, status: int, text: str) -> str:
-        """Why an answer means that the server has died, or has been restarted and forgot the adapter; "" where it does not."""
+        """Say why an answer means that the server has died, or has been restarted and forgot the adapter; "" where it does not."""
         return ""
 
     @abstractmethod
@@ -96,11 +97,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
-        """The path and the body that ask for `request.count` completions; `adapter` None is the base model."""
+        """Return the path and the body that ask for `request.count` completions; `adapter` None is the base model."""
 
     @abstractmethod
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
-        """The completions of an answer, in any order. A LookupError, TypeError, ValueError or AttributeError means that it has another
+        """Read the completions of an answer, in any order. A LookupError, TypeError, ValueError or AttributeError means that it has another
         form; so it does in `look` and `load`.
         """
 
@@ -112,7 +113,7 @@ class Dialect(ABC):
         """Forget an adapter that nothing asks for any more."""
 
     async def adapters(self, server: Server) -> Mapping[str, str] | None:
-        """Names of the adapters that the server lists, with their folders; None where it has no such list."""
+        """Return names of the adapters that the server lists, with their folders; None where it has no such list."""
         return None
 
     async def sleep(self, server: Server) -> bool:
@@ -134,17 +135,22 @@ class ServedEngine(InferenceEngine):
     patience: ClassVar[Patience] = Patience()
 
     def __init__(self, config: "TrainConfig", *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
-        """Connects. `model` is asked for the size of its vocabulary and its context alone, `device` for whether a server shares it."""
+        """Connect. `model` is asked for the size of its vocabulary and its context alone, `device` for whether a server shares it."""
         text = model.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._context = int(getattr(text, "max_position_embeddings", None) or 2**31)
         self._dialect = self.dialect_class(config, eos_ids)
         self._lines: deque[str] = deque()
-        self._pool = _pool(self._dialect, config, self.patience, self._prepare, self._lines.append)
+        self._pool = _pool(self._dialect, config.inference, self.patience, self._prepare, self._lines.append)
         self._turn = asyncio.Lock()
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
         self._run = f"retrain-{token_hex(4)}"
-        self._folder = _adapter_folder(Path(config.logging.log_dir))
+        run = Path(config.logging.log_dir)  # which servers on other machines are likely to see too
+        place = run if os.access(run, os.W_OK) else Path(gettempdir())
+        for old in place.glob(f"{_FOLDER}*"):
+            if _owner_is_dead(old):
+                shutil.rmtree(old, ignore_errors=True)
+        self._folder = Path(mkdtemp(prefix=f"{_FOLDER}{_host()}-{os.getpid()}-", dir=place)).resolve()
         self._version = 0
         self._adapter: ServedAdapter | None = None
         self._asleep = False
@@ -152,14 +158,14 @@ class ServedEngine(InferenceEngine):
         self.replicas = len(self._pool.servers)
         try:
             self._pool.run(self._pool.connect(self._look))
-        except BaseException:
+        except BaseException:  # a signal too: whoever could close this engine has not got it yet
             self.close()
             raise
 
     @classmethod
     def preflight(cls, config: "TrainConfig") -> str:
         dialect, unsaid = cls.dialect_class(config, ()), list[str]()  # the engine itself says it
-        pool = _pool(dialect, config, cls.patience, None, unsaid.append)
+        pool = _pool(dialect, config.inference, cls.patience, None, unsaid.append)
         try:
             pool.run(pool.connect(dialect.look))
             return next((server.facts["text_alone"] for server in pool.alive if server.facts.get("text_alone")), "")
@@ -200,7 +206,7 @@ class ServedEngine(InferenceEngine):
                 future.cancel()  # the connection closes, and the server aborts
 
     def _parts(self, request: SampleRequest) -> list[SampleRequest]:
-        """The request within the model's context, and one for each completion where a call samples one."""
+        """Return the request within the model's context, and one for each completion where a call samples one."""
         if request.adapter_slot not in (0, BASE_MODEL):
             raise ConfigurationError(f"{self._dialect.title} serves one adapter of a run, slot 0, and got {request.adapter_slot}.")
         limited = replace(request, max_tokens=min(request.max_tokens, self._context - len(request.prompt_ids)))
@@ -213,7 +219,13 @@ class ServedEngine(InferenceEngine):
         assert request.adapter_slot == BASE_MODEL or adapter is not None, "sync comes before sample"
 
         async def one_try(server: Server) -> list[Completion]:
-            self._check_fits(request, server)
+            context, prompt = server.facts.get("context"), len(request.prompt_ids)
+            if context is not None and prompt + request.max_tokens > context:
+                raise ServerFailure(
+                    f"{self._dialect.title} {server.url} takes {context} tokens, and [training] max_tokens = {request.max_tokens} after "
+                    f"a prompt of {prompt} needs {prompt + request.max_tokens}; it would cut completions short: start it with more, or "
+                    "lower max_tokens."
+                )
             path, body = self._dialect.call(request, adapter, server)
             return self._completions(index, request, server, await server.post(path, body))
 
@@ -222,15 +234,6 @@ class ServedEngine(InferenceEngine):
                 async with self._turn:
                     await asyncio.sleep(self._dialect.spacing_s)
             return await self._pool.ask(one_try)
-
-    def _check_fits(self, request: SampleRequest, server: Server) -> None:
-        context, prompt = server.facts.get("context"), len(request.prompt_ids)
-        if context is not None and prompt + request.max_tokens > context:
-            raise ServerFailure(
-                f"{self._dialect.title} {server.url} takes {context} tokens, and [training] max_tokens = {request.max_tokens} after a "
-                f"prompt of {prompt} needs {prompt + request.max_tokens}; it would cut completions short: start it with more, or lower "
-                "max_tokens."
-            )
 
     def _completions(self, index: int, request: SampleRequest, server: Server, answer: Any) -> list[Completion]:
         where = f"{self._dialect.title} {server.url}"
@@ -255,16 +258,16 @@ class ServedEngine(InferenceEngine):
         ]
 
     def _problem(self, one: Sampled, request: SampleRequest) -> str:
-        """Why a completion is not one of the policy; "" if it is."""
+        """Say why a completion is not one of the policy; "" if it is."""
         ids, eos = one.token_ids, set(self._dialect.eos_ids)
         truncated = request.truncation.active and request.temperature > 0
         if not len(ids) == len(one.logprobs) > 0:
             return f"returned {len(ids)} tokens with {len(one.logprobs)} log-probs."
         if others := [token for token in ids if type(token) is not int]:
-            return f"returned {others[0]!r} as the id of a token, which is no whole number."
+            return f"returned {others[0]!r} as the id of a token, which is not an integer."
         if outside := [token for token in ids if not 0 <= token < self._vocabulary]:
             return f"sampled token {outside[0]}, and the model has {self._vocabulary} tokens: it serves another model."
-        if wrong := [value for value in one.logprobs if not _is_logprob(value)]:
+        if wrong := [value for value in one.logprobs if type(value) not in (float, int) or not -inf < value <= _ROUNDING]:
             return f"returned a log-prob of {wrong[0]!r}, which no sampled token has: its weights or its settings are broken."
         if eos.intersection(ids[:-1]) or (ids[-1] in eos) is not one.stopped:
             return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer."
@@ -289,21 +292,27 @@ class ServedEngine(InferenceEngine):
         self._pool.run(self._pool.on_each(self._prepare))
         self.unchecked |= self._asleep or self._pool.came_back
         self._asleep = self._pool.came_back = False
-        if old is not None:
-            self._pool.run(self._forget(old))
+        if (gone := old) is not None:
+
+            async def unload(server: Server) -> None:
+                with suppress(Refused):  # it does not know the adapter, having been restarted
+                    await self._dialect.unload(server, gone)
+
+            self._pool.run(self._pool.on_each(unload))
+            shutil.rmtree(gone.folder, ignore_errors=True)
         self._speak()
 
     async def _look(self, server: Server) -> None:
-        """What the server is. Adapters that a killed run left in it go: it has few places, and nothing else would ever unload them."""
+        """Look at the server, and unload adapters that a killed run left in it: it has few places, and nothing else would."""
         await self._dialect.look(server)
         for name, folder in (await self._dialect.adapters(server) or {}).items():
             if _owner_is_dead(Path(folder).parent):
-                self._lines.append(f"{self._dialect.title} {server.url} still had {name} of a run that was killed; unloaded.")
+                self._lines.append(f"{self._dialect.title} {server.url} still had the adapter {name} of a killed run; it was unloaded.")
                 with suppress(Refused):  # another run was first
                     await self._dialect.unload(server, ServedAdapter(name, Path(folder)))
 
     async def _prepare(self, server: Server) -> None:
-        """Awake, with the current adapter, which its own list confirms."""
+        """Wake a server and give it the current adapter, which its own list confirms."""
         if server.facts.pop("asleep", False):
             await self._dialect.wake(server)
         if "looked" not in server.facts:
@@ -318,14 +327,6 @@ class ServedEngine(InferenceEngine):
                 f"{self._dialect.title} {server.url} does not list the adapter {adapter.name} that it was given "
                 f"({', '.join(listed) or 'it lists none'}); it would sample from another policy."
             )
-
-    async def _forget(self, adapter: ServedAdapter) -> None:
-        async def one(server: Server) -> None:
-            with suppress(Refused):  # it does not know the adapter, having been restarted
-                await self._dialect.unload(server, adapter)
-
-        await self._pool.on_each(one)
-        shutil.rmtree(adapter.folder, ignore_errors=True)
 
     # -- around the learning pass ----------------------------------------------------------------------------------------
 
@@ -361,20 +362,15 @@ class ServedEngine(InferenceEngine):
             self._pool.run(self._pool.on_each(one))
 
 
-def _is_logprob(value: Any) -> bool:
-    return type(value) in (float, int) and -inf < value <= _ROUNDING
-
-
 def sampling_seed(request: SampleRequest, sample: int) -> int:
-    """A seed of 31 bits for one completion, from the same coordinates as the noise of the pytorch engine."""
+    """Return a seed of 31 bits for one completion, from the same coordinates as the noise of the pytorch engine."""
     key = request.noise
     return int(uniform(key.seed, key.stream, key.step, key.prompt, sample, 0) * 2**31)
 
 
 def _pool(
-    dialect: Dialect, config: "TrainConfig", patience: Patience, prepare: Callable[[Server], Any] | None, say: Callable[[str], None]
+    dialect: Dialect, inference: "Inference", patience: Patience, prepare: Callable[[Server], Any] | None, say: Callable[[str], None]
 ) -> ServerPool:
-    inference = config.inference
     return ServerPool(
         inference.urls,
         what=dialect.title,
@@ -388,17 +384,8 @@ def _pool(
     )
 
 
-def _adapter_folder(run: Path) -> Path:
-    """A folder of this process in the run's folder, which servers on other machines are likely to see too. Those of dead ones go."""
-    place = run if os.access(run, os.W_OK) else Path(gettempdir())
-    for old in place.glob(f"{_FOLDER}*"):
-        if _owner_is_dead(old):
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(mkdtemp(prefix=f"{_FOLDER}{_host()}-{os.getpid()}-", dir=place)).resolve()
-
-
 def _owner_is_dead(folder: Path) -> bool:
-    """Whether a process of this machine made this folder for its adapters, and is no more."""
+    """Return whether a process of this machine made this folder for its adapters and has ended."""
     made, _, rest = folder.name.partition(f"{_FOLDER}{_host()}-")
     owner = rest.partition("-")[0]
     return not made and owner.isdigit() and not psutil.pid_exists(int(owner))

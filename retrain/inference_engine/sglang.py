@@ -20,7 +20,7 @@ class SGLangDialect(Dialect):
         server.facts |= {"context": base.get("max_model_len"), "looked": True}
 
     def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
-        """One prompt `count` times, each with its own seed: with one seed for all, a deterministic server returns equal samples."""
+        """Ask for one prompt `count` times, each with its own seed: with one seed for all, a deterministic server returns equal samples."""
         settings: Json = {
             "max_new_tokens": request.max_tokens,
             "temperature": request.temperature,
@@ -43,7 +43,7 @@ class SGLangDialect(Dialect):
         return [self._read_one(one, len(request.prompt_ids)) for one in answer]
 
     def _read_one(self, one: Json, prompt: int) -> Sampled:
-        """Ids and log-probs from the same pairs, the sampled EOS among them; output_ids may lack it."""
+        """Read ids and log-probs from the same pairs, the sampled EOS among them; output_ids may lack it."""
         about = one["meta_info"]
         if about["prompt_tokens"] != prompt:
             raise ValueError(f"the prompt of {prompt} tokens reached the model as {about['prompt_tokens']}")
@@ -68,7 +68,7 @@ class SGLangDialect(Dialect):
             )
 
     async def unload(self, server: Server, adapter: ServedAdapter) -> None:
-        """And its cached prefixes, which nothing asks for any more; a server that is busy keeps them for now."""
+        """Unload the adapter and its cached prefixes, which nothing asks for any more; a server that is busy keeps them for now."""
         await server.post("/unload_lora_adapter", {"lora_name": adapter.name})
         with suppress(Refused):
             await server.post("/flush_cache")

@@ -29,11 +29,11 @@ class Texts:
         return load_tokenizer(self._model.model, self._model.revision, self._model.trust_remote_code)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """With the special tokens."""
+        """Decode token ids, with the special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode(self, text: str) -> list[int]:
-        """Without a BOS."""
+        """Encode a text, without a BOS."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _of(self, ids: tuple[int, ...]) -> str:

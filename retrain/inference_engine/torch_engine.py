@@ -77,7 +77,7 @@ class TorchEngine(InferenceEngine):
         self._kv_storage = options.kv_storage
         self._options = options
         self._paged: PagedEngine | None = None
-        """While pages and captured steps are held."""
+        """Pages and captured steps, while they are held."""
         self._pool = pool or Pool()
         self._forgets_prompts = pool is not None and torch.device(device).type == "cpu"
         """True if stored prompts are dropped before each piece. An earlier piece may have been another worker's, and a prompt computed
@@ -96,18 +96,14 @@ class TorchEngine(InferenceEngine):
 
     def sample_feed(self, feed: RequestFeed) -> Iterator[Completion]:
         """Over pages requests join the running batch; else there are rounds, since a row's bits would depend on when another joins."""
-        if self._is_paged and self._pool.workers == self._decoder.shards.size == 1:
-            yield from self._join_in(feed)
-            return
-        given = 0
-        while self._decoder.shards.any_rank(bool(requests := feed.more(idle=True))):
-            for completion in self.sample(requests):
-                yield replace(completion, request=given + completion.request)
-            given += len(requests)
-
-    def _join_in(self, feed: RequestFeed) -> Iterator[Completion]:
-        """A run goes on while it can take what is asked; what needs longer rows, or another adapter, begins the next run."""
         given, left = 0, list[Job]()
+        if not (self._is_paged and self._pool.workers == self._decoder.shards.size == 1):
+            while self._decoder.shards.any_rank(bool(requests := feed.more(idle=True))):
+                for completion in self.sample(requests):
+                    yield replace(completion, request=given + completion.request)
+                given += len(requests)
+            return
+        # A run goes on while it can take what is asked; what needs longer rows, or another adapter, begins the next run.
         while left or (requests := feed.more(idle=True)):
             if not left:
                 left, given = self._jobs(requests, given), given + len(requests)
@@ -173,7 +169,7 @@ class TorchEngine(InferenceEngine):
         self.free_pages()  # captured steps read the adapters where they were
 
     def sync(self, save_adapter: Callable[[Path], None], step: int) -> None:
-        """Nothing to do for shared weights; a copy follows. What was computed from the old weights is dropped at the next call."""
+        """Do nothing for shared weights; a copy follows. What was computed from the old weights is dropped at the next call."""
         if self._follow is not None:
             self._follow()
 
@@ -186,7 +182,7 @@ class TorchEngine(InferenceEngine):
 
     @property
     def held_bytes(self) -> int:
-        """Of the pages that are held between calls."""
+        """Bytes of the pages that are held between calls."""
         return 0 if self._paged is None else self._paged.pool.nbytes
 
     def free_pages(self) -> None:
@@ -198,29 +194,30 @@ class TorchEngine(InferenceEngine):
         self.free_pages()
 
     def _jobs(self, requests: Sequence[SampleRequest], first: int = 0) -> list[Job]:
-        """Of all completions; `first` is the number of the first request."""
-        return [job for index, request in enumerate(requests, start=first) for job in self._jobs_of(index, request)]
-
-    def _jobs_of(self, index: int, request: SampleRequest) -> list[Job]:
-        prompt_tokens = len(request.prompt_ids)
-        limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
-        if request.adapter_slot not in self._decoder.slots:
-            known = ", ".join(map(str, sorted(self._decoder.slots)))
-            raise ConfigurationError(
-                f"The pytorch engine has no adapter in slot {request.adapter_slot}; it has {known} (-1 is the base model)."
-            )
-        if prompt_tokens < 1 or limit < 1 or request.temperature < 0:
-            raise ConfigurationError(
-                f"A request for {request.max_tokens} tokens after a prompt of {prompt_tokens} at temperature {request.temperature} cannot "
-                f"be sampled: the model's context is {self._decoder.context} tokens, a prompt has at least one, max_tokens is at least 1."
-            )
-        if prompt_tokens + limit > self._decoder.uniform_positions:
-            raise ConfigurationError(
-                f"[training] max_tokens = {request.max_tokens} after a prompt of {prompt_tokens} tokens passes "
-                f"{self._decoder.uniform_positions} tokens, where this model's longrope changes the angles of earlier positions; "
-                "choose max_tokens so that prompt and completion stay below."
-            )
-        return [Job(index, request, request.first_sample + number, limit) for number in range(request.count)]
+        """Jobs for the completions of all requests; `first` is the number of the first request."""
+        jobs: list[Job] = []
+        for index, request in enumerate(requests, start=first):
+            prompt_tokens = len(request.prompt_ids)
+            limit = min(request.max_tokens, self._decoder.context - prompt_tokens)
+            if request.adapter_slot not in self._decoder.slots:
+                known = ", ".join(map(str, sorted(self._decoder.slots)))
+                raise ConfigurationError(
+                    f"The pytorch engine has no adapter in slot {request.adapter_slot}; it has {known} (-1 is the base model)."
+                )
+            if prompt_tokens < 1 or limit < 1 or request.temperature < 0:
+                raise ConfigurationError(
+                    f"A request for {request.max_tokens} tokens after a prompt of {prompt_tokens} at temperature {request.temperature} "
+                    f"cannot be sampled: the model's context is {self._decoder.context} tokens, a prompt has at least one, max_tokens is "
+                    "at least 1."
+                )
+            if prompt_tokens + limit > self._decoder.uniform_positions:
+                raise ConfigurationError(
+                    f"[training] max_tokens = {request.max_tokens} after a prompt of {prompt_tokens} tokens passes "
+                    f"{self._decoder.uniform_positions} tokens, where this model's longrope changes the angles of earlier positions; "
+                    "choose max_tokens so that prompt and completion stay below."
+                )
+            jobs += [Job(index, request, request.first_sample + number, limit) for number in range(request.count)]
+        return jobs
 
     def _follow_weights(self) -> None:
         """After a change of the weights, drop the stored prompts, whose keys and values are outdated, and update the copy."""
@@ -236,7 +233,7 @@ WeightsVersion = tuple[tuple[int, int], ...]
 
 
 def weights_version(model: nn.Module) -> WeightsVersion:
-    """Changes whenever a trained weight is written in place or replaced."""
+    """Return a version that changes whenever a trained weight is written in place or replaced."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import VLLM, SampleRequest
-from retrain.inference_engine.http import LOOPBACK, Json, Refused, Server
+from retrain.inference_engine.http import LOOPBACK, Json, Refused, Server, Unavailable
 from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
 
 COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
@@ -39,7 +39,13 @@ class VLLMDialect(Dialect):
         server.facts |= {"base": name, "context": bases[name].get("max_model_len"), "looked": True}
         if self.config.training.truncated:
             await self._check_kept_sets(server)
-        server.facts["sleeps"] = await self._can_sleep(server)
+        server.facts["sleeps"] = False
+        if urlsplit(server.url).hostname in LOOPBACK:  # where it shares this machine, and was started with --enable-sleep-mode
+            # Without pip or uv in vLLM's own environment /server_info fails and closes the connection: then it is not known to sleep.
+            with suppress(Refused, Unavailable, TypeError, KeyError):
+                await server.get("/is_sleeping")  # which alone does not say so: it is there without the mode
+                settings = await server.get("/server_info?config_format=json")
+                server.facts["sleeps"] = bool(settings["vllm_config"]["model_config"]["enable_sleep_mode"])
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
@@ -97,7 +103,7 @@ class VLLMDialect(Dialect):
         )
 
     async def why_it_differs(self, server: Server) -> str:
-        """Log-probs before the temperature: the most probable tokens then have the same ones at any temperature."""
+        """Tell log-probs before the temperature: the most probable tokens then have the same ones at any temperature."""
         temperature = self.config.training.temperature
         if temperature == 1 or _distance(await self._top(server, temperature), await self._top(server, 1.0)) > _SAME:
             return ""
@@ -135,18 +141,8 @@ class VLLMDialect(Dialect):
 
     # -- sleep ---------------------------------------------------------------------------------------------------------
 
-    async def _can_sleep(self, server: Server) -> bool:
-        """Started with --enable-sleep-mode on this machine. /is_sleeping alone does not say so: it is there without the mode."""
-        if urlsplit(server.url).hostname not in LOOPBACK:
-            return False
-        with suppress(Refused, TypeError, KeyError):
-            await server.get("/is_sleeping")
-            settings = await server.get("/server_info?config_format=json")
-            return bool(settings["vllm_config"]["model_config"]["enable_sleep_mode"])
-        return False
-
     async def sleep(self, server: Server) -> bool:
-        """Level 1: the weights go to main memory. Level 2 loses them, and with them the adapter."""
+        """Sleep at level 1: the weights go to main memory. Level 2 loses them, and with them the adapter."""
         if server.facts["sleeps"]:
             await server.post("/sleep?level=1")
         return bool(server.facts["sleeps"])

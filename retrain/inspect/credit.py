@@ -59,7 +59,7 @@ class TurnText:
     start: int
     """The place of the reply's first token among the T tokens."""
     context: str
-    """With the names of special tokens; "" in a first turn, whose context is the prompt."""
+    """The text of the context, with the names of special tokens; "" in a first turn, whose context is the prompt."""
     restarts: bool
     """`context` is all that the model had in sight."""
 
@@ -95,7 +95,7 @@ class CompletionCredit:
     """Empty where the trajectory is one reply to its prompt."""
 
     def advantages(self, label: str) -> Float32Array:
-        """[T] as the loss uses them."""
+        """The advantages [T] as the loss uses them."""
         return list(self.stages[label].values())[-1]
 
 

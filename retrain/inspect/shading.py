@@ -25,7 +25,7 @@ class Quantity(StrEnum):
 
 
 def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> Values:
-    """[T], or None if it was not stored for the completion."""
+    """The quantity [T]; None if it was not stored for the completion."""
     match quantity:
         case Quantity.ADVANTAGE:
             return completion.advantages(label)

@@ -58,7 +58,7 @@ def _print_lines(lines: Sequence[str], console: "Console") -> None:
 
 
 def heading(completion: CompletionCredit) -> str:
-    """Such as: Sample 3, reward 1, 212 tokens, cut off by max_tokens."""
+    """The line above a completion, such as: Sample 3, reward 1, 212 tokens, cut off by max_tokens."""
     reward = "" if completion.reward is None else f", reward {completion.reward:g}"
     end = ", cut off by max_tokens" if completion.truncated else ""
     turns = f" in {counted(len(completion.turns), 'turn')}" if completion.turns else ""

@@ -38,6 +38,7 @@ class Adapter:
 
     def __init__(self, base: "BaseModel", model: "Model", lora: "Lora", seed: int) -> None:
         from peft import get_peft_model
+        from peft.tuners.lora import LoraLayer
 
         self.name = model.model
         """As the user gave it: the hub id, so that the saved adapter finds its base elsewhere."""
@@ -51,7 +52,9 @@ class Adapter:
         self.peft_model.eval()
         _initialise(self.peft_model, seed)
         if lora.dropout:
-            _key_dropout(self.peft_model, lora.dropout, self.dropout)
+            adapted = [module for module in self.peft_model.modules() if isinstance(module, LoraLayer)]
+            for number, module in enumerate(adapted):
+                module.lora_dropout[_ADAPTER] = KeyedDropout(lora.dropout, number, self.dropout)
         if lora.init_from:
             self.start_from(Path(lora.init_from))
 
@@ -70,13 +73,13 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model is the frozen base inside."""
+        """Switch the adapter off: the model is the frozen base inside."""
         with self.peft_model.disable_adapter():
             yield
 
     @contextmanager
     def uncast_inputs(self) -> Iterator[None]:
-        """Inside, peft hands a layer's input on in its own dtype instead of casting it to the adapter's."""
+        """Keep peft from casting: inside, it hands a layer's input on in its own dtype instead of casting it to the adapter's."""
         from peft.helpers import disable_input_dtype_casting
 
         with disable_input_dtype_casting(self.peft_model):
@@ -85,7 +88,7 @@ class Adapter:
     # -- files ------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """adapter_model.safetensors, adapter_config.json and the model card; loads in peft and vLLM as it is."""
+        """Write adapter_model.safetensors, adapter_config.json and the model card; loads in peft and vLLM as it is."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +99,7 @@ class Adapter:
         (folder / CARD_FILE).write_text(self._card(), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """The weights that `save` wrote; ValueError where they are another adapter's."""
+        """Load the weights that `save` wrote; ValueError where they are another adapter's."""
         from safetensors.torch import load_file
 
         weights = load_file(folder / WEIGHTS_FILE)
@@ -109,11 +112,16 @@ class Adapter:
                 parameter.copy_(weights[name])
 
     def start_from(self, folder: Path) -> None:
-        """Weights of `[lora] init_from`. The adapter there must be of this rank, scale and set of layers."""
+        """Start from the weights of `[lora] init_from`. The adapter there must be of this rank, scale and set of layers."""
         where = f'[lora] init_from = "{folder}"'
         try:
             settings = read_object(folder / CONFIG_FILE)
-            self._check_scale(settings, where)
+            ours = self._settings()
+            for key in ("r", "lora_alpha", "use_rslora"):
+                if settings.get(key, False) != ours[key]:
+                    raise ConfigurationError(
+                        f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora] give {ours[key]}; make them the same."
+                    )
             self.load(folder)
         except FileNotFoundError as error:
             raise ConfigurationError(f"{where}: no {Path(str(error.filename)).name} there; name a PEFT adapter folder.") from error
@@ -123,14 +131,6 @@ class Adapter:
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(f"{where} does not fit this run ({error}); make [model] lora_rank and [lora] the same.") from error
-
-    def _check_scale(self, settings: dict[str, Any], where: str) -> None:
-        ours = self._settings()
-        for key in ("r", "lora_alpha", "use_rslora"):
-            if settings.get(key, False) != ours[key]:
-                raise ConfigurationError(
-                    f"{where} has {key} = {settings.get(key)}, but [model] lora_rank and [lora] give {ours[key]}; make them the same."
-                )
 
     def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = self.peft_model.peft_config[_ADAPTER].to_dict()
@@ -161,7 +161,7 @@ class Adapter:
 
 
 def _plain(value: Any) -> Any:
-    """JSON with a fixed order: a set has none of its own."""
+    """Make the settings plain JSON with a fixed order: a set has none of its own."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     if isinstance(value, Enum):
@@ -184,8 +184,9 @@ def _difference(weights: dict[str, Tensor], parameters: dict[str, nn.Parameter])
 
 
 def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
-    """The peft.LoraConfig of an adapter of this rank."""
+    """Return the peft.LoraConfig of an adapter of this rank."""
     from peft import LoraConfig, TaskType
+    from transformers.pytorch_utils import Conv1D
 
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -195,13 +196,20 @@ def lora_config(base: "BaseModel", lora: "Lora", rank: int) -> Any:
         target_modules=target_modules(base, lora.target_modules),
         use_rslora=lora.use_rslora,
         bias="none",
-        fan_in_fan_out=_is_transposed(base.model),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.model.modules()),  # GPT-2's Conv1D stores [in, out]
     )
 
 
 def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
-    """The names to adapt: `wanted`, checked, or all linear layers of the blocks (D26). The head and the embeddings stay frozen."""
-    found = _block_linears(base)
+    """Return the names to adapt: `wanted`, checked, or all linear layers of the blocks (D26). The head and the embeddings stay frozen."""
+    from transformers.pytorch_utils import Conv1D
+
+    names = set()
+    for path, module in base.decoder.named_modules():
+        numbered = any(part.isdigit() for part in path.split("."))  # inside the decoder's lists of blocks
+        if numbered and isinstance(module, nn.Linear | Conv1D):  # bitsandbytes' layers are nn.Linear too
+            names.add(path.rsplit(".", 1)[-1])
+    found = sorted(names)
     if not wanted:
         if not found:
             raise ConfigurationError("[lora] target_modules = []: this model's blocks have no linear layers; name the layers to adapt.")
@@ -215,27 +223,8 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
     return sorted(wanted)
 
 
-def _block_linears(base: "BaseModel") -> list[str]:
-    """Last parts of the names of linear layers inside the decoder's lists of blocks, sorted."""
-    from transformers.pytorch_utils import Conv1D
-
-    names = set()
-    for path, module in base.decoder.named_modules():
-        numbered = any(part.isdigit() for part in path.split("."))
-        if numbered and isinstance(module, nn.Linear | Conv1D):  # bitsandbytes' layers are nn.Linear too
-            names.add(path.rsplit(".", 1)[-1])
-    return sorted(names)
-
-
-def _is_transposed(model: nn.Module) -> bool:
-    """GPT-2's Conv1D stores [in, out]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return any(isinstance(module, Conv1D) for module in model.modules())
-
-
 def _initialise(model: nn.Module, seed: int) -> None:
-    """A uniform in +-1/sqrt(fan in), as peft draws it, from the counter noise; B zero. Layer number and element are the counter.
+    """Draw a uniform in +-1/sqrt(fan in), as peft draws it, from the counter noise; B zero. Layer number and element are the counter.
 
     So the weights depend on the seed alone, and an untouched adapter is the base model.
     """
@@ -249,11 +238,3 @@ def _initialise(model: nn.Module, seed: int) -> None:
                 layer += 1
             elif ".lora_B." in name:
                 parameter.zero_()
-
-
-def _key_dropout(model: nn.Module, rate: float, key: DropoutKey) -> None:
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    for number, module in enumerate(layers):
-        module.lora_dropout[_ADAPTER] = KeyedDropout(rate, number, key)

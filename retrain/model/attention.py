@@ -30,12 +30,12 @@ class AttentionBatch(Protocol):
     """The tokens in flight, as `attend` needs them; passed to the model's forward as `attention_batch`."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """Queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq, T, D]."""
+        """Attend with queries [B, Hq, T, D] over keys and values [B, Hk, L, D] to outputs [B, Hq, T, D]."""
         ...
 
 
 def missing(model: Any) -> str:
-    """The reason why `attend` cannot compute a model's attention; empty if it can.
+    """Return the reason why `attend` cannot compute a model's attention; empty if it can.
 
     A model whose layers do not go through transformers' attention interface would silently compute something else.
     """
@@ -49,7 +49,7 @@ def missing(model: Any) -> str:
 
 @contextmanager
 def plugged_in(model: Any) -> Iterator[None]:
-    """Inside, every attention layer of a transformers model calls `attend`; the forward needs `attention_batch=`."""
+    """Plug `attend` in: inside, every attention layer of a transformers model calls `attend`; the forward needs `attention_batch=`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(KERNEL, attend)  # doing it twice is harmless
@@ -66,7 +66,8 @@ def plugged_in(model: Any) -> Iterator[None]:
 
 
 def _window_mask(*, local_size: int | None = None, **unused: Any) -> Tensor:
-    """transformers' mask signature: an empty [1, 1, 1, 1] whose attribute `window` is the width of the sliding window, 0 for none.
+    """Return, under transformers' mask signature, an empty [1, 1, 1, 1] whose attribute `window` is the width of the sliding window, 0 for
+    none.
 
     Some families (Qwen2-MoE, Phi-MoE) name their window to the mask alone and not to the attention function.
     """
@@ -87,7 +88,7 @@ def attend(
     attention_batch: AttentionBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds, as in transformers' own attention."""
+    """Attend under transformers' attention signature; returns [B, T, Hq, D]. A mask's window holds, as in transformers' own attention."""
     unknown = [f"the attention argument {name}" for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
     window = sliding_window if attention_mask is None else getattr(attention_mask, "window", -1)
     if window == -1:
@@ -109,7 +110,7 @@ class Kernel(Protocol):
     def decode(
         self, query: Tensor, key: Tensor, value: Tensor, rows: "RowLengths", scaling: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """One query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]."""
+        """Attend with one query per row, [R, Hq, 1, D], over its own tokens of [R, Hk, L, D]."""
         ...
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
@@ -122,7 +123,7 @@ class Kernel(Protocol):
         ...
 
     def packed_kernel(self, query: Tensor, softcap: float | None) -> PackedKernel | None:
-        """One function for packed sequences of any lengths, if there is one for queries [.., D] of this dtype."""
+        """Return one function for packed sequences of any lengths, if there is one for queries [.., D] of this dtype."""
         ...
 
 
@@ -157,7 +158,9 @@ class FusedAttention:
         """The queries of a key-value head are laid side by side, so no key is repeated."""
         count, heads, _, dim = query.shape
         grouped = query.reshape(count, key.shape[1], heads // key.shape[1], dim)
-        if softcap is None and (prefers_products(query) or _prefers_float32_products(query)):
+        # In bfloat16 too, on a processor that has units for it: the fused kernel is slower, most of all under a mask.
+        widens = query.device.type == "cpu" and query.dtype == torch.bfloat16 and computes_bf16()
+        if softcap is None and (prefers_products(query) or widens):
             output = _products(grouped, key, value, rows.bias(window, torch.float32), scaling)
         elif softcap is None:
             output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=rows.bias(window, query.dtype), scale=scaling)
@@ -177,7 +180,8 @@ class FusedAttention:
         before = length - queries  # tokens that every query sees
         for start in range(0, queries, _MASKED_QUERIES):
             stop = min(start + _MASKED_QUERIES, queries)
-            bias = _causal_bias(before + start, before + stop, window, query)
+            lengths = torch.arange(before + start + 1, before + stop + 1, device=query.device)
+            bias = visible_bias(lengths, before + stop, window, query.dtype).permute(1, 2, 0, 3)  # [1, 1, stop - start, before + stop]
             part, seen_key, seen_value = query[:, :, start:stop], key[:, :, : before + stop], value[:, :, : before + stop]
             if softcap is None:
                 outputs.append(F.scaled_dot_product_attention(part, seen_key, seen_value, attn_mask=bias, scale=scaling))
@@ -199,16 +203,11 @@ class VarlenAttention(FusedAttention):
 
 
 def prefers_products(query: Tensor) -> bool:
-    """True if matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
+    """Return True if matrix products score these queries faster than the fused kernel, where the rows are short or the queries few.
 
     Without values, as memory is predicted, it does not matter: both ways keep about the same.
     """
     return query.device.type in ("cpu", "meta") and query.dtype == torch.float32
-
-
-def _prefers_float32_products(query: Tensor) -> bool:
-    """The same of decoding in bfloat16 on a processor that has units for it: the fused kernel is slower, most of all under a mask."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and computes_bf16()
 
 
 def _products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
@@ -229,12 +228,6 @@ def visible_bias(lengths: Tensor, longest: int, window: int | None, dtype: torch
     if window is not None:
         hidden |= position < (lengths - window)[:, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=lengths.device).masked_fill_(hidden, float("-inf"))[:, None, None]
-
-
-def _causal_bias(start: int, stop: int, window: int | None, like: Tensor) -> Tensor:
-    """[1, 1, stop - start, stop] additive mask of queries start .. stop - 1 over keys 0 .. stop - 1."""
-    lengths = torch.arange(start + 1, stop + 1, device=like.device)
-    return visible_bias(lengths, stop, window, like.dtype).permute(1, 2, 0, 3)
 
 
 def _softcapped(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, softcap: float) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.errors import EnvironmentFailure
 
 if TYPE_CHECKING:
-    from retrain.config.schema import Environment, Training
+    from retrain.config.schema import Environment, Evaluation, Training
 
 PROMPT_ALLOWANCE = 1024
 """Prompt tokens assumed beside max_tokens when asking whether the longest row fits, and tokens of an environment's answers."""
@@ -40,7 +40,7 @@ class DecodeLimits:
 
 
 def longest_row(training: "Training", environment: "Environment", context: int, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
-    """Tokens of the longest prompt and completion that must fit; where prompts are not known, an allowance is made.
+    """Tokens of the longest prompt and completion that are trained; where prompts are not known, an allowance is made.
 
     What an environment will say between the replies is not known, so all of it together has the same allowance. `context` is the
     model's, 0 where it names no limit.
@@ -48,6 +48,20 @@ def longest_row(training: "Training", environment: "Environment", context: int, 
     answers = environment.provider not in ("", "reasoning_gym") and environment.max_turns != 1
     wanted = training.max_tokens + prompt_tokens + PROMPT_ALLOWANCE * answers
     return min(wanted, context or wanted)
+
+
+def longest_sampled(
+    training: "Training", evaluation: "Evaluation", environment: "Environment", context: int, prompt_tokens: int = PROMPT_ALLOWANCE
+) -> int:
+    """`longest_row` of what is sampled: evaluations may allow longer completions than training does."""
+    longest = longest_row(training, environment, context, prompt_tokens)
+    more = most_new_tokens(training, evaluation) - training.max_tokens
+    return min(longest + more, context or longest + more)
+
+
+def most_new_tokens(training: "Training", evaluation: "Evaluation") -> int:
+    """Tokens of the longest completion that the run samples."""
+    return max(training.max_tokens, evaluation.max_tokens or 0) if evaluation.asked_for else training.max_tokens
 
 
 def kv_bytes_per_token(model_config: Any, compute_bytes: int, kv_cache_dtype: str = "auto") -> int:
@@ -83,7 +97,7 @@ def plan_decode(
         needed = per_token * allowance * tokens_per_row
         raise EnvironmentFailure(
             f"One completion of {tokens_per_row} tokens needs {needed / 2**30:.1f} GiB of KV cache and {memory_bytes / 2**30:.1f} GiB are "
-            'left for it; lower [training] max_tokens, or set [inference] kv_cache_dtype = "int8".'
+            'left for it; lower [training] max_tokens (or that of [evaluation]), or set [inference] kv_cache_dtype = "int8".'
         )
     rows = tokens // (PAGE_TOKENS if paged else tokens_per_row)
     return DecodeLimits(rows=min(_ROW_CAPS.get(device_type, _ROW_CAPS["cpu"]), rows), tokens=tokens)

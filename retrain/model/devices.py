@@ -36,7 +36,7 @@ class EngineOptions:
 
 
 def engine_options(inference: "Inference", device_type: str, model_dtype: torch.dtype) -> EngineOptions:
-    """Raises ConfigurationError or EnvironmentFailure for a value that this device or installation cannot serve."""
+    """Resolve the options. Raises ConfigurationError or EnvironmentFailure for a value that this device or installation cannot serve."""
     narrow = inference.dtype == "bf16"
     _check_attention(inference.attention_kernel, device_type, torch.bfloat16 if narrow else model_dtype)
     if inference.dtype in ("fp8", "fp4"):
@@ -61,7 +61,7 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
 
 
 def attention_of(kernel: str, device_type: str, dtype: torch.dtype) -> Kernel:
-    """The learner's attention under `[inference] attention_kernel`, which holds for both."""
+    """Return the learner's attention under `[inference] attention_kernel`, which holds for both."""
     return VarlenAttention() if kernel != "cutlass" and has_flash(device_type, dtype) else FusedAttention()
 
 
@@ -103,7 +103,7 @@ class DeviceChoice(NamedTuple):
 
 
 def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
-    """The devices of `[backend] devices`: one, or in split mode the sampler's and then the learner's.
+    """Return the devices of `[backend] devices`: one, or in split mode the sampler's and then the learner's.
 
     The unset default falls back to cpu; a named device that is absent is refused.
     In a parallel run each process of a computer takes the GPU of its own number.
@@ -136,7 +136,7 @@ def is_present(device: torch.device) -> bool:
 
 
 def present_devices() -> str:
-    """The devices of this machine in the configuration's words."""
+    """Return the devices of this machine in the configuration's words."""
     names = ["cpu"]
     if torch.backends.mps.is_available():
         names.append("mps")
@@ -145,7 +145,7 @@ def present_devices() -> str:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype in which the frozen weights are computed with, and held unless in 8 bits: auto is bf16 on CUDA and fp32 elsewhere.
+    """Return the dtype in which the frozen weights are computed with, and held unless in 8 bits: auto is bf16 on CUDA and fp32 elsewhere.
 
     Adapter weights are fp32 always.
     """

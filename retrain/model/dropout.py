@@ -59,7 +59,7 @@ class DropoutKey:
 
     @contextmanager
     def active(self, step: int, rows: Sequence[int], device: torch.device, lengths: Sequence[int] | None = None) -> Iterator[None]:
-        """Dropout is on inside. The backward pass belongs inside too: gradient checkpointing runs the forward again."""
+        """Switch dropout on inside. The backward pass belongs inside too: gradient checkpointing runs the forward again."""
         self.step, self.rows, self.lengths = step, torch.tensor(rows, dtype=torch.int64, device=device), lengths
         try:
             yield

@@ -16,7 +16,7 @@ from retrain.errors import ConfigurationError
 
 FLOAT8 = torch.float8_e4m3fn
 _LARGEST = 448.0
-"""Of the format."""
+"""Largest finite number of e4m3."""
 
 
 class Float8Linear(nn.Linear):
@@ -32,7 +32,9 @@ class Float8Linear(nn.Linear):
         """[O, 1] in the dtype of the products."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _Product.apply(input, self.weight, self.scale, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        apply: Any = _Product.apply  # which torch does not annotate
+        output: Tensor = apply(input, self.weight, self.scale, self.bias)
+        return output
 
 
 class _Product(torch.autograd.Function):
@@ -87,6 +89,6 @@ def hold_layers_in_float8(decoder: nn.Module, name: str) -> None:
 
 
 def widened_bytes(decoder: nn.Module) -> int:
-    """Bytes of the largest layers that are wide at a time: a fused product joins at most three of them with one input."""
+    """Count the bytes of the largest layers that are wide at a time: a fused product joins at most three of them with one input."""
     sizes = [module.weight.numel() * module.scale.dtype.itemsize for module in decoder.modules() if isinstance(module, Float8Linear)]
     return 3 * max(sizes, default=0)

@@ -43,7 +43,7 @@ class NotPredictable(EnvironmentFailure):
 @dataclass(frozen=True)
 class Footprint:
     dtype: torch.dtype
-    """Of what is computed."""
+    """Dtype of the products."""
     weights: int
     """Bytes of the frozen weights that a process holds, and of layers in 8 bits as long as they are widened."""
     num_frozen: int
@@ -65,7 +65,7 @@ class Footprint:
     the lab model: 1.05 to 1.13 of it)."""
 
     def activations_per_token(self, *, checkpointing: bool, offloading: bool) -> int:
-        """Bytes that a forward pass keeps for its backward under these choices."""
+        """Count the bytes that a forward pass keeps for its backward under these choices."""
         if offloading:
             return self.offloaded_per_token
         return self.checkpointed_per_token if checkpointing else self.kept_per_token
@@ -84,11 +84,16 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
     with _dropping(base.model) if drops else nullcontext():  # then the model's own forward learns
         kept = max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
+    saved = 0
+    if four_bits:  # a model that is not quantised yet shrinks: its linear layers do, but for the head
+        linears = [module.weight for module in base.decoder.modules() if isinstance(module, nn.Linear)]
+        shrinking = [weight for weight in linears if not weight.requires_grad and weight is not base.head.weight]
+        saved = sum(weight.nbytes - int(weight.numel() * _NF4_BYTES) for weight in shrinking if weight.is_floating_point())
     text: Any = base.model.config.get_text_config()
     layer, stream = kept // text.num_hidden_layers, text.hidden_size * base.dtype.itemsize
     return Footprint(
         dtype=base.dtype,
-        weights=held_bytes(base) + widened_bytes(base.decoder) - (_saved_by_four_bits(base) if four_bits else 0),
+        weights=held_bytes(base) + widened_bytes(base.decoder) - saved,
         num_frozen=sum(parameter.numel() for parameter in frozen),
         layer_weights=fused.layer_weight_bytes if fused else 0,
         head_weights=base.head.weight.nbytes,
@@ -102,7 +107,9 @@ def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = 
 
 
 def weightless_model(model: "Model", lora: "Lora", dtype: torch.dtype, shards: World = ALONE) -> BaseModel:
-    """The configured model with its adapter on the meta device, as one of `shards` holds it. Raises NotPredictable where that fails."""
+    """Return the configured model with its adapter on the meta device, as one of `shards` holds it. Raises NotPredictable where that
+    fails.
+    """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +133,7 @@ def weightless_model(model: "Model", lora: "Lora", dtype: torch.dtype, shards: W
 
 
 def _kept_bytes(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> int:
-    """Bytes of the storages that autograd keeps for the probe's tokens; each counts once, and parameters do not count."""
+    """Count the bytes of the storages that autograd keeps for the probe's tokens; each counts once, and parameters do not count."""
     own = {id(storage): storage for storage in (parameter.untyped_storage() for parameter in base.model.parameters())}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -151,7 +158,7 @@ class _Factor(nn.Module):
 
 @contextmanager
 def _dropping(model: nn.Module) -> Iterator[None]:
-    """The adapter's dropout leaves behind what it does while it is on."""
+    """Make the adapter's dropout leave behind what it does while it is on."""
     from peft.tuners.lora import LoraLayer
 
     places = [module.lora_dropout for module in model.modules() if isinstance(module, LoraLayer)]
@@ -166,7 +173,9 @@ def _dropping(model: nn.Module) -> Iterator[None]:
 
 
 def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> Tensor:
-    """The probe's hidden states, computed as the learner does."""
+    """Return the probe's hidden states, computed as the learner does."""
+    from peft.helpers import disable_input_dtype_casting
+
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=base.device)
     positions = torch.arange(_PROBE_TOKENS, device=base.device).unsqueeze(0)
     attention = PackedAttention([Segment(0, _PROBE_TOKENS)], _PROBE_TOKENS, kernel, base.device)
@@ -174,28 +183,11 @@ def _forward(base: BaseModel, fused: FusedDecoder | None, kernel: Kernel) -> Ten
         return fused.hidden_states(ids, positions, attention)
     packs = not missing(base.model)
     with ExitStack() as stack:
-        _enter_half_precision(stack, base)
+        if base.dtype != torch.float32 and base.device != _META:  # products in half precision over a float32 adapter
+            stack.enter_context(torch.autocast(base.device.type, base.dtype))
+            stack.enter_context(disable_input_dtype_casting(base.model))
+        elif base.dtype != torch.float32:  # autocast is missing there, so the adapter is in half precision too
+            for parameter in base.model.parameters():
+                parameter.data = parameter.data.to(base.dtype)
         stack.enter_context(plugged_in(base.model) if packs else nullcontext())
         return base.hidden_states(ids, positions, attention) if packs else base.hidden_states(ids)
-
-
-def _enter_half_precision(stack: ExitStack, base: BaseModel) -> None:
-    """bf16 products over a float32 adapter: by autocast, or, where that is missing, with an adapter in bf16."""
-    from peft.helpers import disable_input_dtype_casting
-
-    if base.dtype == torch.float32:
-        return
-    if base.device != _META:
-        stack.enter_context(torch.autocast(base.device.type, base.dtype))
-        stack.enter_context(disable_input_dtype_casting(base.model))
-        return
-    for parameter in base.model.parameters():
-        parameter.data = parameter.data.to(base.dtype)
-
-
-def _saved_by_four_bits(base: BaseModel) -> int:
-    """Bytes by which a model shrinks that is not quantised yet: its linear layers do, but for the head."""
-    head = base.head.weight
-    linears = [module for module in base.decoder.modules() if isinstance(module, nn.Linear) and not module.weight.requires_grad]
-    shrinking = [linear.weight for linear in linears if linear.weight is not head and linear.weight.is_floating_point()]
-    return sum(weight.nbytes - int(weight.numel() * _NF4_BYTES) for weight in shrinking)

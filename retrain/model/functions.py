@@ -47,7 +47,7 @@ class Norm:
         return self(x, scale), scale
 
     def input_gradient(self, grad_output: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-        """The gradient of x [.., H] given g = grad_output [.., H]: s * (g w - x s^2 mean(x g w))."""
+        """Return the gradient of x [.., H] given g = grad_output [.., H]: s * (g w - x s^2 mean(x g w))."""
         weighted = (grad_output * self.weight).float()
         mean = torch.einsum("...h,...h->...", x.float(), weighted).unsqueeze(-1).mul_(scale.square()).div_(x.shape[-1])
         return weighted.addcmul_(x.float(), mean, value=-1).mul_(scale).to(x.dtype)
@@ -74,8 +74,8 @@ def gated_mlp(x: Tensor, norm: Norm, gate_up: Projection, down: Projection) -> T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
-    """Rotary embedding of x [N, heads, D], normed head by head if there is a norm, by cos and sin [N, 1, D], whose halves are equal
-    (arXiv 2104.09864).
+    """Apply the rotary embedding to x [N, heads, D], normed head by head if there is a norm, by cos and sin [N, 1, D], whose halves are
+    equal (arXiv 2104.09864).
     """
     return _run(_Rotate, x, cos, sin, norm)
 
@@ -99,7 +99,7 @@ def _trained(projection: Projection) -> list[nn.Parameter]:
 
 
 def _wanted(ctx: Any, first: int, projection: Projection) -> bool:
-    """True if any of the projection's parameters, the function's inputs from `first` on, needs a gradient."""
+    """Return True if any of the projection's parameters, the function's inputs from `first` on, needs a gradient."""
     return any(ctx.needs_input_grad[first : first + len(_trained(projection))])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from retrain.errors import ConfigurationError
 from retrain.model.attention import AttentionBatch, FusedAttention
 from retrain.model.functions import Norm, gated_mlp, norm_project, normed, project, rotate
-from retrain.model.packed import PackedWeight
+from retrain.model.packed import FrozenProduct, laid_out
 from retrain.model.projection import AdapterLayer, Projection, fusable
 from retrain.model.recomputing import recomputed
 from retrain.model.step_kernels import TRITON_DEVICES, StepKernels, TorchKernels, step_kernels
@@ -46,11 +46,11 @@ class PagedBatch(Protocol):
     """[N] of the new tokens, counted over the tokens of all pages."""
 
     def pages(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [P, T, Hk, D] each."""
+        """Return keys and values of a layer, [P, T, Hk, D] each."""
         ...
 
     def attention(self, queries: Tensor, number: int, scaling: float, window: int | None) -> Tensor:
-        """[N, Hq, D] of queries [N, Hq, D] over the tokens of their rows."""
+        """Return the outputs [N, Hq, D] of queries [N, Hq, D] over the tokens of their rows."""
         ...
 
 
@@ -72,7 +72,7 @@ class _Layer:
     def step(
         self, hidden: Tensor, update: Tensor | None, rotary: tuple[Tensor, Tensor], batch: "PagedBatch", number: int, kernels: StepKernels
     ) -> Tensor:
-        """The MLP's update [N, H] of the residual stream [N, H], which takes `update` and what attention adds; without gradient."""
+        """Return the MLP's update [N, H] of the residual stream [N, H], which takes `update` and what attention adds; without gradient."""
         qkv, _ = self.qkv.product(kernels.add_norm(hidden, update, self.attention_norm))
         queries = kernels.turn_and_store(qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.places)
         attended = batch.attention(queries, number, self.scaling, self.window)
@@ -87,7 +87,7 @@ class _Layer:
     def forward(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int, batch: AttentionBatch, cache: Cache | None, number: int
     ) -> Tensor:
-        """The residual stream [N, H] after the layer."""
+        """Return the residual stream [N, H] after the layer."""
         queries, keys, values = self._queries_keys_values(hidden, rotary, rows)
         if cache is not None:
             keys, values = cache.update(keys, values, number)
@@ -96,7 +96,7 @@ class _Layer:
         return hidden + gated_mlp(hidden, self.mlp_norm, self.gate_up, self.down)
 
     def _queries_keys_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, Hq, T, D], and twice [B, Hk, T, D], from the residual stream [N, H]."""
+        """Return [B, Hq, T, D], and twice [B, Hk, T, D], from the residual stream [N, H]."""
         fused = norm_project(hidden, self.attention_norm, self.qkv).view(len(hidden), -1, self.head_size)
         queries, keys, _ = self.heads
         turned = rotate(fused[:, : queries + keys], *rotary, self.head_norm)
@@ -106,7 +106,7 @@ class _Layer:
 
 
 def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tuple[int, int]]:
-    """Name of each linear layer in the model -> (number of its projection, its place within the projection)."""
+    """Map the name of each linear layer in the model to (number of its projection, its place within the projection)."""
     names = {id(module): name for name, module in model.named_modules()}
     return {
         names[id(module)]: (number, place)
@@ -116,7 +116,7 @@ def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tu
 
 
 def _head_norm(attention: Any, heads: Sequence[int]) -> Norm | None:
-    """The norms of query and key heads as one, whose weight [Hq + Hk, D] is a head's own; None where the family has none."""
+    """Return the norms of query and key heads as one, whose weight [Hq + Hk, D] is a head's own; None where the family has none."""
     norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
     if len(norms) < 2:
         return None
@@ -142,14 +142,14 @@ class FusedDecoder:
         self._places = _places(model, self._projections)
         self.merge = merge
         self.kernels: StepKernels = TorchKernels()
-        """Of decoding steps."""
-        self._packed_head: PackedWeight | None = None
-        """While a sampler reads the copy."""
+        """The kernels of decoding steps."""
+        self._packed_head: FrozenProduct | None = None
+        """The head laid out for few rows, while a sampler reads the copy."""
         self._version: tuple[Any, ...] | None = None
 
     @classmethod
     def of(cls, model: Any, *, merge: bool, say: Callable[[str], None] | None = None) -> "FusedDecoder | None":
-        """None where the model is of another family, its layers are quantised or adapted in another way, or a probe differs.
+        """Return None where the model is of another family, its layers are quantised or adapted in another way, or a probe differs.
 
         `say` is told in a line where the family is a known one and the probe differs.
         """
@@ -210,7 +210,7 @@ class FusedDecoder:
         if copy == "none" or type(self._head) is not nn.Linear:
             self._packed_head = None
         elif self._packed_head is None:
-            self._packed_head = PackedWeight(self._head.weight, self._head.bias)
+            self._packed_head = laid_out(self._head.weight, self._head.bias)
         self._version = version
 
     def load_adapter(self, slot: int, layers: Iterable[AdapterLayer]) -> None:
@@ -254,12 +254,12 @@ class FusedDecoder:
 
     @property
     def kv_heads(self) -> list[tuple[int, int]]:
-        """(key-value heads, head size) of each layer."""
+        """(key-value heads, head size), layer by layer."""
         return [(layer.heads[1], layer.head_size) for layer in self._layers]
 
     @torch.no_grad()
     def rotary_table(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [length, D] of positions 0 .. length - 1, in a sequence of that length."""
+        """Return cos and sin [length, D] of positions 0 .. length - 1, in a sequence of that length."""
         like = self._embed.weight[:1, None]
         cos, sin = self._rotary(like, torch.arange(length, device=like.device)[None])
         return cos[0], sin[0]
@@ -274,8 +274,9 @@ class FusedDecoder:
         checkpointed: bool = False,
         offloaded: bool = False,
     ) -> Tensor:
-        """[B, T, H] of ids and positions [B, T]. `checkpointed` keeps only the residual stream between layers for the backward pass, and
-        `offloaded` keeps it in the host's memory.
+        """Return the last [B, T, H] of ids and positions [B, T].
+
+        `checkpointed` keeps only the residual stream between layers for the backward pass, and `offloaded` keeps it in the host's memory.
         """
         rows = len(token_ids)
         hidden, rotary = self._embedded(token_ids, positions)
@@ -288,27 +289,27 @@ class FusedDecoder:
 
     @torch.no_grad()
     def step(self, token_ids: Tensor, rotary: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
-        """[N, H] of one token of each row, ids [N], whose positions have cos and sin [N, 1, D]."""
+        """Return the last hidden states [N, H] of one token of each row, ids [N], whose positions have cos and sin [N, 1, D]."""
         hidden, update = self._embed(token_ids), None
         for number, layer in enumerate(self._layers):
             update = layer.step(hidden, update, rotary, batch, number, self.kernels)
         return self.kernels.add_norm(hidden, update, self._norm)
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Residual stream [N, H], cos and sin [N, 1, D]."""
+        """Return the residual stream [N, H], cos and sin [N, 1, D]."""
         embedded = self._embed(token_ids)
         cos, sin = self._rotary(embedded, positions)
         return embedded.flatten(0, 1), (cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] of hidden states [..., H]."""
+        """Return [..., V] of hidden states [..., H]."""
         if self._packed_head is not None:
             return self._packed_head.product(hidden)
         return self._head(hidden)  # type: ignore[no-any-return]  # the library returns Any
 
     @torch.no_grad()
     def _difference(self, decoder: Any) -> float:
-        """Largest difference from the model's own layers on a probe, in units of what is allowed; 0 for a model without weights.
+        """Return the largest difference from the model's own layers on a probe, in units of what is allowed; 0 for a model without weights.
 
         Each layer is given the model's own input: over many layers in half precision two roundings of one function drift far apart.
         """

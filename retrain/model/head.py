@@ -62,7 +62,7 @@ class TokenScores(NamedTuple):
 
 
 def chunk_rows(vocabulary: int, chunk_bytes: int) -> int:
-    """Rows of hidden states whose fp32 logits fit in `chunk_bytes`; at least one."""
+    """Count the rows of hidden states whose fp32 logits fit in `chunk_bytes`; at least one."""
     return max(1, chunk_bytes // (4 * vocabulary))
 
 
@@ -76,7 +76,7 @@ def score_tokens(
     entropy: bool = False,
     chunk_bytes: int | None = None,
 ) -> TokenScores:
-    """Log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and the entropies if wanted.
+    """Return log-probs of `targets` [N] under softmax(logits / temperature) of `hidden` [N, H], and the entropies if wanted.
 
     `kept` [N] int64, on the device: tokens of the vocabulary that each softmax runs over; None: all of them.
     Softmax runs in float32. Gradient flows to `hidden` only.
@@ -84,7 +84,8 @@ def score_tokens(
     if temperature <= 0:
         raise ValueError(f"the learner's temperature must be above 0, not {temperature}")
     rows = chunk_rows(head.weight.shape[0], chunk_bytes or chunk_bytes_on(hidden.device.type))
-    logprobs, entropies = _ChunkedHead.apply(hidden, targets, kept, head, temperature, entropy, rows)  # type: ignore[no-untyped-call]
+    apply: Any = _ChunkedHead.apply  # which torch does not annotate
+    logprobs, entropies = apply(hidden, targets, kept, head, temperature, entropy, rows)
     return TokenScores(logprobs, entropies if entropy else None)
 
 

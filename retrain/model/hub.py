@@ -14,13 +14,13 @@ PATIENCE_S = 5.0
 
 
 def reachable() -> bool:
-    """True if the hub answers anything at all; otherwise the process goes offline for good."""
+    """Return True if the hub answers anything at all; otherwise the process goes offline for good."""
     return not why_unreachable()
 
 
 @lru_cache(maxsize=1)
 def why_unreachable() -> str:
-    """The failed attempt as a clause of an error message; empty if the hub answers."""
+    """Return the failed attempt as a clause of an error message; empty if the hub answers."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -31,7 +31,10 @@ def why_unreachable() -> str:
     thread.join(PATIENCE_S)
     if any(answers):
         return ""
-    _go_offline()
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries not yet imported, and for child processes
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # it copied the constant when it was imported
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return f"the hub ({constants.ENDPOINT}) could not be reached within {PATIENCE_S:g} s"
 
 
@@ -43,12 +46,3 @@ def _ask(endpoint: str, answers: list[bool]) -> None:
         answers.append(True)
     except (httpx.HTTPError, OSError):
         answers.append(False)
-
-
-def _go_offline() -> None:
-    from huggingface_hub import constants
-
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries not yet imported, and for child processes
-    constants.HF_HUB_OFFLINE = True
-    if "datasets" in sys.modules:  # it copied the constant when it was imported
-        sys.modules["datasets"].config.HF_HUB_OFFLINE = True

@@ -51,7 +51,8 @@ class BaseModel:
         if attention_batch is not None:
             visible = torch.ones_like(token_ids, dtype=torch.bool)
             packed = {"position_ids": positions, "attention_batch": attention_batch, "attention_mask": visible}
-        return self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state  # type: ignore[no-any-return]
+        hidden: Tensor = self.decoder(input_ids=token_ids, use_cache=False, **packed).last_hidden_state
+        return hidden
 
 
 _model_cache: "dict[tuple[object, ...], BaseModel] | None" = None
@@ -60,7 +61,7 @@ _model_cache: "dict[tuple[object, ...], BaseModel] | None" = None
 
 @contextmanager
 def shared_models() -> Iterator[None]:
-    """Inside, a model stays loaded for the next backend that asks for it, so that consecutive runs load it once.
+    """Share models: inside, a model stays loaded for the next backend that asks for it, so that consecutive runs load it once.
 
     Only one backend may use it at a time: the next one removes the adapter of the one before.
     """
@@ -73,7 +74,7 @@ def shared_models() -> Iterator[None]:
 
 
 def load_base_model(config: "TrainConfig", folder_or_id: str, device: torch.device, world: World = ALONE) -> BaseModel:
-    """`folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
+    """Load the base model; `folder_or_id` is what `[model] model` resolves to. Raises EnvironmentFailure where it cannot be loaded."""
     dtype = choose_dtype(config.model.dtype, device)
     if config.model.dtype == "fp8" and device.type == "mps":
         raise EnvironmentFailure('[model] dtype = "fp8" needs 8-bit floats, which mps lacks; use "auto", or [backend] devices = "cpu".')
@@ -134,8 +135,8 @@ def _remove_adapter(model: "PreTrainedModel") -> None:
 
 
 def _from_pretrained(settings: "Model", folder_or_id: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
-    """On the CPU, where weights in the file's dtype map the file; in 4 bits, on `device`."""
-    from transformers import AutoModelForCausalLM
+    """Load on the CPU, where weights in the file's dtype map the file; in 4 bits, on `device`."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -145,7 +146,13 @@ def _from_pretrained(settings: "Model", folder_or_id: str, device: torch.device,
     if settings.revision:
         options["revision"] = settings.revision
     if settings.load_in_4bit:
-        options |= {"quantization_config": _four_bits(device), "device_map": {"": device}}
+        if device.type != "cuda" or find_spec("bitsandbytes") is None:
+            missing = "a CUDA device" if device.type != "cuda" else "bitsandbytes (pip install bitsandbytes)"
+            raise EnvironmentFailure(f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit = false.")
+        quantisation = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        options |= {"quantization_config": quantisation, "device_map": {"": device}}
     try:
         with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(folder_or_id, **options)
@@ -158,14 +165,14 @@ def _from_pretrained(settings: "Model", folder_or_id: str, device: torch.device,
 
 
 def choose_deterministic_experts(model: "PreTrainedModel") -> None:
-    """A mixture of experts by plain products: the grouped ones count tokens by `histc`, which has no deterministic form on CUDA."""
+    """Compute a mixture of experts by plain products: the grouped ones count tokens by `histc`, which has no deterministic form on CUDA."""
     if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         model.set_experts_implementation("eager")
 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """transformers shows one over the tensors of a file, which load at once."""
+    """Silence transformers, which shows one over the tensors of a file, which load at once."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -177,19 +184,8 @@ def no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _four_bits(device: torch.device) -> Any:
-    if device.type != "cuda" or find_spec("bitsandbytes") is None:
-        missing = "a CUDA device" if device.type != "cuda" else "bitsandbytes (pip install bitsandbytes)"
-        raise EnvironmentFailure(f"[model] load_in_4bit = true needs {missing}: provide it, or set load_in_4bit = false.")
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
-    )
-
-
 def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
-    """The head whose logits are the model's own, found by trying what its configuration mentions on a few tokens.
+    """Return the head whose logits are the model's own, found by trying what its configuration mentions on a few tokens.
 
     Families scale or cap their logits under various names; a form that no candidate reproduces is refused, since it would
     silently train another distribution.
@@ -200,10 +196,12 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
     weight, bias = output.weight, getattr(output, "bias", None)
     probe = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
     softcaps = [float(cap) for key in ("final_logit_softcapping", "softcap") if (cap := getattr(model.config, key, None))]
+    names = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+    mentioned = [float(scale) for key in names if (scale := getattr(model.config, key, None))]
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits[0].float()
         hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state[0]
-        for scale in _logit_scales(model.config):
+        for scale in (1.0, *mentioned, *(1 / scale for scale in mentioned)):  # Granite divides by its scale, HyperCLOVA multiplies
             for softcap in (*softcaps, None):
                 head = Head(weight, bias, scale, softcap)
                 if _matches(head.logits(hidden), expected):
@@ -216,10 +214,3 @@ def find_head(model: "PreTrainedModel", decoder: nn.Module, name: str) -> Head:
 
 def _matches(logits: Tensor, expected: Tensor) -> bool:
     return logits.shape == expected.shape and bool((logits - expected).abs().max() <= _PROBE_TOLERANCE * expected.abs().max())
-
-
-def _logit_scales(config: Any) -> list[float]:
-    """1, and each scale that the configuration mentions, as a factor and as a divisor (Granite divides, HyperCLOVA multiplies)."""
-    named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")]
-    values = [float(value) for value in named if value]
-    return [1.0, *values, *(1 / value for value in values)]

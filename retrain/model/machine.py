@@ -15,7 +15,7 @@ import torch
 
 from retrain.distributed import ALONE, World
 from retrain.errors import EnvironmentFailure
-from retrain.model.budget import PREFILL_TOKENS, PROMPT_ALLOWANCE, longest_row, plan_decode
+from retrain.model.budget import PREFILL_TOKENS, PROMPT_ALLOWANCE, longest_row, longest_sampled, plan_decode
 from retrain.model.devices import engine_options
 from retrain.model.footprint import Footprint, footprint
 from retrain.model.head import chunk_bytes_on
@@ -26,7 +26,7 @@ from retrain.types import MachineChoices
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Inference, Training
+    from retrain.config.schema import Environment, Inference, Training
     from retrain.model.load import BaseModel
 
 _LEARNING_SHARE = 0.35
@@ -81,7 +81,7 @@ class Machine:
 
 
 def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, stored: MachineChoices | None = None) -> MachineChoices:
-    """`plan`, with one worker of several threads in place of several of one thread where these measure better.
+    """Return `plan`, with one worker of several threads in place of several of one thread where these measure better.
 
     `stored` are those of a resumed run, which stand, but for the number of workers.
     """
@@ -96,7 +96,7 @@ def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, store
 
 @torch.no_grad()
 def threads_pay(base: "BaseModel") -> bool:
-    """True if an operator's threads reach most of the ideal speed-up: products are large and no other process takes the cores."""
+    """Return True if an operator's threads reach most of the ideal speed-up: products are large and no other process takes the cores."""
     threads = torch.get_num_threads()
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
     seconds = {threads: math.inf, 1: math.inf}
@@ -115,20 +115,22 @@ def threads_pay(base: "BaseModel") -> bool:
 def plan(
     config: "TrainConfig", model_config: Any, size: Footprint, machine: Machine, world: World = ALONE, *, shares: bool = True
 ) -> MachineChoices:
-    """The choices for a model of this size on this machine. On a CPU that `shares`, as many workers as memory allows.
+    """Return the choices for a model of this size on this machine. On a CPU that `shares`, as many workers as memory allows.
 
     Raises EnvironmentFailure where not even one completion fits.
     """
     _check_adapter(config.model.lora_rank, size, machine)
     spare = max(0, machine.usable - size.weights)
-    longest = longest_row(config.training, config.environment, context_length(model_config))
+    context = context_length(model_config)
+    longest = longest_row(config.training, config.environment, context)
+    sampled = longest_sampled(config.training, config.evaluation, config.environment, context)
     learning, decoding = budgets(config.training.batch_size, size, machine)
     tokens, checkpointing, offloading = _learning_choices(config.training, size, longest, machine.device_type, learning)
     decode = plan_decode(
         model_config,
         device_type=machine.device_type,
         memory_bytes=decoding,
-        tokens_per_row=longest,
+        tokens_per_row=sampled,
         compute_bytes=size.dtype.itemsize,
         kv_cache_dtype=config.inference.kv_cache_dtype,
         paged=decodes_in_pages(config.inference, size, machine.device_type),
@@ -138,7 +140,7 @@ def plan(
     merges = machine.device_type == "cpu" and multiplies and copied <= spare * _MERGED_SHARE
     rows = min(decode.rows, _LARGE_ROWS) if size.weights > _LARGE else decode.rows
     kept = size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
-    fitting = [decode.tokens // (rows * longest), learning // (kept * max(tokens, longest))]
+    fitting = [decode.tokens // (rows * sampled), learning // (kept * max(tokens, longest))]
     if merges:
         fitting.append(int(spare * _MERGED_SHARE) // copied)
     workers = min(machine.threads, *fitting)
@@ -162,7 +164,7 @@ def plan(
 
 
 def budgets(batch_size: int, size: Footprint, machine: Machine) -> tuple[int, int]:
-    """Bytes for the activations of a micro-batch, and for keys and values."""
+    """Return the bytes for the activations of a micro-batch, and for keys and values."""
     spare = max(0, machine.usable - size.weights)
     if machine.device_type != "cuda":
         return int(spare * _LEARNING_SHARE), int(spare * _DECODE_SHARE)
@@ -172,32 +174,32 @@ def budgets(batch_size: int, size: Footprint, machine: Machine) -> tuple[int, in
 
 
 def prompt_pass_bytes(batch_size: int, size: Footprint, prompt_tokens: int = PROMPT_ALLOWANCE) -> int:
-    """Bytes of a packed pass over prompts, beside their keys and values."""
+    """Return the bytes of a packed pass over prompts, beside their keys and values."""
     return min(PREFILL_TOKENS, batch_size * prompt_tokens) * size.gradients_per_token
 
 
 def decodes_in_pages(inference: "Inference", size: Footprint, device_type: str) -> bool:
-    """Whether the sampler of a run on the local backend holds keys and values in pages; as `TorchEngine` decides it."""
+    """Return whether the sampler of a run on the local backend holds keys and values in pages; as `TorchEngine` decides it."""
     options = engine_options(inference, device_type, size.dtype)
     return options.paged and options.kv_storage is None and size.layer_weights > 0
 
 
 def learning_leaves(config: "TrainConfig", base: "BaseModel", choices: MachineChoices) -> int:
-    """Bytes that are left for pages while the learner's activations are held."""
+    """Return the bytes that are left for pages while the learner's activations are held."""
     size = footprint(base, config)
     learning, _ = budgets(config.training.batch_size, size, Machine.of(base.device))
-    return learning - activation_bytes(config, base.model.config, size, choices)
+    return learning - activation_bytes(config.training, config.environment, base.model.config, size, choices)
 
 
-def activation_bytes(config: "TrainConfig", model_config: Any, size: Footprint, choices: MachineChoices) -> int:
-    """Bytes at most of one micro-batch, or of the longest row where that alone is more."""
+def activation_bytes(training: "Training", environment: "Environment", model_config: Any, size: Footprint, choices: MachineChoices) -> int:
+    """Return the bytes at most of one micro-batch, or of the longest row where that alone is more."""
     kept = size.activations_per_token(checkpointing=choices.gradient_checkpointing, offloading=choices.offload_activations)
-    longest = longest_row(config.training, config.environment, context_length(model_config))
+    longest = longest_row(training, environment, context_length(model_config))
     return max(choices.micro_batch_tokens, longest) * (kept + size.gradients_per_token)
 
 
 def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
-    """Raises EnvironmentFailure for an adapter that the whole machine could not hold with its gradient and two moments, in float32."""
+    """Raise EnvironmentFailure for an adapter that the whole machine could not hold with its gradient and two moments, in float32."""
     learned = 4 * 4 * size.num_trainable
     if learned > machine.memory:
         raise EnvironmentFailure(
@@ -208,7 +210,7 @@ def _check_adapter(rank: int, size: Footprint, machine: Machine) -> None:
 
 
 def _learning_choices(training: "Training", size: Footprint, longest: int, device_type: str, memory: int) -> tuple[int, bool, bool]:
-    """(micro_batch_tokens, gradient_checkpointing, offload_activations).
+    """Return (micro_batch_tokens, gradient_checkpointing, offload_activations).
 
     Checkpointing is a third more work, so only where the longest row needs it; offloading, on a GPU, only where it does not fit with that.
     """

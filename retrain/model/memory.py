@@ -18,6 +18,7 @@ from retrain.model.budget import (
     DecodeLimits,
     kv_bytes_per_token,
     longest_row,
+    longest_sampled,
 )
 from retrain.model.devices import choose_device, choose_dtype
 from retrain.model.footprint import Footprint, NotPredictable, footprint, weightless_model
@@ -103,13 +104,13 @@ class Memory:
         return max(self.peaks.values())
 
     def line(self) -> str:
-        """One line for the start of a run."""
+        """Return one line for the start of a run."""
         parts = ", ".join(f"{part.name} {size_words(part.bytes)}" for part in self.parts)
         peaks = " and ".join(f"{size_words(peak)} of {size_words(self.machine.memory)} on {device}" for device, peak in self.peaks.items())
         return f"Predicted memory of tensors: {parts}; peak {peaks}; Python and the allocator take more."
 
     def to_json(self) -> dict[str, Any]:
-        """Sizes in GiB."""
+        """Return sizes in GiB."""
         return {
             "device": self.device,
             "device_gib": self.machine.memory / GIB,
@@ -138,7 +139,14 @@ def predict_memory(
     processes that hold the base in parts (`sharding.shards_of`).
     Raises EnvironmentFailure where the device or the model's configuration is not there, or where one completion does not fit.
     """
-    device, sampler, machine = _machine(config, memory_gib)
+    sampler: torch.device | None
+    if memory_gib is None:
+        device, _, sampler = choose_device(config.backend)
+        machine = Machine.of(device)
+    else:
+        devices = [torch.device(name) for name in config.backend.device_list]  # in split mode the sampler's, then the learner's
+        device, sampler = devices[-1], devices[0] if len(devices) > 1 else None
+        machine = Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
     base = weightless_model(config.model, config.lora, choose_dtype(config.model.dtype, device), shards)
     size = footprint(base, config, device.type)
     model_config: Any = base.model.config
@@ -162,16 +170,6 @@ def predict_memory(
     )
 
 
-def _machine(config: "TrainConfig", memory_gib: float | None) -> tuple[torch.device, torch.device | None, Machine]:
-    """The learner's device, that of a sampler with one of its own, and what the learner's has."""
-    if memory_gib is None:
-        device, _, sampler = choose_device(config.backend)
-        return device, sampler, Machine.of(device)
-    first, *rest = map(torch.device, config.backend.device_list)
-    device = rest[0] if rest else first
-    return device, first if rest else None, Machine(device.type, int(memory_gib * GIB), torch.get_num_threads())
-
-
 # -- the parts -----------------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +189,13 @@ class _Estimate:
         return longest_row(self.config.training, self.config.environment, context_length(self.model_config), self.prompt_tokens)
 
     @property
+    def longest_sampled(self) -> int:
+        config = self.config
+        return longest_sampled(
+            config.training, config.evaluation, config.environment, context_length(self.model_config), self.prompt_tokens
+        )
+
+    @property
     def completions(self) -> int:
         """Completions per step."""
         return self.config.training.batch_size * self.config.training.group_size
@@ -201,12 +206,13 @@ class _Estimate:
         evaluation = self.config.evaluation
         limits = DecodeLimits(self.choices.decode_rows * self.choices.workers, self.choices.decode_tokens)
         asked = evaluation.max_examples * evaluation.samples or limits.rows
-        return limits.rows_together(self.longest, max(self.completions, asked) if evaluation.asked_for else self.completions)
+        return limits.rows_together(self.longest_sampled, max(self.completions, asked) if evaluation.asked_for else self.completions)
 
     def weights(self) -> Part:
-        """With the second copy where the sampler computes in another dtype."""
+        """Size the weights, with the second copy where the sampler computes in another dtype."""
         size, total = self.size, self.size.weights
-        note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else _dtype_name(size.dtype)}"
+        precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(size.dtype, str(size.dtype))
+        note = f"{size.num_frozen:,} parameters in {'4 bits' if self.config.model.load_in_4bit else precision}"
         if self.config.model.dtype == "fp8":
             note += ", the blocks' products in 8 bits"
         if self.shards > 1:
@@ -224,20 +230,18 @@ class _Estimate:
         return Part("optimizer", self.size.num_trainable * _FLOAT * (1 + _MOMENTS), "gradient and two moments in fp32")
 
     def merged_copy(self) -> Part:
-        """The sampler's copy of the weights on a CPU, made anew for every step."""
+        """Size the sampler's copy of the weights on a CPU, made anew for every step."""
         size = self.size
         cast = self.config.inference.dtype == "bf16" and size.dtype == torch.float32
         makes = self.choices.merge_adapter and (not cast or computes_bf16())
         copy = (size.layer_weights + size.head_weights) // (2 if cast else 1) if makes and size.layer_weights else 0
-        total = copy * self.choices.workers
-        return Part("merged copy", total, f"the layers, in fp32 with the adapter in them, and the head, laid out for few rows{self._each}")
-
-    @property
-    def _each(self) -> str:
-        return f", in each of {self.choices.workers} processes" if self.choices.workers > 1 else ""
+        workers = self.choices.workers
+        each = f", in each of {workers} processes" if workers > 1 else ""
+        note = f"the layers, in fp32 with the adapter in them, and the head, laid out for few rows{each}; half if all fit 16 bits"
+        return Part("merged copy", copy * workers, note)
 
     def prompt_pass(self) -> Part:
-        """On a GPU; on a CPU it is less than what a learning pass takes, and the two take turns."""
+        """Size the pass over prompts on a GPU; on a CPU it is less than what a learning pass takes, and the two take turns."""
         if self.device_type != "cuda":
             return Part("prompt pass", 0, "")
         plain = kv_bytes_per_token(self.model_config, self.size.dtype.itemsize)
@@ -254,25 +258,26 @@ class _Estimate:
         return decodes_in_pages(self.config.inference, self.size, self.device_type)
 
     def kv_cache(self) -> Part:
-        """The rows that decode together, each at its longest, and the prompts of the step."""
+        """Size the rows that decode together, each at its longest, and the prompts of the step."""
         plain, inference = self.size.dtype.itemsize, self.config.inference
+        longest = self.longest_sampled
         per_token = kv_bytes_per_token(self.model_config, plain, inference.kv_cache_dtype)
-        prompts = min(self.config.training.batch_size * min(self.prompt_tokens, self.longest), self.choices.decode_tokens // STORE_SHARE)
+        prompts = min(self.config.training.batch_size * min(self.prompt_tokens, longest), self.choices.decode_tokens // STORE_SHARE)
         if self.paged:
-            wanted = prompts + self.completions * (self.longest + PAGE_TOKENS)
+            wanted = prompts + self.completions * (longest + PAGE_TOKENS)
             tokens = min(self.choices.decode_tokens, wanted)
-            rows = min(self.completions, tokens // self.longest)
+            rows = min(self.completions, tokens // longest)
             note = f"{tokens:,} tokens in pages at {size_words(per_token)}: {rows:,} of {self.completions:,} completions"
             if rows < self.completions:
                 note += " at their longest, more while they are shorter"
             return Part("KV cache", tokens * per_token, note)
         kept = prompts * kv_bytes_per_token(self.model_config, plain) if inference.prefix_caching else 0
         turns = f"; {self.completions:,} completions take turns" if self.rows < self.completions else ""
-        note = f"{self.rows:,} x {self.longest:,} tokens at {size_words(per_token)}{turns}"
-        return Part("KV cache", self.rows * self.longest * per_token + kept, note)
+        note = f"{self.rows:,} x {longest:,} tokens at {size_words(per_token)}{turns}"
+        return Part("KV cache", self.rows * longest * per_token + kept, note)
 
     def activations(self) -> Part:
-        """Activations of one micro-batch, or of the longest row if that is more, with the gradients of one layer."""
+        """Size the activations of one micro-batch, or of the longest row if that is more, with the gradients of one layer."""
         size, checkpointing, offloading = self.size, self.choices.gradient_checkpointing, self.choices.offload_activations
         tokens = min(max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers, self.longest * self.completions)
         per_token = size.gradients_per_token + size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
@@ -283,7 +288,7 @@ class _Estimate:
         return Part("activations", tokens * per_token, note)
 
     def logits(self) -> Part:
-        """Chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
+        """Size the chunks of rows over the whole vocabulary: the sampler's with the logits of a token of every row, or the learner's."""
         vocabulary = self.model_config.get_text_config().vocab_size
         workers = self.choices.workers
         chunk = min(workers * SAMPLING_CHUNK_BYTES.get(self.device_type, SAMPLING_CHUNK_BYTES["cpu"]), self.rows * vocabulary * _FLOAT)
@@ -299,11 +304,7 @@ class _Estimate:
 
 
 def size_words(count: int) -> str:
-    """Bytes as a person reads them: 7.49 GiB, 96.1 MiB, 144 KiB."""
+    """Write bytes as a person reads them: 7.49 GiB, 96.1 MiB, 144 KiB."""
     if count >= GIB:
         return f"{count / GIB:,.2f} GiB"
     return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 1024:,.0f} KiB"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype))

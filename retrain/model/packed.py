@@ -1,11 +1,13 @@
-"""A weight in the layout that oneDNN's kernels read, for products with few rows on a CPU.
+"""A weight laid out once for products with few rows on a CPU.
 
 A plain product lays the whole weight out anew at every call, which with 32 rows takes as long as the multiplication itself; packed once,
-it is read as it lies. The operators are those that torch's own compiler emits for a frozen linear layer.
+it is read as it lies. Few rows wait for the weight to come from memory, so one whose values fit 16 bits (that of a model trained in
+bfloat16) is held in 16 bits, and widened by the kernel as it is read: the arithmetic is float32 either way.
 """
 
 import platform
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,26 @@ _FEWEST_ELEMENTS = 150_000
 """For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to 128 rows)."""
 
 
+_LARGEST_LOSS = 2.0**-24
+"""Relative to the largest weight of the same output: half of float32's precision."""
+_EXPONENT = 15
+_FARTHEST = 100
+"""Largest exponent of a scale, so that it and its reciprocal are normal numbers of float32."""
+_ROWS_LOOKED_AT = 4096
+"""The rows of a weight that are looked at together for whether they fit 16 bits."""
+
+
+class FrozenProduct(Protocol):
+    def product(self, x: Tensor) -> Tensor:
+        """Return [..., O] of x [..., I], without gradient."""
+        ...
+
+
 class PackedWeight:
-    """The product of a weight [O, I] and a bias [O] that do not change, without gradient. A weight that is not packed is kept as it is."""
+    """The product with a weight [O, I] and a bias [O] that do not change, in the layout that oneDNN's kernels read.
+
+    The operators are those that torch's own compiler emits for a frozen linear layer. A weight that is not packed is kept as it is.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
@@ -24,11 +44,55 @@ class PackedWeight:
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
     def product(self, x: Tensor) -> Tensor:
-        """[..., O] from [..., I]."""
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return product
+
+
+class HalfWeight:
+    """The same of a float32 weight for which `fits_half` holds, in the layout of FBGEMM's kernels.
+
+    Each output's weights are held times a power of two, which the product is divided by. A row's bits do not depend on the rows beside it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        scale = _scale(weight)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight * scale, None)
+        self._back, self._bias = scale.reciprocal().flatten(), bias
+
+    def product(self, x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed).mul_(self._back)
+        return product if self._bias is None else product.add_(self._bias)
+
+
+def laid_out(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
+    """Return the product with a weight [O, I] and a bias [O] that do not change, held in the fewest bits that hold its values."""
+    return HalfWeight(weight, bias) if fits_half(weight) else PackedWeight(weight, bias)
+
+
+def fits_half(weight: Tensor) -> bool:
+    """True for a large float32 weight on a CPU that float16 holds times a power of two per output, in a torch that has FBGEMM.
+
+    No weight may lose more than float32 itself loses in the sum of its output: bfloat16's eight significant bits fit.
+    """
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.numel() < _FEWEST_ELEMENTS:
+        return False
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    return all(map(_held, torch.split(weight, _ROWS_LOOKED_AT)))
+
+
+def _held(weight: Tensor) -> bool:
+    scaled = weight * _scale(weight)
+    lost = (scaled - scaled.half().float()).abs_().amax(dim=1)
+    return bool((lost <= _LARGEST_LOSS * scaled.abs().amax(dim=1)).all())  # False for NaN
+
+
+def _scale(weight: Tensor) -> Tensor:
+    """Return [O, 1] powers of two that bring the largest weight of each output to between a quarter and half of float16's largest."""
+    _, exponent = torch.frexp(weight.abs().amax(dim=1, keepdim=True))
+    return torch.ldexp(torch.ones(()), (_EXPONENT - exponent).clamp(-_FARTHEST, _FARTHEST))
 
 
 @cache
@@ -42,7 +106,7 @@ def computes_bf16() -> bool:
 
 
 def _packable(weight: Tensor) -> bool:
-    """Large enough, on a CPU that computes in its dtype, in a torch that has oneDNN and these operators."""
+    """True for a large weight on a CPU that computes in its dtype, in a torch that has oneDNN and these operators."""
     return (
         weight.numel() >= _FEWEST_ELEMENTS
         and weight.device.type == "cpu"

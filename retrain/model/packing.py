@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrain.model.attention import Kernel, prefers_products
 from retrain.model.prefix_attention import Block, attend
-from retrain.model.varlen import PackedKernel, Spans
+from retrain.model.varlen import Spans
 
 _LONGEST_AS_PRODUCTS = 512
 """Tokens of a segment. Of a longer one the fused kernel skips the scores that causality hides, nearly half of them, and is faster."""
@@ -68,19 +68,23 @@ class PackedAttention:
             window = None
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
         if kernel := self._kernel.packed_kernel(query, softcap):
-            output = self._in_one_call(kernel, q, k, v, scaling, window)
+            # Nothing is gathered again in the backward pass: the kernel keeps its output and one number per query and head.
+            spans, seen = self._spans
+            if seen is not None:
+                k, v = k.index_select(0, seen), v.index_select(0, seen)
+            output = kernel(q, k, v, spans, scaling, window)
         elif window is None and softcap is None and self._short and prefers_products(query):
             output = attend(q, k, v, *self._blocks, scaling)
         else:
-            output = self._kernel_attention((q, k, v), scaling, window, softcap)
-        return output.transpose(0, 1).unsqueeze(0)
+            # Gather again in the backward pass instead of keeping the gathered tensors.
+            def run(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                q, k, v = _rows(query, call.queries, call.rows), _rows(key, call.keys, call.rows), _rows(value, call.keys, call.rows)
+                return self._kernel.causal(q, k, v, scaling, window, softcap).transpose(1, 2).flatten(0, 1)
 
-    def _in_one_call(self, kernel: PackedKernel, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Nothing is gathered again in the backward pass: the kernel keeps its output and one number per query and head."""
-        spans, seen = self._spans
-        if seen is not None:
-            k, v = k.index_select(0, seen), v.index_select(0, seen)
-        return kernel(q, k, v, spans, scaling, window)
+            calls, order = self._calls
+            outputs: list[Tensor] = [checkpoint(run, call, q, k, v, use_reentrant=False, preserve_rng_state=False) for call in calls]
+            output = torch.cat(outputs).index_select(0, order)
+        return output.transpose(0, 1).unsqueeze(0)
 
     @cached_property
     def _spans(self) -> tuple[Spans, Tensor | None]:
@@ -90,26 +94,26 @@ class PackedAttention:
         shares = any(segment.prompt_length for segment in self._segments)
         return spans, torch.from_numpy(np.concatenate(keys)).to(self._device) if shares else None
 
-    def _kernel_attention(self, packed: Sequence[Tensor], scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """Gather again in the backward pass instead of keeping the gathered tensors."""
-
-        def run(call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            q, k, v = _rows(query, call.queries, call.rows), _rows(key, call.keys, call.rows), _rows(value, call.keys, call.rows)
-            return self._kernel.causal(q, k, v, scaling, window, softcap).transpose(1, 2).flatten(0, 1)
-
-        calls, order = self._calls
-        outputs: list[Tensor] = [checkpoint(run, call, *packed, use_reentrant=False, preserve_rng_state=False) for call in calls]
-        return torch.cat(outputs).index_select(0, order)
-
     @cached_property
     def _calls(self) -> tuple[list[_Call], Tensor]:
         parts = list(_together(self._segments, self._budget, lambda segment: segment.prompt_length))
-        return [_call(part, self._device) for part in parts], self._order(parts)
+        calls: list[_Call] = []
+        for part in parts:
+            queries = _queries(part)
+            before = [np.arange(segment.prompt_start, segment.prompt_start + segment.prompt_length) for segment in part]
+            keys = np.concatenate([np.stack(before), queries], axis=1)
+            calls.append(_Call(self._placed(queries.ravel()), self._placed(keys.ravel()), len(part)))
+        return calls, self._order(parts)
 
     @cached_property
     def _blocks(self) -> tuple[list[Block], Tensor]:
         parts = list(_together(self._segments, self._budget, lambda segment: (segment.prompt_length, segment.prompt_start)))
-        return [_block(part, self._device) for part in parts], self._order(parts)
+        blocks: list[Block] = []
+        for part in parts:
+            padding = np.flatnonzero(np.arange(part[0].length) >= np.array([segment.length for segment in part])[:, None])
+            prompt = slice(part[0].prompt_start, part[0].prompt_start + part[0].prompt_length)
+            blocks.append(Block(len(part), self._placed(_queries(part).ravel()), self._placed(padding), prompt))
+        return blocks, self._order(parts)
 
     def _order(self, parts: Sequence[Sequence[Segment]]) -> Tensor:
         """[N] where the packed tokens stand among those of all parts, padding included."""
@@ -120,7 +124,10 @@ class PackedAttention:
             for segment in part:
                 order[segment.start : segment.stop] = done + np.arange(segment.length)
                 done += width
-        return torch.from_numpy(order).to(self._device)
+        return self._placed(order)
+
+    def _placed(self, index: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(index).to(self._device)
 
 
 def _rows(packed: Tensor, index: Tensor, rows: int) -> Tensor:
@@ -129,7 +136,7 @@ def _rows(packed: Tensor, index: Tensor, rows: int) -> Tensor:
 
 
 def _together(segments: Sequence[Segment], budget: int, prompt: Callable[[Segment], Any]) -> Iterator[list[Segment]]:
-    """Segments that run together, the longest first: `prompt` alike, keys within the budget, at most half padding."""
+    """Group the segments that run together, the longest first: `prompt` alike, keys within the budget, at most half padding."""
     part: list[Segment] = []
     for segment in sorted(segments, key=lambda segment: (prompt(segment), -segment.length)):
         if part:
@@ -149,17 +156,3 @@ def _queries(part: Sequence[Segment]) -> npt.NDArray[np.int64]:
     for index, segment in enumerate(part):
         queries[index, : segment.length] = np.arange(segment.start, segment.stop)
     return queries
-
-
-def _call(part: Sequence[Segment], device: torch.device) -> _Call:
-    queries = _queries(part)
-    before = [np.arange(segment.prompt_start, segment.prompt_start + segment.prompt_length) for segment in part]
-    keys = np.concatenate([np.stack(before), queries], axis=1)
-    return _Call(torch.from_numpy(queries.ravel()).to(device), torch.from_numpy(keys.ravel()).to(device), len(part))
-
-
-def _block(part: Sequence[Segment], device: torch.device) -> Block:
-    padding = np.arange(part[0].length) >= np.array([segment.length for segment in part])[:, None]
-    tokens = torch.from_numpy(_queries(part).ravel()).to(device)
-    prompt = slice(part[0].prompt_start, part[0].prompt_start + part[0].prompt_length)
-    return Block(len(part), tokens, torch.from_numpy(np.flatnonzero(padding)).to(device), prompt)

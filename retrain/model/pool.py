@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypeVar
@@ -41,7 +42,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def can_fork() -> bool:
-    """macOS forks too, but its linear algebra does not survive it."""
+    """Return True if workers can be forked; macOS forks too, but its linear algebra does not survive it."""
     return sys.platform == "linux"
 
 
@@ -56,11 +57,17 @@ class Pool:
         self._changing = list(changing)
         self._works: list[Work[Any, Any]] = []
         self._team: list[_Worker] = []
-        if workers > 1:
-            _move_to_shared_memory(self._changing)
+        if workers == 1:
+            return
+        # Anonymous memory, which no /dev/shm limit applies to; freed with the last tensor and worker.
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in self._changing]
+        memory = mmap.mmap(-1, max(1, sum(sizes)))
+        for tensor, size, end in zip(self._changing, sizes, accumulate(sizes), strict=True):
+            place = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=end - size).view(tensor.shape)
+            tensor.data = place.copy_(tensor.data)
 
     def shared(self, work: Work[Piece, Result]) -> Shared[Piece, Result]:
-        """`work` as a function that hands its pieces to idle workers. Call it before the first piece is computed."""
+        """Return `work` as a function that hands its pieces to idle workers. Call it before the first piece is computed."""
         number = len(self._works)
         self._works.append(work)
 
@@ -72,7 +79,9 @@ class Pool:
         return compute
 
     def _hand_out(self, work: int, pieces: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """In order, one piece at a time per worker. If the caller stops listening, the pieces under way finish and are dropped."""
+        """Yield results in order, one piece at a time per worker. If the caller stops listening, the pieces under way finish and are
+        dropped.
+        """
         if not self._team:
             self._team = [_Worker(self._serve) for _ in range(self.workers)]
         version = tuple(tensor._version for tensor in self._changing)
@@ -95,7 +104,7 @@ class Pool:
                 yield from message
 
     def _serve(self, pipe: Connection) -> None:
-        """The loop of a worker: receive a task, send its results."""
+        """Run the loop of a worker: receive a task, send its results."""
         self.in_worker = True
         torch.set_num_threads(1)
         version: tuple[int, ...] = ()
@@ -172,7 +181,7 @@ class _Worker:
             raise self._lost() from error
 
     def receive(self) -> list[tuple[int, Any]] | Exception:
-        """Results of the piece under way, or what the worker raised."""
+        """Return results of the piece under way, or what the worker raised."""
         try:
             message: list[tuple[int, Any]] | Exception = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError) as error:
@@ -198,19 +207,8 @@ class _Worker:
             self.pid = 0
 
 
-def _move_to_shared_memory(tensors: Sequence[Tensor]) -> None:
-    """Anonymous memory, which no /dev/shm limit applies to; freed with the last tensor and worker."""
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    memory = mmap.mmap(-1, max(1, sum(sizes)))
-    start = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        place = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
-        tensor.data = place.copy_(tensor.data)
-        start += size
-
-
 def in_order(results: Iterable[tuple[int, Result]]) -> Iterator[Result]:
-    """Results in the order of their pieces, one per piece."""
+    """Yield the results in the order of their pieces, one per piece."""
     early: dict[int, Result] = {}
     following = 0
     for number, result in results:

@@ -51,7 +51,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], o
     `order` [N]: where the packed tokens stand among the blocks' tokens, one block after the other.
     """
     grouped = query.reshape(len(query), key.shape[1], -1, query.shape[2])
-    output: Tensor = _Attend.apply(grouped, key.unsqueeze(2), value.unsqueeze(2), blocks, order, scaling)  # type: ignore[no-untyped-call]
+    apply: Any = _Attend.apply  # which torch does not annotate
+    output: Tensor = apply(grouped, key.unsqueeze(2), value.unsqueeze(2), blocks, order, scaling)
     return output.flatten(1, 2)
 
 
@@ -129,7 +130,7 @@ class _Source:
 
 
 def _sources(block: Block, key: Tensor, value: Tensor, *, gradients: bool = False) -> list[_Source]:
-    """The segments' own keys and values, and the prompt's if there is one, from packed ones [N, Hk, 1, D]."""
+    """Gather the segments' own keys and values, and the prompt's if there is one, from packed ones [N, Hk, 1, D]."""
     own = [block.gather(packed).flatten(0, 1).squeeze(1) for packed in (key, value)]
     prompt = [packed[block.prompt, :, 0].transpose(0, 1).contiguous() for packed in (key, value)]
     sources = []
@@ -140,7 +141,7 @@ def _sources(block: Block, key: Tensor, value: Tensor, *, gradients: bool = Fals
 
 
 def _output(queries: Tensor, sources: Sequence[_Source]) -> tuple[Tensor, Tensor]:
-    """Attention of queries [Hk, B, G, t, D] and the log-sum-exp of their scores, [Hk, B, G, t, 1]."""
+    """Return attention of queries [Hk, B, G, t, D] and the log-sum-exp of their scores, [Hk, B, G, t, 1]."""
     scores = [source.scores(queries) for source in sources]
     like = (*queries.shape[:-1], 1)
     largest = reduce(torch.maximum, (each.amax(-1).view(like) for each in scores))
@@ -152,7 +153,9 @@ def _output(queries: Tensor, sources: Sequence[_Source]) -> tuple[Tensor, Tensor
 
 
 def _gradients(queries: Tensor, grad_output: Tensor, normaliser: Tensor, dots: Tensor, sources: Sequence[_Source]) -> Tensor:
-    """The gradient of the queries [Hk, B, G, t, D]; adds to the gradients of the sources. `dots` [.., 1] = sum(grad_output * output)."""
+    """Return the gradient of the queries [Hk, B, G, t, D]; adds to the gradients of the sources. `dots` [.., 1] = sum(grad_output *
+    output).
+    """
     grad_queries = torch.zeros_like(queries)
     for source in sources:
         rows, grad_rows = _rows(queries, source.keys), _rows(grad_output, source.keys)

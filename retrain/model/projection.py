@@ -2,12 +2,13 @@
 
 The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and the model's own parameters become
 views of it: one copy, shared with whoever else uses the model. The adapter is never added to them. A sampler on a CPU may read a scratch
-copy made from the pristine weights (`refresh`): in float32 with the adapter merged in, in bfloat16, which would round it away, without.
+copy made from the pristine weights (`refresh`): in float32 with the adapter merged in; in 16 bits, which would round it away, without.
 Further adapters can be held beside the model's own (`load`), for batches whose rows are under different ones.
 Shape letters: N tokens, I inputs, O outputs of all layers together, R ranks of an adapter's parts together.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.model.float8 import Float8Linear, dequantised, scaled_product
-from retrain.model.packed import PackedWeight
+from retrain.model.packed import FrozenProduct, PackedWeight, fits_half, laid_out
 
 _ALIGNED_ROWS = 16
 
@@ -104,7 +105,7 @@ class Projection:
         self.scale = torch.cat([base.scale.data for base in bases]) if isinstance(bases[0], Float8Linear) else None
         """[O, 1] of a weight in 8 bits."""
         self.dtype: torch.dtype = self.weight.dtype if self.scale is None else self.scale.dtype
-        """Of the products."""
+        """Dtype of the products."""
         self.bias = _joined_bias(bases)
         """[O] or None"""
         adapters = [(lora, next(iter(lora.lora_A))) for lora in self._loras if lora is not None]
@@ -117,7 +118,7 @@ class Projection:
         self._places = [slice(end - outputs, end) for end, outputs in zip(ends, self.outputs, strict=True)]
         self.slices = [place for place, lora in zip(self._places, self._loras, strict=True) if lora is not None]
         """The place of each adapter's outputs in O."""
-        self.copy: PackedWeight | None = None
+        self.copy: FrozenProduct | None = None
         """[O, I] for products without gradient, while a sampler reads it."""
         self._merged = False
         """True if the copy contains the adapter."""
@@ -126,7 +127,7 @@ class Projection:
         self._slots: dict[int, _Factors] = {}
         """Further adapters, by slot."""
         self._last_slot = 0
-        """Of those of which some layer of the model has an adapter."""
+        """The largest slot for which some layer of the model has an adapter."""
         self.rows: Mapping[int, Tensor] | None = None
         """During a mixed batch: the rows under each adapter slot, 0 for the model's own."""
         self.row_slots: Tensor | None = None
@@ -152,17 +153,26 @@ class Projection:
 
     @torch.no_grad()
     def refresh(self, copy: Literal["none", "merged", "plain"]) -> None:
-        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which copy of the weights to hold."""
+        """Update `factors` and `copy` after the adapter's parameters changed; `copy` says which copy of the weights to hold.
+
+        A weight that fits 16 bits is never merged: half the bytes gain more than the adapter's own small products cost.
+        """
         if self.downs:
             updates = zip(self.downs, self.ups, self.scales, self.slices, strict=True)
             self.factors = self._stacked(list(updates), self.factors)
+        if copy == "merged" and self._fits_half:
+            copy = "plain"
         if copy != "plain" or self._merged:
             self.copy, self._merged = None, False
         if copy == "merged" and self.factors is not None:
             self.copy = PackedWeight(torch.addmm(self.wide_weight, self.factors.up.T, self.factors.down), self.bias)
             self._merged = True
         elif copy != "none" and self.copy is None:
-            self.copy = PackedWeight(self.wide_weight, self.bias)
+            self.copy = laid_out(self.wide_weight, self.bias)
+
+    @cached_property
+    def _fits_half(self) -> bool:
+        return fits_half(self.wide_weight)
 
     @torch.no_grad()
     def load(self, slot: int, layers: Mapping[int, AdapterLayer]) -> None:
@@ -225,10 +235,16 @@ class Projection:
 
         `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no adapter to differentiate.
         """
-        if self.row_slots is not None:
-            return self._masked_product(x, self.row_slots), None
-        if self.rows is not None:
-            return self._mixed_product(x, self.rows), None
+        if self.row_slots is not None:  # one product over the ranks of all adapters, of which a row uses its own
+            y, stack = self._frozen_product(x), self._stack
+            return y if stack is None else self.add_row_updates(y, F.linear(x, stack.down), stack, self.row_slots), None
+        if self.rows is not None:  # a product with the weights for all rows, and a small one per adapter for its rows (arXiv 2310.18547)
+            y = self._frozen_product(x)
+            for slot, members in self.rows.items():
+                factors = self._slots.get(slot) if slot else self.factors
+                if factors is not None:
+                    y.index_add_(0, members, F.linear(x[members], factors.down) @ factors.up)
+            return y, None
         if self.adapted and self.copy is not None and self._merged:
             return self.copy.product(x), None
         if not self.adapted:
@@ -249,20 +265,6 @@ class Projection:
             return self.scaled_product(x, self.weight, self.scale, self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def _mixed_product(self, x: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
-        """One product with the weights for all rows, and a small one per adapter for its rows (arXiv 2310.18547)."""
-        y = self._frozen_product(x)
-        for slot, members in rows.items():
-            factors = self._slots.get(slot) if slot else self.factors
-            if factors is not None:
-                y.index_add_(0, members, F.linear(x[members], factors.down) @ factors.up)
-        return y
-
-    def _masked_product(self, x: Tensor, slots: Tensor) -> Tensor:
-        """The same with one product over the ranks of all adapters, of which a row uses its own."""
-        y = self._frozen_product(x)
-        return y if self._stack is None else self.add_row_updates(y, F.linear(x, self._stack.down), self._stack, slots)
-
     def gradients(
         self, grad_output: Tensor, x: Callable[[], Tensor], reduced: Tensor | None, *, wants_input: bool = True, wants_params: bool = True
     ) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -277,16 +279,15 @@ class Projection:
         grad_x = (grad_output @ self.wide_weight).addmm_(grad_reduced, self.factors.down) if wants_input else None
         if not wants_params:
             return grad_x, [None] * len(self.parameters)
-        return grad_x, list(self._parameter_gradients(grad_output, x(), reduced, grad_reduced))
-
-    def _parameter_gradients(self, grad_output: Tensor, x: Tensor, reduced: Tensor, grad_reduced: Tensor) -> Iterator[Tensor]:
-        grad_downs = grad_reduced.T @ x  # [R, I]
+        grad_downs = grad_reduced.T @ x()  # [R, I]
+        grads: list[Tensor | None] = []
         start = 0
         for down, scale, outputs in zip(self.downs, self.scales, self.slices, strict=True):
             part = slice(start, start + down.shape[0])
             grad_up = grad_output[:, outputs].T @ reduced[:, part]
-            yield from (grad_downs[part].to(down.dtype), (grad_up * scale).to(down.dtype))
+            grads += [grad_downs[part].to(down.dtype), (grad_up * scale).to(down.dtype)]
             start = part.stop
+        return grad_x, grads
 
     @property
     def parameters(self) -> list[nn.Parameter]:

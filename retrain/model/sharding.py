@@ -22,7 +22,7 @@ _GATHERED = 2
 
 
 def shards_of(backend: "Backend", world: World) -> World:
-    """The ranks that hold the base in parts; ALONE if each holds all of it."""
+    """Return the ranks that hold the base in parts; ALONE if each holds all of it."""
     if not backend.shard_base:
         return ALONE
     if world.size == 1:
@@ -57,7 +57,7 @@ def shard(model: nn.Module, decoder: nn.Module, device: torch.device, world: Wor
 
 
 def layers(decoder: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformers model that can be gathered or checkpointed one by one."""
+    """Return the blocks of a transformers model that can be gathered or checkpointed one by one."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -70,7 +70,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def held_bytes(base: "BaseModel") -> int:
-    """Bytes of the frozen weights on one rank, gathered layers included; also for a model on the meta device."""
+    """Count the bytes of the frozen weights on one rank, gathered layers included; also for a model on the meta device."""
     total = _frozen_bytes(base.model)
     if base.shards.size == 1:
         return total

@@ -1,4 +1,4 @@
-"""What a decoding step computes between its matrix products and its attention, in torch's operators or in Triton kernels.
+"""The operations of a decoding step between its matrix products and its attention, in torch's operators or in Triton kernels.
 
 Triton is taken on CUDA where it compiles and agrees with torch on a probe. Both round where transformers' operators do: the residual sum,
 the normed value before and after its weight, the product with the cosine, the activation; between these, and in sums, they are float32.
@@ -71,7 +71,7 @@ class StepKernels(Protocol):
 
     @property
     def draw(self) -> Draw | None:
-        """None leaves it to the sampler's own function."""
+        """Draws tokens; None leaves that to the sampler's own function."""
         ...
 
 
@@ -147,7 +147,9 @@ class TritonKernels:
 
 
 def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], *, narrow: bool = False) -> StepKernels:
-    """Those of `device`. `say` is told in a line why Triton's were not taken on a device that has them; `narrow`: weights are in 8 bits."""
+    """Return the kernels of `device`. `say` is told in a line why Triton's were not taken on a device that has them; `narrow`: weights are
+    in 8 bits.
+    """
     if device.type not in TRITON_DEVICES:
         return TorchKernels()
     if importlib.util.find_spec("triton") is None:
@@ -168,7 +170,7 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
 
 @torch.no_grad()
 def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, *, narrow: bool = False) -> list[str]:
-    """Names of the kernels that differ from torch's operators on a probe by more than rounding; `narrow` tries products in 8 bits too."""
+    """Name the kernels that differ from torch's operators on a probe by more than rounding; `narrow` tries products in 8 bits too."""
     generator = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> Tensor:
@@ -198,14 +200,21 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, 
         }
 
     found, expected = results(kernels), results(TorchKernels())
-    wrong = [name for name, values in found.items() if not all(map(_near, values, expected[name]))]
+    wrong = []
+    for name, values in found.items():
+        limits = [_TOLERANCE[own.dtype] for own in values]
+        checked = zip(values, expected[name], limits, strict=True)
+        if not all(torch.allclose(own.float(), other.float(), rtol=limit, atol=limit) for own, other, limit in checked):
+            wrong.append(name)
     if kernels.draw is not None and not _draws_right(kernels.draw, make(3, 5000)):
         wrong.append("draw")
     return wrong
 
 
 def _draws_right(draw: Draw, logits: Tensor) -> bool:
-    """Whether draws at half of the distribution, of everything and of the rows' kept sets, have the token and log-prob that they should."""
+    """Return whether draws at half of the distribution, of everything and of the rows' kept sets, have the token and log-prob that they
+    should.
+    """
     count, vocabulary = logits.shape
     ones, halves = torch.ones(count, device=logits.device), torch.full((count,), 0.5, device=logits.device, dtype=torch.float64)
     falling = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
@@ -226,7 +235,3 @@ def _draws_right(draw: Draw, logits: Tensor) -> bool:
             if not 0.4999 < below < 0.5001 + float(own.exp()[place[0, 0]]):
                 return False
     return True
-
-
-def _near(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found.float(), expected.float(), rtol=_TOLERANCE[found.dtype], atol=_TOLERANCE[found.dtype])

@@ -51,12 +51,12 @@ class TextModel:
     """Positions of prompt and completion together; 0 if the model names no limit."""
 
     def decode(self, token_ids: Int32Array) -> str:
-        """The text of token ids with the names of special tokens."""
+        """Return the text of token ids with the names of special tokens."""
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def resolve_model(name: str) -> str:
-    """The folder or hub id behind `[model] model`: "lab" is the packaged model, a folder stays, anything else is a hub id."""
+    """Return the folder or hub id behind `[model] model`: "lab" is the packaged model, a folder stays, anything else is a hub id."""
     if name == "lab":
         return str(LAB_MODEL)
     folder = expanded(name, "[model] model")
@@ -64,7 +64,7 @@ def resolve_model(name: str) -> str:
 
 
 def load_text_model(model: "Model") -> TextModel:
-    """Tokenizer, vocabulary, end-of-turn tokens and context length of `[model] model`.
+    """Load tokenizer, vocabulary, end-of-turn tokens and context length of `[model] model`.
 
     Raises EnvironmentFailure where there is no such folder and the hub does not have or give it.
     """
@@ -73,7 +73,13 @@ def load_text_model(model: "Model") -> TextModel:
     path = resolve_model(model.model)
     tokenizer = load_tokenizer(model.model, model.revision, model.trust_remote_code)
     config = load_model_config(model.model, model.revision, model.trust_remote_code)
-    generation = _load_generation_config(path, model.revision)
+    from transformers import GenerationConfig  # after the variable above
+
+    try:
+        local = Path(path).is_dir()
+        generation = GenerationConfig.from_pretrained(path, revision=model.revision or None, local_files_only=local)
+    except OSError:  # many models do without generation_config.json
+        generation = None
     return TextModel(
         path=path,
         tokenizer=tokenizer,
@@ -84,14 +90,14 @@ def load_text_model(model: "Model") -> TextModel:
 
 
 def load_tokenizer(name: str, revision: str = "", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder, a hub id or "lab". Raises EnvironmentFailure within seconds if it cannot be had."""
+    """Load the tokenizer of a folder, a hub id or "lab". Raises EnvironmentFailure within seconds if it cannot be had."""
     from transformers import AutoTokenizer
 
     return _from_pretrained(AutoTokenizer.from_pretrained, "tokenizer", name, revision, trust_remote_code)
 
 
 def load_model_config(name: str, revision: str = "", trust_remote_code: bool = False) -> "PretrainedConfig":
-    """config.json of a folder, a hub id or "lab". Raises EnvironmentFailure within seconds if it cannot be had."""
+    """Load config.json of a folder, a hub id or "lab". Raises EnvironmentFailure within seconds if it cannot be had."""
     from transformers import AutoConfig
 
     return _from_pretrained(AutoConfig.from_pretrained, "configuration", name, revision, trust_remote_code)
@@ -125,16 +131,6 @@ def _is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None
 
 
-def _load_generation_config(path: str, revision: str) -> "GenerationConfig | None":
-    """generation_config.json, which many models do without."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(path, revision=revision or None, local_files_only=Path(path).is_dir())
-    except OSError:
-        return None
-
-
 def _language_model(config: "PretrainedConfig") -> dict[str, Any]:
     """A model of several modalities keeps its language model's numbers apart."""
     settings: dict[str, Any] = config.get_text_config().to_dict()
@@ -152,7 +148,7 @@ def context_length(config: "PretrainedConfig") -> int:
 def eos_token_ids(
     tokenizer: "PreTrainedTokenizerBase", config: "PretrainedConfig | None" = None, generation: "GenerationConfig | None" = None
 ) -> tuple[int, ...]:
-    """Every token that ends a completion, sorted: the tokenizer's EOS, those of config.json and generation_config.json, and the
+    """Return every token that ends a completion, sorted: the tokenizer's EOS, those of config.json and generation_config.json, and the
     special token that the chat template writes behind an assistant's turn (a base model's EOS may be another one).
 
     Raises ConfigurationError if there is none: completions would never end.

@@ -7,9 +7,10 @@ Shape letters: S sequences, Nq and Nk tokens of all of them, Hq query heads, Hk 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ class Spans:
     keys: Tensor
     """[S + 1] int32"""
     most_queries: int
-    """Of one sequence."""
+    """Most queries of one sequence."""
     most_keys: int
 
     @classmethod
@@ -49,8 +50,9 @@ def flash(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: floa
     before = -1 if window is None else window - 1  # it counts the keys before a query's own
     lengths = spans.queries, spans.keys, spans.most_queries, spans.most_keys
     shared = {"enable_gqa": True} if _takes("enable_gqa") else {}  # torch 2.11 does not ask, and its kernel knows fewer key heads too
-    # One tensor, since no log-sum-exp is asked for.
-    return varlen_attn(query, key, value, *lengths, scale=scaling, window_size=(before, 0), **shared)  # type: ignore[return-value, arg-type]
+    kernel: Any = varlen_attn  # its type has the pair too that it returns where log-sum-exps are asked for
+    output: Tensor = kernel(query, key, value, *lengths, scale=scaling, window_size=(before, 0), **shared)
+    return output
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float, window: int | None) -> Tensor:
@@ -76,7 +78,7 @@ class PagedRows(NamedTuple):
     lengths: Tensor
     """[R] int32 tokens."""
     spans: Spans
-    """Of one query per row, and of as many keys as `lengths` say; built once for all layers."""
+    """The spans of one query per row, and of as many keys as `lengths` say; built once for all layers."""
 
     @classmethod
     def of(cls, table: Tensor, lengths: Tensor, page_tokens: int) -> "PagedRows":
@@ -112,28 +114,34 @@ def plain_paged(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, sc
 
 
 def has_flash(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether `flash` runs there: torch 2.11 or later, on an NVIDIA GPU of 2020 (Ampere) or later, in half precision."""
+    """Return whether `flash` runs there: torch 2.11 or later, on an NVIDIA GPU of 2020 (Ampere) or later, in half precision."""
     if device_type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not _takes("window_size"):
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _OLDEST_GPU
 
 
 def reads_pages() -> bool:
-    """Whether torch's flash kernel does (torch 2.12); on a GPU without it a kernel of this package may."""
+    """Return True if torch's flash kernel reads pages (torch 2.12); on a GPU without it, a Triton kernel does."""
     return _takes("block_table")
 
 
 def _takes(argument: str) -> bool:
-    """Whether this torch's packed attention has that argument."""
+    """Return True if this torch's packed attention has that argument."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return argument in signature(varlen_attn).parameters
+    return argument in _arguments(varlen_attn)
+
+
+@cache
+def _arguments(kernel: Callable[..., object]) -> frozenset[str]:
+    """Return the names of a function's arguments, read once: `flash` asks in every layer."""
+    return frozenset(signature(kernel).parameters)
 
 
 def fits_flash(query: Tensor) -> bool:
-    """Whether `flash` takes queries of this head size and dtype."""
+    """Return whether `flash` takes queries of this head size and dtype."""
     return query.dtype in (torch.bfloat16, torch.float16) and fits_head(query.shape[-1])
 
 

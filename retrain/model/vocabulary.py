@@ -54,23 +54,24 @@ class VocabularyTable:
         return self._size
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The text of one token; empty for special tokens and for ids without a token."""
+        """Return the text of one token; empty for special tokens and for ids without a token."""
         return self._bytes[token_id] if 0 <= token_id < self._size else b""
 
     def text(self, token_ids: TokenIds) -> str:
-        """The text of a completion; broken UTF-8 becomes U+FFFD."""
+        """Return the text of a completion; broken UTF-8 becomes U+FFFD."""
         text = b"".join([self._bytes[index] for index in self._known(token_ids)]).decode("utf-8", errors="replace")
         return text[1:] if self._spaced else text
 
     def pieces(self, token_ids: TokenIds) -> list[str]:
-        """One string a token; their concatenation is `text(token_ids)`."""
+        """Return one string per token; their concatenation is `text(token_ids)`."""
         known = self._known(token_ids)
         whole = [self._whole[index] for index in known]
         pieces = [piece for piece in whole if piece is not None]
         if len(pieces) < len(whole):
             pieces = _join_code_points(whole, [self._bytes[index] for index in known])
-        if self._spaced:
-            _drop_first_space(pieces)
+        if self._spaced and any(pieces):  # the space in front of the first word is no text
+            first = next(position for position, piece in enumerate(pieces) if piece)
+            pieces[first] = pieces[first][1:]
         return pieces
 
     def _known(self, token_ids: TokenIds) -> list[int]:
@@ -80,7 +81,7 @@ class VocabularyTable:
 
 
 def _join_code_points(whole: Sequence[str | None], token_bytes: Sequence[bytes]) -> list[str]:
-    """Incremental UTF-8 over tokens; `whole` holds the text of the tokens that need none."""
+    """Decode UTF-8 over tokens; `whole` holds the text of the tokens that need none."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces: list[str] = []
     open_at = -1  # the last token that left a code point open, -1 when none is
@@ -102,13 +103,6 @@ def _decode_whole(raw: bytes) -> str | None:
         return None
 
 
-def _drop_first_space(pieces: list[str]) -> None:
-    for position, piece in enumerate(pieces):
-        if piece:
-            pieces[position] = piece[1:]
-            return
-
-
 # ---- from a token's string to its bytes --------------------------------------------------------------------------------------------
 
 TokenReader = Callable[[int, str], bytes]
@@ -126,7 +120,7 @@ def _token_reader(tokenizer: "PreTrainedTokenizerBase") -> tuple[TokenReader, bo
 
 
 def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None:
-    """The steps of a tokenizer.json decoder for a single token, in order; None for a decoder unknown here."""
+    """Return the steps of a tokenizer.json decoder for a single token, in order; None for a decoder unknown here."""
     match decoder:
         case {"type": "Sequence", "decoders": list(decoders)}:
             parts = [_steps(part) for part in decoders]

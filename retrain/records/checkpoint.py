@@ -121,7 +121,7 @@ class CheckpointStore:
         return target
 
     def steps(self) -> list[int]:
-        """Step counts of the committed folders, oldest first, verified or not."""
+        """The step counts of the committed folders, oldest first, verified or not."""
         if not self.folder.is_dir():
             return []
         matches = (_STEP_FOLDER.fullmatch(path.name) for path in self.folder.iterdir())
@@ -194,16 +194,15 @@ def commit_folder(target: Path, fill: Callable[[Path], None], *, step: int, conf
     """Let `fill` write a folder, seal it with a manifest, and put it in the place of `target`. Raises OSError."""
     with replacing_folder(target) as aside:
         fill(aside)
-        entries = [_seal(path, aside) for path in sorted(aside.rglob("*")) if path.is_file()]
+        entries = []
+        for path in sorted(aside.rglob("*")):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                entries.append({"name": path.relative_to(aside).as_posix(), "size": path.stat().st_size, "sha256": digest})
         manifest = {"schema_version": SCHEMA_VERSION, "step": step, "config_hash": config_hash, "files": entries}
         write_synced(aside / MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1) + "\n")
-
-
-def _seal(path: Path, root: Path) -> dict[str, str | int]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"name": path.relative_to(root).as_posix(), "size": path.stat().st_size, "sha256": digest}
 
 
 def _digest(manifest: dict[str, Any]) -> str:

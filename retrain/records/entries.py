@@ -3,14 +3,16 @@
 A missing value is None in memory and null in the file, never 0: a step without planning tokens has no planning entropy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from math import isfinite
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from retrain.errors import RunFailed
+from retrain.records.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)
@@ -20,21 +22,35 @@ class _Record:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> Self:
+    def from_json(cls, line: Mapping[str, Any], path: Path | None = None) -> Self:
         """Reads a line of any version: unknown keys are dropped, and missing ones get their defaults.
 
-        Raises RunFailed for a value whose type is not its field's, and for a missing field without a default.
+        Raises RunFailed for a value whose type is not its field's, and for a missing field without a default. The sentence names `path`,
+        the file of the line, and the line's step.
         """
         kinds = _field_kinds(cls)  # type: ignore[arg-type]  # a class is hashable
         values = {name: line[name] for name in kinds if name in line}
+        missing = [item.name for item in fields(cls) if item.default is MISSING and item.name not in values]
+        problem = f"no {missing[0]}, and every line has one" if missing else ""
         for name, value in values.items():
-            if type(value) not in kinds[name] or (isinstance(value, float) and not isfinite(value)):
-                raise RunFailed(_misshapen(cls, f"{name} = {str(value)[:_SHOWN]!r}", f"{name} is of another type"))
-        try:
-            return cls(**values)
-        except TypeError:
-            missing = [item.name for item in fields(cls) if item.default is MISSING and item.name not in values]
-            raise RunFailed(_misshapen(cls, f"no {missing[0]}", "every line has one")) from None
+            if isinstance(value, float) and not isfinite(value):
+                problem = problem or f"{name} = {value}, which is not a finite number"
+            elif type(value) not in kinds[name]:
+                problem = problem or f"{name} = {str(value)[:_SHOWN]!r}, and {name} is of another type"
+        if problem := problem or cls.contradiction(values):
+            where = f"{path}, step {line.get('step')}: a {cls.__name__}" if path else f"A {cls.__name__} of the run"
+            raise RunFailed(f"{where} has {problem}: the file was changed or another program wrote it.")
+        return cls(**values)
+
+    @classmethod
+    def contradiction(cls, values: Mapping[str, Any]) -> str:  # noqa: ARG003 - of the record types that have a rule
+        """The part of a sentence that says which values of a line cannot be true together; "" if there are none."""
+        return ""
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[Self]:
+        """The records of a file, oldest first. Raises RunFailed for a damaged line, with the file, and its line or step."""
+        return (cls.from_json(line, path) for line in read_jsonl(path))
 
 
 _SHOWN = 80
@@ -47,10 +63,6 @@ def _field_kinds(record: type[_Record]) -> dict[str, frozenset[type]]:
     hints = {name: get_args(hint) if get_origin(hint) is UnionType else (hint,) for name, hint in get_type_hints(record).items()}
     kinds = {name: frozenset(get_origin(part) or part for part in parts) for name, parts in hints.items()}
     return {name: types | {int} if float in types else types for name, types in kinds.items()}
-
-
-def _misshapen(record: type[_Record], found: str, because: str) -> str:
-    return f"A {record.__name__} of the run has {found}, and {because}: the file was changed or another program wrote it."
 
 
 Direction = Literal["higher", "lower"] | None
@@ -257,9 +269,10 @@ class EvaluationRecord(_Record):
     judge_cost: float | None = None
     """By `[reward] judge_prices`, else as the server reports it; null where neither says."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.correct <= self.samples:
-            raise RunFailed(_misshapen(type(self), f"{self.correct} correct of {self.samples} samples", "that cannot be"))
+    @classmethod
+    def contradiction(cls, values: Mapping[str, Any]) -> str:
+        correct, samples = values["correct"], values["samples"]
+        return "" if 0 <= correct <= samples else f"{correct} correct of {samples} samples, which cannot be"
 
 
 @dataclass(frozen=True)

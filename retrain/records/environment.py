@@ -15,7 +15,9 @@ _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """Versions, machine, git revision of the current folder, and the command line. The caller masks secrets in the command line."""
+    """Describe versions, machine, git revision of the current folder, and the command line, in which the caller masks secrets."""
+    torch = sys.modules.get("torch")  # None for a run without it
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else None
     return {
         "retrain": __version__,
         "python": platform.python_version(),
@@ -23,10 +25,10 @@ def describe_environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
-        "threads": _threads(),
-        "memory_gib": _memory_gib(),
+        "threads": int(torch.get_num_threads()) if torch else None,  # their number decides how sums are rounded
+        "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "device": device,
-        "device_name": _device_name(device),
+        "device_name": str(torch.cuda.get_device_name(device)) if torch and device.startswith("cuda") else None,
         "git": git_revision(Path.cwd()),
         "command": sys.argv,
     }
@@ -76,23 +78,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _threads() -> int | None:
-    """Return the threads of one operation, whose number decides how sums are rounded; None without torch."""
-    torch = sys.modules.get("torch")
-    return int(torch.get_num_threads()) if torch is not None else None
-
-
-def _memory_gib() -> float | None:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-
-
-def _device_name(device: str) -> str | None:
-    """Return the accelerator's name, if the run uses torch."""
-    torch = sys.modules.get("torch")
-    if torch is None or not device.startswith("cuda"):
-        return None
-    return str(torch.cuda.get_device_name(device))

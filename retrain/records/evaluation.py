@@ -18,7 +18,7 @@ Z_95 = 1.959963984540054
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased probability that one of k samples is right, given c right ones among n: 1 - C(n-c, k) / C(n, k).
+    """The unbiased probability that one of k samples is right, given c right ones among n: 1 - C(n-c, k) / C(n, k).
 
     Source: Chen et al. 2021, arXiv 2107.03374, equation 1, in its product form. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
@@ -30,7 +30,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, float]:
-    """95% interval of the mean of per-problem accuracies [n] that rest on `samples` judged completions in all.
+    """The 95% interval of the mean of per-problem accuracies [n] that rest on `samples` judged completions in all.
 
     A Wilson score interval on the effective sample size p(1-p)/SE**2, SE from the spread of the problems' means: it stays inside
     [0, 1] and does not collapse at 0 or 1. The size is n where that spread is zero, and never above `samples`.
@@ -45,7 +45,7 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
 
 
 def wilson_interval(p: float, size: float) -> tuple[float, float]:
-    """95% score interval of a proportion p that rests on `size` independent draws, which may be an effective number."""
+    """The 95% score interval of a proportion p that rests on `size` independent draws, which may be an effective number."""
     centre = (p + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
     half = Z_95 / (1 + Z_95**2 / size) * sqrt(p * (1 - p) / size + Z_95**2 / (4 * size**2))
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -74,7 +74,7 @@ class Evaluation:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% interval of pass@1."""
+        """The 95% interval of pass@1."""
         return self.interval_at(1)
 
     def interval_at(self, k: int) -> tuple[float, float]:
@@ -91,7 +91,7 @@ class Evaluation:
         return {task: replace(self, problems=problems) for task, problems in tasks.items()}
 
     def difference_from(self, before: "Evaluation") -> tuple[float, tuple[float, float]] | None:
-        """Mean difference in accuracy over the problems that both have judged, and Student's 95% interval over these problems.
+        """The mean difference in accuracy over the problems that both have judged, and Student's 95% interval over these problems.
 
         None below two shared problems. Paired by problem, so it is narrower than two intervals side by side suggest.
         """

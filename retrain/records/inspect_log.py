@@ -21,6 +21,9 @@ def inspect_log(records: Sequence[SampleRecord], evaluation: Evaluation, *, mode
     """Convert an evaluation to Inspect's form; the `samples` of a problem become Inspect's epochs."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     ids = list(dict.fromkeys(record.example_id for record in records))
+    low, high = evaluation.interval
+    values = {f"pass@{k}": rate for k, rate in evaluation.pass_at.items()} | {"interval_low": low, "interval_high": high}
+    metrics = {name: {"name": name, "value": value, "params": {}} for name, value in values.items()}
     return {
         "version": 2,
         "status": "success",
@@ -42,18 +45,11 @@ def inspect_log(records: Sequence[SampleRecord], evaluation: Evaluation, *, mode
         "results": {
             "total_samples": len(records),
             "completed_samples": len(records),
-            "scores": [{"name": _SCORER, "scorer": _SCORER, "params": {}, "metrics": _metrics(evaluation)}],
+            "scores": [{"name": _SCORER, "scorer": _SCORER, "params": {}, "metrics": metrics}],
         },
         "stats": {"started_at": now, "completed_at": now, "model_usage": {}},
         "samples": [_sample(record, model) for record in records],
     }
-
-
-def _metrics(evaluation: Evaluation) -> dict[str, Any]:
-    values = {f"pass@{k}": rate for k, rate in evaluation.pass_at.items()}
-    low, high = evaluation.interval
-    values |= {"interval_low": low, "interval_high": high}
-    return {name: {"name": name, "value": value, "params": {}} for name, value in values.items()}
 
 
 def _sample(record: SampleRecord, model: str) -> dict[str, Any]:

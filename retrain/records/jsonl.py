@@ -88,7 +88,11 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_tail(path)
+        if path.exists():
+            with path.open("rb+") as file:
+                data = file.read()
+                if data and not data.endswith(b"\n"):
+                    file.truncate(data.rfind(b"\n") + 1)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._size = os.fstat(self._descriptor).st_size
         with path.open("rb") as file:
@@ -142,15 +146,6 @@ def _digest(file: BinaryIO, size: int) -> "hashlib._Hash":
     return digest
 
 
-def _cut_torn_tail(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        data = file.read()
-        if data and not data.endswith(b"\n"):
-            file.truncate(data.rfind(b"\n") + 1)
-
-
 def read_jsonl(path: Path) -> Iterator[Json]:
     """The lines of a file; a last line without its newline was torn by a crash and is left out.
 
@@ -163,10 +158,16 @@ def read_jsonl(path: Path) -> Iterator[Json]:
 def read_jsonl_backwards(path: Path) -> Iterator[Json]:
     """The lines of a file, last one first, read in blocks from its end: the newest steps of a long file cost no more than their bytes.
 
-    A last line without its newline is left out. Raises RunFailed, naming the file, for a damaged line.
+    A last line without its newline is left out. Raises RunFailed, naming file and line, for a damaged line.
     """
     for line in _whole_lines_backwards(path):
-        yield _parse(line, path, None)
+        try:
+            record = _parse(line, path, None)
+        except RunFailed:
+            for _ in read_jsonl(path):  # raises the error with the line's number, which is counted from the beginning
+                pass
+            raise
+        yield record
 
 
 def truncate_to_step(path: Path, step: int) -> None:

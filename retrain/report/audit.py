@@ -17,6 +17,14 @@ _LONGEST = 200
 
 def write_audit_page(audit: Audit, output: Path) -> None:
     """Write the page. Raises EnvironmentFailure where it cannot be written."""
+    unjudged, everything = sum(item.could_not_judge for item in audit.judged), Rate("", audit.judged)
+    tiles = [
+        (audit.false_negatives.name, _percent(audit.false_negatives.error_rate)),
+        (audit.false_positives.name, _percent(audit.false_positives.error_rate)),
+        ("could not judge", f"{unjudged / len(audit.judged):.1%}"),
+        ("time per completion, median", milliseconds(everything.seconds(0.5))),
+        ("99%", milliseconds(everything.seconds(0.99))),
+    ]
     page = (
         environment()
         .get_template("audit.html")
@@ -25,7 +33,7 @@ def write_audit_page(audit: Audit, output: Path) -> None:
             made=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}",
             policy=content_policy("", live=False),
             style=Markup(asset("report.css")),
-            tiles=_tiles(audit),
+            tiles=tiles,
             judge_lines=list(judge_lines(audit)),
             head=HEAD,
             rows=rate_rows(audit),
@@ -40,18 +48,6 @@ def write_audit_page(audit: Audit, output: Path) -> None:
         replace_file(output, page)
     except OSError as error:
         raise EnvironmentFailure(f"{output} cannot be written: {error.strerror or error}; name another file with --output.") from error
-
-
-def _tiles(audit: Audit) -> list[tuple[str, str]]:
-    unjudged = sum(item.could_not_judge for item in audit.judged)
-    everything = Rate("", audit.judged)
-    return [
-        (audit.false_negatives.name, _percent(audit.false_negatives.error_rate)),
-        (audit.false_positives.name, _percent(audit.false_positives.error_rate)),
-        ("could not judge", f"{unjudged / len(audit.judged):.1%}"),
-        ("time per completion, median", milliseconds(everything.seconds(0.5))),
-        ("99%", milliseconds(everything.seconds(0.99))),
-    ]
 
 
 def _percent(rate: float | None) -> str:

@@ -11,7 +11,6 @@ from retrain.analysis.runs import StoredRun, read_metrics
 from retrain.analysis.statistics import Floats
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation import Evaluation
-from retrain.records.jsonl import read_jsonl
 
 PHASES = ("time_sample_s", "time_reward_s", "time_credit_s", "time_learn_s")
 FIELDS = (
@@ -61,14 +60,14 @@ def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
     """The evaluations of a run that judged something, ordered by step."""
     if not run.folder.evaluation.is_file():
         return []
-    records = map(EvaluationRecord.from_json, read_jsonl(run.folder.evaluation))
+    records = EvaluationRecord.read(run.folder.evaluation)
     evaluations = [Evaluation(step, list(problems)) for step, problems in groupby(records, key=lambda record: record.step)]
     return [HeldOutPoint(item.step, item.pass_at[1], item.interval) for item in evaluations if 1 in item.pass_at]
 
 
 @dataclass(frozen=True)
 class Band:
-    """Mean and standard deviation over runs at each of S steps."""
+    """The mean and standard deviation over runs at each of S steps."""
 
     steps: Floats
     """[S]"""

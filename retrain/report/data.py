@@ -106,7 +106,10 @@ def read_report_data(request: ReportRequest) -> ReportData:
     now, notes = time.time(), list[str]()
     if kind == "campaign":
         notes += foreseen_lines(CampaignRecord.read(folder), planned)
-    arms = curves_by_condition(zip(_labels(begun), begun, strict=True))
+    campaigns = [run.path.parent.parent.name if run.planned else "" for run in begun]
+    several = len(set(campaigns)) > 1  # the name of its campaign then precedes a condition
+    labels = [f"{name}: {run.condition}" if several and name else run.condition for run, name in zip(begun, campaigns, strict=True)]
+    arms = curves_by_condition(zip(labels, begun, strict=True))
     if kind == "runs":
         notes += _mixed(arms)
     return ReportData(
@@ -122,15 +125,6 @@ def read_report_data(request: ReportRequest) -> ReportData:
         config=begun[0].folder.config.read_text(encoding="utf-8") if kind == "run" else "",
         notes=notes,
     )
-
-
-def _labels(runs: Sequence[StoredRun]) -> list[str]:
-    """Name the condition of each run, prefixed with its campaign if there are several."""
-    campaigns = [run.path.parent.parent.name if run.planned else "" for run in runs]
-    several = len(set(campaigns)) > 1
-    return [
-        f"{campaign}: {run.condition}" if several and campaign else run.condition for run, campaign in zip(runs, campaigns, strict=True)
-    ]
 
 
 def _mixed(arms: Sequence[ConditionCurves]) -> Iterator[str]:
@@ -180,22 +174,18 @@ def _squeeze(folder: Path, runs: Sequence[StoredRun], notes: list[str]) -> Squee
         if isinstance(squeeze, dict) and squeeze.get("table"):
             return SqueezeCurve.from_json(runs[0].name if runs else "", squeeze)
     for run in runs:
-        named = run.summary.get("adapter")
-        if named and is_path_text(named) and (run.path / named / "adapter_config.json").is_file():
-            return _analysed(run, run.path / named, notes)
+        named, settings = run.summary.get("adapter"), run.config.squeeze
+        if not named or not is_path_text(named) or not (run.path / named / "adapter_config.json").is_file():
+            continue
+        from retrain.squeeze import analyze_adapter
+
+        try:
+            analysis = analyze_adapter(run.path / named, min_variance_retention=settings.min_variance_retention, rule=settings.rule)
+        except RetrainError as error:
+            notes.append(f"No curve of the adapter's rank: {error}")
+            return None
+        return SqueezeCurve.from_json(run.name, analysis.to_json())
     return None
-
-
-def _analysed(run: StoredRun, adapter: Path, notes: list[str]) -> SqueezeCurve | None:
-    from retrain.squeeze import analyze_adapter
-
-    settings = run.config.squeeze
-    try:
-        analysis = analyze_adapter(adapter, min_variance_retention=settings.min_variance_retention, rule=settings.rule)
-    except RetrainError as error:
-        notes.append(f"No curve of the adapter's rank: {error}")
-        return None
-    return SqueezeCurve.from_json(run.name, analysis.to_json())
 
 
 def _tokens(arms: Sequence[ConditionCurves], against: Sequence[str], notes: list[str]) -> list[InspectedRun]:

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -121,25 +121,22 @@ def asset(name: str) -> str:
 def environment() -> Environment:
     """Load the templates so that every expression in them becomes text that is harmless and without secrets."""
     assert __package__
+    redactor = Redactor()
+
+    def finalize(value: Any) -> Any:
+        """All but our own markup becomes text, with secrets masked and invisible characters shown."""
+        return value if isinstance(value, Markup) else redactor.text(visible(str(value)))
+
     made = Environment(
         loader=PackageLoader(__package__, _TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_harmless(Redactor()),
+        finalize=finalize,
     )
     made.globals["number"] = _number
     return made
-
-
-def _harmless(redactor: Redactor) -> Callable[[Any], Any]:
-    """Filter every expression of the template: all but our own markup becomes text, with secrets masked and invisible characters shown."""
-
-    def finalize(value: Any) -> Any:
-        return value if isinstance(value, Markup) else redactor.text(visible(str(value)))
-
-    return finalize
 
 
 # -- numbers in words ----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Lines:
     note: str = ""
     """On the dashed line if there is a second field, else on the figure."""
     single_label: str = ""
-    """Of the line, in the report of a single run."""
+    """Label of the line in the report of a single run."""
 
 
 def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
@@ -71,7 +71,11 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
     elif lines.from_zero:
         axes.set_ylim(0, 1.06 * axes.dataLim.y1)
     dashed = lines.note if len(lines.fields) == 1 or any(arm.has(list(lines.fields)[1]) for _, arm in arms) else ""
-    return Drawn(lines.name, lines.title, " ".join(filter(None, (_line_words(data, window), dashed))), figure)
+    smoothed = f"mean of {window} steps"
+    words = f"Line: mean over the runs{f', {smoothed}' if window > 1 else ''}{sd_words(data)}."
+    if data.single:
+        words = f"Bold: {smoothed}; thin: each step." if window > 1 else ""
+    return Drawn(lines.name, lines.title, " ".join(filter(None, (words, dashed))), figure)
 
 
 def _draw_lines(axes: Axes, data: ReportData, lines: Lines, index: int, window: int) -> None:
@@ -94,13 +98,6 @@ def draw_band(axes: Axes, steps: Floats, mean: Floats, sd: Floats | None, colour
     if len(steps) == 1:
         style.setdefault("marker", "o")
     axes.plot(steps, mean, color=colour, **style)
-
-
-def _line_words(data: ReportData, window: int) -> str:
-    smoothed = f"mean of {window} steps" if window > 1 else "each step"
-    if data.single:
-        return f"Bold: {smoothed}; thin: each step." if window > 1 else ""
-    return f"Line: mean over the runs{f', {smoothed}' if window > 1 else ''}{sd_words(data)}."
 
 
 def sd_words(data: ReportData) -> str:

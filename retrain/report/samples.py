@@ -67,5 +67,5 @@ def sampled_steps(run: StoredRun, count: int) -> list[SampledStep]:
     by_step: dict[int, list[Sample]] = {step: [] for step in sorted(wanted)}
     for line in read_jsonl(run.folder.generations):
         if line["step"] in by_step:
-            by_step[line["step"]].append(Sample(GenerationRecord.from_json(line)))
+            by_step[line["step"]].append(Sample(GenerationRecord.from_json(line, run.folder.generations)))
     return [SampledStep(step, samples) for step, samples in by_step.items()]

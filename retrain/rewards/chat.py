@@ -5,7 +5,6 @@ will not, such as a wrong key. When the server says Retry-After, all requests wa
 """
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ REPLY_TOKENS = 1024
 """Leaves room for a judge that thinks before its verdict."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 20.0
 _MOST_TOKENS = 1 << 40
-"""Of one request, and more than any costs in any currency: a number above it is no count."""
+"""Tokens of one request, and units of any currency: a server that reports more is not believed."""
 _TRANSIENT = frozenset({408, 409, 425, 429})
 
 
@@ -67,7 +66,7 @@ class ChatClient:
         """Loop time before which the server wants no request."""
 
     async def ask(self, message: str) -> Reply:
-        """The reply to one user message. Raises ChatFailed after the last attempt, and at once for what no retry can fix."""
+        """Return the reply to one user message. Raises ChatFailed after the last attempt, and at once for what no retry can fix."""
         usage = JudgeUsage()
         retries = stamina.retry_context(
             on=_wait_after,
@@ -106,17 +105,20 @@ class ChatClient:
         return _reply(answer, self.host, self._key)
 
     def _failure(self, answer: Answer) -> Exception:
-        """The error that a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
+        """Return the error that a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
         said = f"it redirects to {answer.leads_to}" if 300 <= answer.status < 400 else answer.said(self._key)
         sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip() + (f": {said}" if said else "")
-        if answer.status == 400 and self._without(_blamed(answer.content)):
+        error = answer.content.get("error") if isinstance(answer.content, dict) else None
+        blamed = str(error.get("param") or "") if isinstance(error, dict) else ""
+        if answer.status == 400 and self._without(blamed):
             return _Transient(sentence, 0.0)
         if answer.status not in _TRANSIENT and answer.status < 500:
             return ChatFailed(sentence)
-        wait_s = _retry_after(answer.headers)
-        if wait_s is not None:
-            wait_s = min(wait_s, self._timeout_s)
-            self._resting_until = max(self._resting_until, asyncio.get_running_loop().time() + wait_s)
+        try:
+            wait_s = min(max(0.0, float(answer.headers["retry-after"])), self._timeout_s)
+        except (KeyError, ValueError):  # absent, or a date
+            return _Transient(sentence, None)
+        self._resting_until = max(self._resting_until, asyncio.get_running_loop().time() + wait_s)
         return _Transient(sentence, wait_s)
 
     def _without(self, parameter: str) -> bool:
@@ -134,15 +136,8 @@ def _wait_after(error: Exception) -> bool | float:
     return True if error.wait_s is None else error.wait_s
 
 
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    try:
-        return max(0.0, float(headers["retry-after"]))
-    except (KeyError, ValueError):  # absent, or a date
-        return None
-
-
 def _reply(response: Answer, host: str, key: str) -> Reply:
-    """The text of a chat completion. Raises _Transient for anything else."""
+    """Read the text of a chat completion. Raises _Transient for anything else."""
     try:
         answer = response.content
         choice = answer["choices"][0]
@@ -150,24 +145,15 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
     except (LookupError, TypeError, AttributeError):
         raise _Transient(f"{host} answered with something other than a chat completion: {response.said(key)!r}") from None
     used = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
+    cost = used.get("cost")
     usage = JudgeUsage(
         prompt_tokens=_count(used.get("prompt_tokens")),
         completion_tokens=_count(used.get("completion_tokens")),
-        cost=_price(used.get("cost")),
+        cost=float(cost) if isinstance(cost, int | float) and 0 <= cost <= _MOST_TOKENS else None,
     )
     return Reply(text if isinstance(text, str) else "", choice.get("finish_reason") == "length", usage)
 
 
 def _count(value: object) -> int:
-    """Tokens, as the server says; 0 for what is no count."""
+    """Return the number of tokens, as the server says; 0 for anything but a count."""
     return value if isinstance(value, int) and 0 <= value <= _MOST_TOKENS else 0
-
-
-def _price(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and 0 <= value <= _MOST_TOKENS else None
-
-
-def _blamed(content: Any) -> str:
-    """The parameter that an error names; "" for none."""
-    error = content.get("error") if isinstance(content, dict) else None
-    return str(error.get("param") or "") if isinstance(error, dict) else ""

@@ -158,7 +158,11 @@ def _answer(control: socket.socket, children: set[int]) -> bool:
         return False
     operation, pid = _REQUEST.unpack(request)
     if operation == _SPAWN:
-        reply = _fork(control, descriptors[0])
+        server = os.getpid()
+        reply = os.fork()
+        if reply == 0:
+            _be_a_worker(control, descriptors[0], server)
+        os.close(descriptors[0])
         children.add(reply)
     else:
         _kill_session(pid)
@@ -166,15 +170,6 @@ def _answer(control: socket.socket, children: set[int]) -> bool:
         children.discard(pid)
     control.sendall(_REPLY.pack(reply))
     return True
-
-
-def _fork(control: socket.socket, descriptor: int) -> int:
-    server = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _be_a_worker(control, descriptor, server)
-    os.close(descriptor)
-    return pid
 
 
 def _be_a_worker(control: socket.socket, descriptor: int, server: int) -> NoReturn:
@@ -188,7 +183,7 @@ def _be_a_worker(control: socket.socket, descriptor: int, server: int) -> NoRetu
 
         serve(Channel(socket.socket(fileno=descriptor)))
         status = 0
-    except BaseException:
+    except BaseException:  # of any kind: the process ends below without showing it
         traceback.print_exc()
         raise
     finally:

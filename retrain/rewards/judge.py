@@ -63,7 +63,7 @@ _PROBE = ("What is 2 + 2?", "4", "2 + 2 = 4, so the answer is 4.")
 
 
 def fill_template(template: str, question: str, reference: str, completion: str) -> str:
-    """The template with its places filled in one pass, so that a completion cannot name a place itself. Other braces stay.
+    """Return the template with its places filled in one pass, so that a completion cannot name a place itself. Other braces stay.
 
     Of a completion's lines of dashes four are left, so that it cannot end the student's work. A lone surrogate becomes a question mark.
     """
@@ -75,17 +75,17 @@ def fill_template(template: str, question: str, reference: str, completion: str)
 
 
 def read_verdict(reply: str) -> bool | None:
-    """True for a reply whose first word is yes, False for no; None for any other, "yes or no" among them.
+    """Return True for a reply whose first word is yes, False for no; None for any other, "yes or no" among them.
 
     What a judge thinks before `</think>` does not count. The word may be bold. In quotes or brackets it must be the whole reply, since
-    '"yes" would be too kind' is no yes.
+    '"yes" would be too kind' does not count as yes.
     """
     verdict = _VERDICT.match(after_thought(reply))
     return None if verdict is None else (verdict[1] or verdict[2]).lower() == "yes"
 
 
 def question_of(example: Example) -> str:
-    """The problem as the data source has it, without the chat template; of a dialogue all messages but the system's."""
+    """Return the problem as the data source has it, without the chat template; of a dialogue all messages but the system's."""
     if isinstance(example.prompt, str):
         return example.prompt
     return "\n\n".join(message["content"] for message in example.prompt if message["role"] != "system")
@@ -101,10 +101,17 @@ class LanguageModelJudge:
         """
         self._reward = reward
         self._template = reward.judge_template or DEFAULT_TEMPLATE
+        name = reward.judge_api_key_env
+        key = key_from(name)  # a server of one's own may need none
+        if not key and (not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set):
+            raise EnvironmentFailure(
+                f'[reward] type = "judge" reads its API key from the environment variable {name}, which is not set; set it, or put it '
+                "into .env, or name another variable with judge_api_key_env."
+            )
         self._client = ChatClient(
             reward.judge_base_url or OPENAI_URL,
             reward.judge_model,
-            _api_key(reward),
+            key,
             timeout_s=reward.judge_timeout_s,
             concurrency=reward.judge_concurrency,
         )
@@ -118,7 +125,7 @@ class LanguageModelJudge:
         self._thread.start()
 
     def submit(self, request: "ScoreRequest") -> "Future[Judgement]":
-        """The verdict to come; cancelled if the judge is closed before."""
+        """Return the verdict to come; cancelled if the judge is closed before."""
         return self._run(self._judge(request))
 
     def probe(self) -> str:
@@ -213,18 +220,6 @@ class LanguageModelJudge:
         return replace(usage, cost=(usage.prompt_tokens * reading + usage.completion_tokens * writing) / 1e6)
 
 
-def _api_key(reward: "Reward") -> str:
-    """The key, or "" for a server of one's own that needs none. Raises EnvironmentFailure where one is needed or named, and not set."""
-    name = reward.judge_api_key_env
-    key = key_from(name)
-    if not key and (not reward.judge_base_url or "judge_api_key_env" in reward.model_fields_set):
-        raise EnvironmentFailure(
-            f'[reward] type = "judge" reads its API key from the environment variable {name}, which is not set; set it, or put it into '
-            ".env, or name another variable with judge_api_key_env."
-        )
-    return key
-
-
 def _unreadable(reply: Reply) -> str:
     if not reply.text.strip():
         return "the judge's reply was empty"
@@ -249,7 +244,7 @@ class Verdicts:
         self._torn = not content.endswith(b"\n") and bool(content)
 
     def _read(self, line: bytes) -> None:
-        """A torn or foreign line is no verdict: its question is asked again."""
+        """Skip a torn or foreign line: its question is asked again."""
         try:
             entry = json.loads(line)
             self._known[str(entry["key"])] = {"yes": 1.0, "no": 0.0}[entry["verdict"]]

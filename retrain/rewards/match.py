@@ -1,6 +1,7 @@
 r"""String comparison of answers: exact, or after the normalisation of the MATH paper (Hendrycks et al. 2021, `is_equiv`)."""
 
 import re
+from contextlib import suppress
 from typing import Literal
 
 Normalization = Literal["none", "hendrycks"]
@@ -22,7 +23,10 @@ def answers_match(answer: str, reference: str, normalize: Normalization) -> bool
         return True
     if normalize == "none":
         return False
-    return bool(_normalize_or_keep(reference)) and hendrycks_is_equiv(answer, reference)
+    with suppress(_NotNormalizable):
+        if not hendrycks_normalize(reference):
+            return False
+    return hendrycks_is_equiv(answer, reference)
 
 
 def hendrycks_is_equiv(a: str | None, b: str | None) -> bool:
@@ -39,15 +43,15 @@ def hendrycks_normalize(text: str) -> str:
     """Apply the steps of the original in its order, since later steps rely on earlier ones.
 
     Raises ValueError where the original fails: two units, a root or fraction without an argument.
-
-    Raises ValueError where the original fails: two units, a root or fraction without an argument.
     """
     text = text.replace("\n", "").replace(r"\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     text = text.replace(r"\left", "").replace(r"\right", "")
     text = text.replace(r"^{\circ}", "").replace(r"^\circ", "")
     text = text.replace(r"\$", "")
-    text = _without_units(text)
+    text, *units = text.split(_UNITS)  # a unit at the end, such as `5\text{ cm}`: a space right after `\text{` marks it
+    if len(units) > 1:
+        raise _NotNormalizable(text)
     text = text.replace(r"\%", "")
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
@@ -62,21 +66,6 @@ def hendrycks_normalize(text: str) -> str:
     if text == "0.5":
         text = r"\frac{1}{2}"
     return _SLASH_FRACTION.sub(r"\\frac{\1}{\2}", text) if _SLASH_FRACTION.fullmatch(text) else text
-
-
-def _normalize_or_keep(text: str) -> str:
-    try:
-        return hendrycks_normalize(text)
-    except _NotNormalizable:
-        return text
-
-
-def _without_units(text: str) -> str:
-    r"""Remove a unit at the end of an answer, such as `5\text{ cm}`: a space right after `\text{` marks it."""
-    value, *units = text.split(_UNITS)
-    if len(units) > 1:
-        raise _NotNormalizable(text)
-    return value
 
 
 def _braced_first(text: str) -> str:

@@ -88,7 +88,11 @@ def is_refused(answer: str) -> bool:
     if _nesting(plain) > MAX_NESTING:
         return True
     partner = _partners(plain)
-    return any(map(_is_huge, _large_arguments(plain, partner))) or _expanded_terms(plain, partner) > MAX_TERMS
+    for argument in _large_arguments(plain, partner):
+        makes_numbers = "^" in argument or "!" in argument  # a power or a factorial, which are long numbers unless a variable is in them
+        if _LONG_NUMBER.search(argument) or (makes_numbers and not _VARIABLE.search(argument)):
+            return True
+    return _expanded_terms(plain, partner) > MAX_TERMS
 
 
 def _nesting(text: str) -> int:
@@ -117,12 +121,6 @@ def _nesting(text: str) -> int:
             waiting = 0
         deepest = max(deepest, outside + waiting)
     return deepest
-
-
-def _is_huge(argument: str) -> bool:
-    """Return True if an exponent or a factorial's argument is a long number, or becomes long by a power or factorial."""
-    makes_numbers = "^" in argument or "!" in argument
-    return bool(_LONG_NUMBER.search(argument)) or (makes_numbers and not _VARIABLE.search(argument))
 
 
 def _expanded_terms(text: str, partner: dict[int, int]) -> int:

@@ -26,7 +26,7 @@ from retrain.types import Example, Outcome, Score
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Reward
+    from retrain.config.schema import Plugins, Reward
     from retrain.rewards.judge import LanguageModelJudge
 
 
@@ -182,7 +182,8 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
 
             model = LanguageModelJudge(reward, verdicts)
             undo.callback(model.close)
-        pool = _pool(config, functions)
+        source = str(config.source_path.absolute()) if config.source_path else None
+        pool = _pool(reward, config.plugins, source, functions)
         if pool is not None:
             undo.callback(pool.close)
             if functions:
@@ -193,11 +194,23 @@ def build_scorer(config: "TrainConfig", verdicts: Path | None = None) -> Scorer:
     return Scorer(parts, reward.correct_threshold, pool, model)
 
 
-def _pool(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerPool | None:
-    reward = config.reward
-    if not functions and "math" not in reward.types:
+def _pool(reward: "Reward", plugins: "Plugins", source: str | None, functions: tuple[str, ...]) -> WorkerPool | None:
+    verify = "math" in reward.types
+    if not functions and not verify:
         return None
-    return WorkerPool(_worker_setup(config, functions), reward.workers or automatic_workers(), reward.deadline_s)
+    if verify and importlib.util.find_spec("math_verify") is None:
+        raise EnvironmentFailure(
+            '[reward] type = "math" needs the package math-verify, which is not installed here; '
+            "install it (pip install 'math-verify[antlr4_13_2]') or use type = \"match\"."
+        )
+    setup = WorkerSetup(
+        verify=verify,
+        rewards=functions,
+        params=dict(reward.params),
+        plugins=plugins.model_dump(mode="json"),
+        source=source,
+    )
+    return WorkerPool(setup, reward.workers or automatic_workers(), reward.deadline_s)
 
 
 def _function_name(kind: str, reward: "Reward") -> str:
@@ -205,22 +218,6 @@ def _function_name(kind: str, reward: "Reward") -> str:
     if kind == "custom":
         return f"{reward.custom_module}.{reward.custom_function}"
     return "" if kind in REWARDS else kind
-
-
-def _worker_setup(config: "TrainConfig", functions: tuple[str, ...]) -> WorkerSetup:
-    verify = "math" in config.reward.types
-    if verify and importlib.util.find_spec("math_verify") is None:
-        raise EnvironmentFailure(
-            '[reward] type = "math" needs the package math-verify, which is not installed here; '
-            "install it (pip install 'math-verify[antlr4_13_2]') or use type = \"match\"."
-        )
-    return WorkerSetup(
-        verify=verify,
-        rewards=functions,
-        params=dict(config.reward.params),
-        plugins=config.plugins.model_dump(mode="json"),
-        source=str(config.source_path.absolute()) if config.source_path else None,
-    )
 
 
 def _weighted(kind: str, weight: float, reward: "Reward", seed: int, model: "LanguageModelJudge | None") -> WeightedJudge:

@@ -33,8 +33,11 @@ def serve(channel: Channel) -> None:
 
 def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
     """Return one function per kind of job. A reply holds "value" (null: could not judge) and, if it is null, "reason"."""
-    if setup["address_space"] is not None:
-        _limit_address_space(setup["address_space"])
+    if setup["address_space"] is not None:  # bytes that this process may map
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (setup["address_space"], resource.getrlimit(resource.RLIMIT_AS)[1]))
+        except (ValueError, OSError) as error:  # the system has no such limit, so the parent's watch has to do
+            print(f"reward worker: its memory cannot be limited here ({error})", file=sys.stderr)
     handlers: dict[str, Callable[[Message], Message]] = {}
     if setup["verify"]:
         handlers["verify"] = _verify
@@ -43,15 +46,6 @@ def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
 
         handlers.update(load_rewards(setup["rewards"], setup["params"], setup["plugins"], setup["source"]))
     return handlers
-
-
-def _limit_address_space(limit: int) -> None:
-    """Limit the bytes that this process may map. If the system has no such limit, the parent's watch has to do."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    except (ValueError, OSError) as error:
-        print(f"reward worker: its memory cannot be limited here ({error})", file=sys.stderr)
 
 
 def _verify(job: Message) -> Message:

@@ -227,15 +227,20 @@ class _Keeper(threading.Thread):
                 self._discard()
                 return Judgement(None, f"the reward took longer than deadline_s = {self._deadline_s:g} and its worker was killed")
             try:
-                judgement = _judgement(worker.channel.receive(min(left, _TICK_S), _LONGEST_REPLY), number)
+                reply = worker.channel.receive(min(left, _TICK_S), _LONGEST_REPLY)
             except TimeoutError:
                 if self._is_too_large(worker):
                     self._discard()
                     return Judgement(None, f"the reward needed more than {MEMORY_LIMIT / 2**30:g} GiB and its worker was killed")
                 continue
+            value, reason = reply.get("value"), reply.get("reason", "")
+            if reply.get("number") != number:
+                raise BadMessage("it is not the answer to this completion")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+                raise BadMessage("its value is not a finite number")
             if self._is_too_large(worker, fraction=0.5):
                 self._discard()  # sympy's caches only grow
-            return judgement
+            return Judgement(None, str(reason)) if value is None else Judgement(float(value))
 
     def _is_too_large(self, worker: _Worker, fraction: float = 1.0) -> bool:
         limit = self._setup.memory_limit
@@ -248,15 +253,3 @@ class _Keeper(threading.Thread):
             return None
         worker.channel.close()
         return self._server.end(worker.pid)
-
-
-def _judgement(reply: Message, number: int) -> Judgement:
-    """Read the verdict in a reply. Raises BadMessage unless it is one on the job with this number."""
-    if reply.get("number") != number:
-        raise BadMessage("it is not the answer to this completion")
-    value, reason = reply.get("value"), reply.get("reason", "")
-    if value is None:
-        return Judgement(None, str(reason))
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadMessage("its value is not a finite number")
-    return Judgement(float(value))

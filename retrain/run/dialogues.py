@@ -37,7 +37,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class Watcher:
-    """Called from inside a long step."""
+    """Functions that are called from inside a long step."""
 
     check: Callable[[], None]
     """Raises when the run was asked to stop."""
@@ -81,7 +81,7 @@ class Dialogues:
         self._exchanges, self._step, self._plan = exchanges, step, plan
         self._text, self._stage, self._repeatable, self._watcher, self._clock = text, stage, repeatable, watcher, clock
         self._open = deque(dialogues)
-        """Those that wait for what is said to them, in the order in which they were opened or had their reply."""
+        """Dialogues that wait for what is said to them, in the order in which they were opened or had their reply."""
         self._asked: dict[tuple[int, int], Dialogue] = {}
         self._requests = 0
         self.scored: dict[DialogueKey, Scored] = {}
@@ -89,12 +89,18 @@ class Dialogues:
         """Seconds spent waiting for environments and scores."""
 
     def more(self, idle: bool) -> list[SampleRequest]:
-        """The next replies to sample; see `RequestFeed`."""
+        """Return the next replies to sample; see `RequestFeed`. Samples that follow the same tokens share a request."""
         started = self._clock()
         requests: list[SampleRequest] = []
         while not requests and (due := self._due(idle)):
-            going_on = [dialogue for dialogue in due if self._goes_on(dialogue)]
-            requests = self._asked_for(going_on)
+            for dialogue in [dialogue for dialogue in due if self._goes_on(dialogue)]:
+                request = self._request(dialogue)
+                if requests and (merged := _merged(requests[-1], request)):
+                    requests[-1] = merged
+                else:
+                    requests.append(request)
+                self._asked[self._requests + len(requests) - 1, dialogue.sample] = dialogue
+        self._requests += len(requests)
         self.seconds_waited += self._clock() - started
         return requests
 
@@ -111,72 +117,48 @@ class Dialogues:
     def _due(self, idle: bool) -> list[Dialogue]:
         """Take the dialogues whose answers are wanted now out of the open ones."""
         if idle and (self._repeatable or not self._requests):
-            due = sorted(self._open, key=lambda dialogue: dialogue.key)  # the order in which several workers ended is nobody's
+            due = sorted(self._open, key=lambda dialogue: dialogue.key)  # workers end in an order that does not repeat
         elif self._stage is None and not idle:
             due = []  # a score asks for nothing more, and is waited for at the end
         elif self._repeatable:
             due = [*self._open][: max(0, len(self._open) - _LEFT_OPEN)]
         else:
-            due = self._answered(wait=idle)
+            while True:
+                self._watcher.check()
+                due = [dialogue for dialogue in self._open if self._exchanges[dialogue.key].ready]
+                if due or not self._open or not idle:  # where nothing decodes, one answer is waited for
+                    break
+                time.sleep(_POLL_S)
         for dialogue in due:
             self._open.remove(dialogue)
         return due
 
-    def _answered(self, wait: bool) -> list[Dialogue]:
-        """Those of the open dialogues that have an answer. `wait`: at least one, if any are open."""
-        while True:
-            self._watcher.check()
-            ready = [dialogue for dialogue in self._open if self._exchanges[dialogue.key].ready]
-            if ready or not self._open or not wait:
-                return ready
-            time.sleep(_POLL_S)
-
     def _goes_on(self, dialogue: Dialogue) -> bool:
         """Wait for what is said to a dialogue. False if it has ended, with its verdict then in `scored`."""
-        exchange = self._exchanges[dialogue.key]
-        answer: Observation | Score | None = exchange.answer(self._watcher.check)
+        stage, exchange = self._stage, self._exchanges[dialogue.key]
+        answer = exchange.answer(self._watcher.check)
         if isinstance(answer, Observation):
-            answer = self._heard(dialogue, answer, exchange)
-        if answer is not None:
-            self.scored[dialogue.key] = self._verdict(dialogue, answer)
-        return answer is None
-
-    def _heard(self, dialogue: Dialogue, said: Observation, exchange: Exchange) -> Observation | Score | None:
-        """None if the dialogue goes on; else the verdict, since no token is left for another reply."""
-        if self._stage is None:
-            return None
-        try:
-            dialogue.hear(said, self._stage.renderer)
-        except ConfigurationError as error:  # the chat template refuses the conversation
-            return could_not_judge(str(error))
-        if dialogue.used < self._plan.max_tokens and len(dialogue.in_sight) < (self._stage.context or math.inf):
-            return None
-        dialogue.cut = True
-        exchange.end()
-        return exchange.answer(self._watcher.check)
-
-    def _verdict(self, dialogue: Dialogue, score: Observation | Score) -> Scored:
-        assert isinstance(score, Score)  # the end of an exchange is a verdict
+            if stage is None:
+                return True
+            try:
+                dialogue.hear(answer, stage.renderer)
+            except ConfigurationError as error:  # the chat template refuses the conversation
+                answer = could_not_judge(str(error))
+            else:
+                if dialogue.used < self._plan.max_tokens and len(dialogue.in_sight) < (stage.context or math.inf):
+                    return True
+                dialogue.cut = True  # no token is left for another reply
+                exchange.end()
+                answer = exchange.answer(self._watcher.check)
+        assert isinstance(answer, Score)  # the end of an exchange is a verdict
         trajectory = dialogue.trajectory
         alone = len(trajectory.turns) == 1 and not trajectory.turns[0].restarts
-        text = self._written(trajectory.turns[0].completion) if alone or self._stage is None else self._stage.decode(dialogue.said)
-        return Scored(trajectory, text, score)
+        text = self._written(trajectory.turns[0].completion) if alone or stage is None else stage.decode(dialogue.said)
+        self.scored[dialogue.key] = Scored(trajectory, text, answer)
+        return False
 
     def _written(self, completion: Completion) -> str:
         return self._text(completion.token_ids) if completion.text is None else completion.text
-
-    def _asked_for(self, dialogues: Sequence[Dialogue]) -> list[SampleRequest]:
-        """A request for the next reply of each dialogue; samples that follow the same tokens share one."""
-        requests: list[SampleRequest] = []
-        for dialogue in dialogues:
-            request = self._request(dialogue)
-            if requests and (merged := _merged(requests[-1], request)):
-                requests[-1] = merged
-            else:
-                requests.append(request)
-            self._asked[self._requests + len(requests) - 1, dialogue.sample] = dialogue
-        self._requests += len(requests)
-        return requests
 
     def _request(self, dialogue: Dialogue) -> SampleRequest:
         plan = self._plan
@@ -191,16 +173,17 @@ class Dialogues:
             truncation=plan.truncation,
             extends=dialogue.extends,
             may_go_on=self._stage is not None,
+            messages=dialogue.prompt.messages if self._stage is None else (),
         )
 
 
 def _merged(first: SampleRequest, second: SampleRequest) -> SampleRequest | None:
-    """One request for the samples of both, where they follow the same tokens; else None."""
+    """Return one request for the samples of both, where they follow the same tokens; else None."""
     follows = first.noise == second.noise and second.first_sample == first.first_sample + first.count
     same = first.prompt_ids is second.prompt_ids and first.first_position == second.first_position
     return replace(first, count=first.count + second.count) if follows and same else None
 
 
 def environment_seed(plan: SamplingPlan, step: int, slot: int) -> int:
-    """The same for all samples of a group."""
+    """Return a seed that is the same for all samples of a group."""
     return int(philox(plan.seed, Stream.ENVIRONMENT, (step, slot, plan.stream, 0))[0])

@@ -52,15 +52,12 @@ def evaluate_run(
     if note := trust_note(given.model):
         say(note)
     config = replaced(given, {"evaluation.at_end": True, "backend.shard_base": False})
-    found = _checkpoint(folder, checkpoint, say) if stored else None
+    found = None
+    if stored:
+        store = CheckpointStore(stored_checkpoints(folder))
+        found = store.newest(say) if checkpoint is None else store.at(checkpoint)
+        say(f"Evaluating {found.folder}" if found else f"{folder.path} has no checkpoint: evaluating the untrained model")
     return _evaluate(config, found, say, keep)
-
-
-def _checkpoint(folder: RunFolder, step: int | None, say: Callable[[str], None]) -> Checkpoint | None:
-    store = CheckpointStore(stored_checkpoints(folder))
-    found = store.newest(say) if step is None else store.at(step)
-    say(f"Evaluating {found.folder}" if found else f"{folder.path} has no checkpoint: evaluating the untrained model")
-    return found
 
 
 def _evaluate(config: TrainConfig, checkpoint: Checkpoint | None, say: Callable[[str], None], keep: Keep) -> Evaluation:

@@ -24,7 +24,7 @@ class Exchange(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether `answer` would return at once."""
+        """True if `answer` would return at once."""
         ...
 
     def answer(self, check: Callable[[], None]) -> Observation | Score:

@@ -1,9 +1,10 @@
 """The parity gate: before the first optimizer step, engine and learner must be the same policy, adapter included.
 
 It samples a few completions, one of them after a prompt longer than a page of a KV cache, and compares the engine's log-probs with the
-learner's. At a fresh start every lora_B is 0, so an engine that ignores the adapter would pass. The gate therefore gives the adapter a
-seeded trial value with a visible effect on every adapted layer and samples again. If the engine lacks part of the adapter, the differences
-contain a share of its effect; the gate fits this share for each group of layers. The adapter is then restored byte for byte.
+learner's: each difference, and in half precision what all of them together say about the temperature. At a fresh start every lora_B is 0,
+so an engine that ignores the adapter would pass. The gate therefore gives the adapter a seeded trial value with a visible effect on every
+adapted layer and samples again. If the engine lacks part of the adapter, the differences contain a share of its effect; the gate fits this
+share for each group of layers. The adapter is then restored byte for byte.
 The gate also checks that EOS is an action, that the chat template survives a round trip, and that the gold answer scores 1 where the
 reward compares answers. A failed check stops the run.
 """
@@ -28,6 +29,9 @@ from retrain.types import Completion, Example, FinishReason, Float32Array, Int32
 _PROMPTS = 4
 _SAMPLES = 2
 _TOKENS = 32
+"""Per completion, also where the run's are shorter: of a few tokens rounding alone can look like a fault."""
+_SERVED_ROOM = 512
+"""Tokens that a server takes at least: prompt and completion together, as `retrain serve` starts one."""
 _PAGE = 256
 """Tokens. No server's KV cache has longer blocks, and a block that is not full is never reused."""
 _FEW_TOKENS = 16
@@ -38,6 +42,9 @@ _FP32_SERVER = 1e-3
 _BF16_MEAN = 0.02
 _BF16_MAX = 0.5
 """Nats. Known faults are far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model without the adapter more."""
+
+_TRIAL_SHARE = 0.02
+"""Of the trial adapter's mean effect: half precision may be off by this on average, if it is more. Some seeds change the policy by nats."""
 
 _VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
 """Nats by which the trial adapter should change the log-probs on average: far above rounding, and still a language model."""
@@ -53,6 +60,12 @@ _ROUNDING = 1e-5
 _IGNORED = 0.9
 """From this share of the whole adapter on, the engine ignores it."""
 _WHOLE = "all layers"
+_HOTTER = 1.1
+"""The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the differences."""
+_WRONG_TEMPERATURE = 0.5
+"""Share of that effect which the differences may contain: 5% of the temperature."""
+_FITTED = 24
+"""Tokens that a fit needs in half precision: of fewer, a standard error says nothing."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,7 @@ class GateInputs:
 
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
-    """Raises RunFailed in one sentence that names the failed check. The adapter's bytes are restored in any case."""
+    """Run the gate. Raises RunFailed in one sentence that names the failed check. The adapter's bytes are restored in any case."""
     prompts = prompts[:_PROMPTS]
     _check_template(inputs, prompts)
     asked = [*prompts, _long_prompt(inputs, prompts)]
@@ -141,8 +154,11 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
             _sync(inputs)
             sampled = _sampled(inputs, asked, _TOKENS)
             differences = _differences(sampled)
-            effect = _check_adapter(inputs, trial, strength, sampled)
-            _check_differences(inputs, differences, "with a trial adapter, ")
+            effect, suspects = _adapter_suspects(inputs, trial, strength, sampled)
+            suspects += _temperature_suspects(inputs, sampled)
+            if suspects:
+                raise RunFailed(max(suspects, key=lambda suspect: suspect.explained).sentence)
+            _check_differences(inputs, differences, "with a trial adapter, ", mean_allowed=max(_BF16_MEAN, _TRIAL_SHARE * effect))
         _sync(inputs)
         if not inputs.backend.engine.capabilities.in_process:
             _check_differences(inputs, _differences(_sampled(inputs, few, _FEW_TOKENS)), "after the trial adapter was taken back, ")
@@ -179,7 +195,7 @@ def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> Gate
 
 
 def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
-    """The first of the checks alone, with the adapter that the engine serves. Raises RunFailed."""
+    """Make the first of the checks alone, with the adapter that the engine serves. Raises RunFailed."""
     prompts = prompts[:_PROMPTS]
     sampled = _sampled(inputs, [prompts[0], _long_prompt(inputs, prompts)], _FEW_TOKENS)
     _check_differences(inputs, _differences(sampled), "after a server woke up or came back, ")
@@ -190,24 +206,20 @@ def _sync(inputs: GateInputs) -> None:
 
 
 def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
-    """The prompts' tokens, repeated to more than a page of a KV cache, and past the model's sliding window if the run gets that far."""
+    """Return the prompts' tokens, repeated to more than a page of a KV cache, and past the model's sliding window if the run gets that
+    far.
+    """
     positions, window = inputs.backend.reach
     wanted = max(_PAGE, window if window < inputs.longest_row else 0) + 1
     length = max(1, min(wanted, positions - _FEW_TOKENS))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(np.int32)
-    if not inputs.backend.engine.capabilities.token_ids_in:
-        ids = _whole_prompts(prompts, length, positions - _FEW_TOKENS)
+    if not inputs.backend.engine.capabilities.token_ids_in:  # whole prompts then: cut anywhere else, text may encode to other ids
+        ids = prompts[0].token_ids
+        for prompt in cycle([*prompts[1:], prompts[0]]):
+            if len(ids) >= length or len(ids) + len(prompt.token_ids) > positions - _FEW_TOKENS:
+                break
+            ids = np.concatenate([ids, prompt.token_ids])
     return Prompt(Example(prompt="", reference="", example_id="the gate's long prompt"), "", ids)
-
-
-def _whole_prompts(prompts: Sequence[Prompt], length: int, most: int) -> Int32Array:
-    """Prompts one after the other, to `length` if they do not pass `most`: cut anywhere else, text may encode to other ids."""
-    ids = list(prompts[0].token_ids)
-    for prompt in cycle([*prompts[1:], prompts[0]]):
-        if len(ids) >= length or len(ids) + len(prompt.token_ids) > most:
-            break
-        ids += list(prompt.token_ids)
-    return np.array(ids, np.int32)
 
 
 # -- engine and learner on the same tokens ---------------------------------------------------------------------------
@@ -216,7 +228,7 @@ def _whole_prompts(prompts: Sequence[Prompt], length: int, most: int) -> Int32Ar
 @dataclass(frozen=True)
 class _Sampled:
     rows: list[Row]
-    """With the engine's log-probs."""
+    """Rows with the engine's log-probs."""
     learner: list[Float32Array]
     """[T] of each row."""
 
@@ -227,9 +239,9 @@ class _Sampled:
 
 
 def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> _Sampled:
-    """A few completions of each prompt, and one of the long prompt, which comes last."""
+    """Sample a few completions of each prompt, and one of the long prompt, which comes last."""
     *short, long = _requests(inputs, prompts, max_tokens)
-    asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, inputs.max_tokens))]
+    asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, long.max_tokens))]
     engine = inputs.backend.engine
     requests = [request for request in asked for _ in range(engine.replicas)]  # shared out in turn, so each server gets each
     completions = sorted(engine.sample(requests), key=lambda item: (item.request, item.sample))
@@ -257,13 +269,20 @@ def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) ->
         SampleRequest(
             prompt_ids=prompt.token_ids,
             count=_SAMPLES,
-            max_tokens=min(max_tokens, inputs.max_tokens),
+            max_tokens=min(max_tokens, _room(inputs, len(prompt.token_ids))),
             temperature=inputs.temperature,
             noise=NoiseKey(inputs.seed, Stream.PARITY, 0, slot),
             truncation=inputs.truncation,
         )
         for slot, prompt in enumerate(prompts)
     ]
+
+
+def _room(inputs: GateInputs, prompt_tokens: int) -> int:
+    """Return the number of tokens that fit after a prompt: of the model's context, and of what a server was started for."""
+    positions, _ = inputs.backend.reach
+    most = positions if inputs.backend.engine.capabilities.in_process else min(positions, max(inputs.longest_row, _SERVED_ROOM))
+    return max(inputs.max_tokens, most - prompt_tokens)
 
 
 def _differences(sampled: _Sampled) -> Float32Array:
@@ -277,7 +296,8 @@ def _tolerance(inputs: GateInputs) -> float:
     return _FP32_IN_PROCESS if inputs.backend.engine.capabilities.in_process else _FP32_SERVER
 
 
-def _check_differences(inputs: GateInputs, differences: Float32Array, when: str = "") -> None:
+def _check_differences(inputs: GateInputs, differences: Float32Array, when: str = "", mean_allowed: float = _BF16_MEAN) -> None:
+    """Raises RunFailed for a difference above the tolerance; `mean_allowed` [nats] is that of their mean in half precision."""
     if not np.isfinite(differences).all():
         raise RunFailed("Parity gate: a log-prob is not finite before any training; check the model's weights and [model] dtype.")
     largest, mean = float(differences.max()), float(differences.mean())
@@ -292,13 +312,11 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
             f"so {inputs.consequence}; check that the server has the same model and tokenizer, and its dtype: [inference] dtype says it"
         )
     allowed = _tolerance(inputs)
-    if largest <= allowed and (mean <= _BF16_MEAN or not inputs.half_precision):
+    if largest <= allowed and (mean <= mean_allowed or not inputs.half_precision):
         return
     found = f"disagree by {largest:.3g} nats (allowed: {allowed:g})"
     if inputs.half_precision:
-        found = (
-            f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed in half precision: {_BF16_MAX} and {_BF16_MEAN})"
-        )
+        found = f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed: {_BF16_MAX} and {mean_allowed:.2g})"
     raise RunFailed(f"Parity gate: {when}engine and learner {found}; {inputs.backend.engine.why_it_differs() or advice}.")
 
 
@@ -322,8 +340,17 @@ def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled
     return strength
 
 
-def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: _Sampled) -> float:
-    """The trial adapter's mean effect in nats. Raises RunFailed where the engine's log-probs lack part of it, or have too much of it.
+@dataclass(frozen=True)
+class _Suspect:
+    """A fault that the differences look like."""
+
+    explained: float
+    """The part of the difference's sum of squares that it explains, between 0 and 1."""
+    sentence: str
+
+
+def _adapter_suspects(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: _Sampled) -> tuple[float, list[_Suspect]]:
+    """Return the trial adapter's mean effect in nats, and the groups of which the engine's log-probs lack part, or have too much.
 
     A group's effect is what the learner's log-probs lose without the group, on the completions that the whole adapter changes most. The
     whole adapter counts as one more group, on all completions.
@@ -338,12 +365,41 @@ def _check_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, sam
         effects[group] = own - np.concatenate(_learner_logprobs(inputs, rows))
     trial.set(strength)
     differences = sampled.differences
-    fits = _fits(np.concatenate(differences), {_WHOLE: np.concatenate(whole)})
-    fits += _fits(np.concatenate([differences[number] for number in probed]), effects)
+    fits, fewest = [], _FITTED if inputs.half_precision else 1
+    for numbers, fitted in ((range(len(whole)), {_WHOLE: np.concatenate(whole)}), (probed, effects)):
+        difference = np.concatenate([differences[number] for number in numbers])
+        fits += _fits(difference, fitted) if len(difference) >= fewest else []
     off = [fit for fit in fits if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error) and fit.nats > _ROUNDING]
-    if off:
-        raise RunFailed(_effect_sentence(max(off, key=lambda fit: fit.explained), inputs.consequence))
-    return float(np.abs(np.concatenate(whole)).mean())
+    suspects = [_Suspect(fit.explained, fit.sentence(inputs.consequence)) for fit in off]
+    return float(np.abs(np.concatenate(whole)).mean()), suspects
+
+
+def _temperature_suspects(inputs: GateInputs, sampled: _Sampled) -> list[_Suspect]:
+    """Return another temperature as a suspect where the differences, each within half precision's tolerance, together say so.
+
+    They are fitted by least squares as a share of what a hotter temperature would change. A token's rounding depends on the token, and a
+    few tokens of a sharp policy can decide the fit, so the share's standard error is one that allows for both (HC3 of MacKinnon and White,
+    J. Econometrics 29, 1985, 305).
+    """
+    temperature = 1.0 if inputs.backend.engine.capabilities.logprobs == "raw" else inputs.temperature
+    difference = np.concatenate(sampled.differences)
+    if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
+        return []  # in float32 the tolerance of a single difference leaves nothing
+    hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature)).astype(np.float64)
+    effect = hotter - np.concatenate(sampled.learner)
+    if not (size := effect @ effect):
+        return []  # a backend whose learner knows one temperature only
+    share = float(effect @ difference / size)
+    leverage = np.square(effect) / size
+    error = float(np.linalg.norm(effect * (difference - share * effect) / np.maximum(1 - leverage, 1e-9)) / size)
+    if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * error):
+        return []
+    looks = temperature * (1 + (_HOTTER - 1) * share)
+    sentence = (
+        f"Parity gate: the engine's log-probs differ from the learner's as if its temperature were {looks:.2g} instead of "
+        f"{temperature:g}, so {inputs.consequence}; check that its log-probs are those of the distribution it samples from."
+    )
+    return [_Suspect(float(share**2 * size / (difference @ difference)), sentence)]
 
 
 @dataclass(frozen=True)
@@ -356,13 +412,23 @@ class _Fit:
     error: float
     """Standard error of the share."""
     nats: float
-    """That part per token, the root of its mean square."""
+    """Root mean square of that part over the tokens, in nats."""
     explained: float
     """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
 
+    def sentence(self, consequence: str) -> str:
+        advice = f"so {consequence}; check how the engine loads the adapter, its scale, the names of its layers, and cached prefixes."
+        if self.group == _WHOLE and self.share > _IGNORED:
+            return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
+        where = "" if self.group == _WHOLE else f" on {self.group}"
+        amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
+        if self.share < 0:
+            amount = f"the adapter's effect{where} were {-self.share:.0%} too large"
+        return f"Parity gate: the engine's log-probs differ from the learner's as if {amount}, {advice}"
+
 
 def _fits(difference: Float32Array, effects: Mapping[str, Float32Array]) -> list[_Fit]:
-    """One for each group of `effects`, [n] like `difference`.
+    """Fit a share for each group of `effects`, [n] like `difference`.
 
     Rounding moves a token's log-prob as much as the token is sensitive, which the effects show, and few tokens of a sharp policy are:
     unweighted, their rounding alone would decide the fit, and look like the effect of some group.
@@ -381,17 +447,6 @@ def _fits(difference: Float32Array, effects: Mapping[str, Float32Array]) -> list
         error, nats = np.sqrt((rest @ rest) / len(rest) / size), abs(share) * np.sqrt(np.mean(np.square(effect)))
         fits.append(_Fit(group, share, float(error), float(nats), share**2 * size / total))
     return fits
-
-
-def _effect_sentence(fit: _Fit, consequence: str) -> str:
-    advice = f"so {consequence}; check how the engine loads the adapter, its scale, the names of its layers, and cached prefixes."
-    if fit.group == _WHOLE and fit.share > _IGNORED:
-        return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
-    where = "" if fit.group == _WHOLE else f" on {fit.group}"
-    off = f"{min(fit.share, 1):.0%} of the adapter's effect{where} were missing"
-    if fit.share < 0:
-        off = f"the adapter's effect{where} were {-fit.share:.0%} too large"
-    return f"Parity gate: the engine's log-probs differ from the learner's as if {off}, {advice}"
 
 
 # -- tokens, template, reward ----------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from retrain.config import TrainConfig
 from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
-from retrain.records.jsonl import read_jsonl
 from retrain.records.printing import counted
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
@@ -33,7 +32,7 @@ class Run:
 
     def metrics(self) -> list[StepRecord]:
         """Return one record per step, oldest first."""
-        return [StepRecord.from_json(line) for line in read_jsonl(RunFolder(self.folder).metrics)]
+        return list(StepRecord.read(RunFolder(self.folder).metrics))
 
 
 def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, skip_parity: bool = False) -> Run:

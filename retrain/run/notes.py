@@ -3,7 +3,7 @@
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.config import TrainConfig
 from retrain.config.outcomes import unused_keys
-from retrain.config.schema import DEFAULT_CLIPS, Backend, Backpressure, Inference, Lora, Loss, Model, Training
+from retrain.config.schema import DEFAULT_CLIPS, Backend, Inference, Lora, Loss, Model, Training
 from retrain.distributed import World
 
 
@@ -24,17 +24,27 @@ def preflight_lines(config: TrainConfig) -> list[str]:
 
 def notes(config: TrainConfig) -> list[str]:
     """Return the effects of a single run that users may not expect, one sentence each."""
-    found = (
+    found = [
         trust_note(config.model),
         maximal_lambda_note(config.algorithm, config.sepa, config.training.max_steps),
         _loss_note(config),
         _dropout_note(config.lora, config.loss),
         _truncation_note(config),
-        _tinker_note(config),
         _split_note(config),
-        _sharding_note(config),
-        _back_pressure_note(config.backpressure, config.training),
-    )
+    ]
+    if config.backend.backend == "tinker" and config.kind != "squeeze":
+        found.append("Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and trained at temperature 1.")
+    if config.backend.shard_base and config.kind != "squeeze":
+        found.append(
+            "[backend] shard_base = true: every forward pass, also for each generated token, gathers all layers from the other processes, "
+            "so use it only where one GPU cannot hold the model; the memory that explain predicts is for one process with the whole model."
+        )
+    if (pressure := config.backpressure).enabled:
+        found.append(
+            f"[backpressure] changes the batch size, from {config.training.batch_size} to between {pressure.min_batch_size} and "
+            f"{pressure.max_batch_size} prompts per step: steps differ in size and time, and runs of one seed see a prompt in different "
+            "steps."
+        )
     return [note for note in found if note]
 
 
@@ -59,36 +69,29 @@ def trust_note(model: Model) -> str:
 
 
 def _loss_note(config: TrainConfig) -> str:
-    """Warn about a clip without effect: with one update per step the ratio is 1 up to the mismatch of sampler and learner."""
+    """Warn about a clip without effect: with one update per step the ratio is 1 up to the mismatch of sampler and learner.
+
+    The first update's ratios are 1 against recomputed log-probs. Against the sampler's they contain rounding, dropout, and in split mode
+    a step of learning; the warning is given where they lie inside the clip on any device all the same.
+    """
     loss, training = config.loss, config.training
-    if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1 or not _clip_leaves_one_alone(config):
+    if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1:
+        return ""
+    low, high = loss.clips if loss.mode != "cispo" else (1 - loss.clips[0], loss.clips[1] - 1)
+    if loss.old_logprobs == "recomputed":
+        without_effect = low > 0 and high > 0
+    elif config.lora.dropout or len(config.backend.device_list) > 1:
+        without_effect = False
+    else:
+        recomputed_if_rounded = loss.mode == "gspo" and not config.is_set("loss.old_logprobs")
+        without_effect = min(low, high) >= (min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM)
+    if not without_effect:
         return ""
     return (
         f'[loss] mode = "{loss.mode}" with one update per step: the ratio is 1 up to the mismatch of sampler and learner, so the gradient '
         "equals that of importance_sampling; the clip acts with [training] updates_per_batch or minibatches of at least 2, and "
         "clip_fraction says how often."
     )
-
-
-def _clip_leaves_one_alone(config: TrainConfig) -> bool:
-    """Return True if the first update's ratios lie inside the clip on any device.
-
-    Against recomputed log-probs they are 1. Against the sampler's they contain rounding, dropout, and in split mode a step of learning.
-    """
-    loss = config.loss
-    low, high = loss.clips if loss.mode != "cispo" else (1 - loss.clips[0], loss.clips[1] - 1)
-    if loss.old_logprobs == "recomputed":
-        return low > 0 and high > 0
-    if config.lora.dropout or len(config.backend.device_list) > 1:
-        return False
-    recomputed_if_rounded = loss.mode == "gspo" and not config.is_set("loss.old_logprobs")
-    return min(low, high) >= (min(DEFAULT_CLIPS["gspo"]) if recomputed_if_rounded else _ROOM)
-
-
-def _tinker_note(config: TrainConfig) -> str:
-    if config.backend.backend != "tinker" or config.kind == "squeeze":
-        return ""
-    return "Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and trained at temperature 1."
 
 
 def _split_note(config: TrainConfig) -> str:
@@ -110,15 +113,6 @@ def _split_note(config: TrainConfig) -> str:
     return (
         f"Split mode: a step that follows neither a checkpoint nor an evaluation is sampled with weights one step old; {correction}, "
         "and ratio_mean, ess and mismatch_k1 show how far sampler and learner are apart."
-    )
-
-
-def _sharding_note(config: TrainConfig) -> str:
-    if not config.backend.shard_base or config.kind == "squeeze":
-        return ""
-    return (
-        "[backend] shard_base = true: every forward pass, also for each generated token, gathers all layers from the other processes, so "
-        "use it only where one GPU cannot hold the model; the memory that explain predicts is for one process with the whole model."
     )
 
 
@@ -145,13 +139,4 @@ def _truncation_note(config: TrainConfig) -> str:
     return (
         f"[training] {values}: sampled and trained as the distribution renormalised over the kept tokens, so log-probs, surprisals and "
         f"entropies are of that distribution, and a position where one token is kept trains nothing{kl}."
-    )
-
-
-def _back_pressure_note(pressure: Backpressure, training: Training) -> str:
-    if not pressure.enabled:
-        return ""
-    return (
-        f"[backpressure] changes the batch size, from {training.batch_size} to between {pressure.min_batch_size} and "
-        f"{pressure.max_batch_size} prompts per step: steps differ in size and time, and runs of one seed see a prompt in different steps."
     )

@@ -70,7 +70,13 @@ class StepObserver:
         self.last = self._record(step, rewards, decision)
         in_turns = self.parts.stage is not None
         self.tracker.emit(Generations(step.number, generation_records(step.number, step.rollout.groups, step.credit, in_turns=in_turns)))
-        self._say_rewritten(step)
+        rewritten = [one for group in step.rollout.groups for one in group.trajectories if len(one.parts()) > 1]
+        if rewritten and not self._said_rewritten:
+            self._said_rewritten = True
+            self.tracker.message(
+                f"Step {step.number}: {len(rewritten)} trajectories have more than one row, since the chat template or the environment "
+                "rewrites earlier turns; each row holds what the model had in sight."
+            )
         if self.tracker.wants_tokens(step.number):
             self.tracker.emit(Tokens(step.number, token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)))
         self.tracker.emit(self.last)
@@ -111,16 +117,6 @@ class StepObserver:
             tokens_per_s=step.rollout.tokens / step.clock.total,
             peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
         )
-
-    def _say_rewritten(self, step: Step) -> None:
-        """Explain once why a trajectory may have several rows."""
-        rewritten = [one for group in step.rollout.groups for one in group.trajectories if len(one.parts()) > 1]
-        if rewritten and not self._said_rewritten:
-            self._said_rewritten = True
-            self.tracker.message(
-                f"Step {step.number}: {len(rewritten)} trajectories have more than one row, since the chat template or the environment "
-                "rewrites earlier turns; each row holds what the model had in sight."
-            )
 
     def _check_health(self, step: Step) -> None:
         state, backend, result = self.state, self.parts.backend, step.result

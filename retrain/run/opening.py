@@ -63,7 +63,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
             f"{folder.path} holds a campaign, not a single run; resume it with the campaign's own file, or name another folder."
         )
     if kind not in ("", "run"):
-        raise ConfigurationError(f"{folder.path} is a folder of {kind} that retrain made, and contains no run; name another folder.")
+        raise ConfigurationError(f"{folder.path} is a folder of {kind} made by retrain and contains no run; name another folder.")
     if resuming and not kind:
         raise ConfigurationError(f"[resume] from = {str(folder.path)!r} holds no run of retrain (no {MARKER}); name a run's folder.")
     if not kind and (taken := [path.name for path in folder.written() if path.exists()]):
@@ -106,8 +106,13 @@ def _open_new(config: TrainConfig, folder: RunFolder, resuming: bool, overwrite:
     config = with_drawn_seed(config)
     checkpoints = _checkpoint_folder(config.backend, folder, overwrite)
     folder.empty()
-    if checkpoints != folder.checkpoints:
-        _claim(checkpoints, folder)
+    if checkpoints != folder.checkpoints:  # elsewhere: marked as this run's, with a note in the run's folder where it is
+        run_id = secrets.token_hex(8)
+        if checkpoints.exists():
+            CheckpointStore(checkpoints).empty()  # ours: _checkpoint_folder looked
+        mark(checkpoints, "checkpoints")
+        _sign(checkpoints, folder, run_id)
+        replace_file(folder.checkpoint_pointer, json.dumps({"path": str(checkpoints), "run_id": run_id}) + "\n")
     state = TrainerState(seed=config.training.seed, config_hash=config_hash(config), batch_size=config.training.batch_size)
     notes = (f"{folder.path} has no checkpoint yet: starting at step 0.",) if resuming else ()
     return OpenedRun(config, folder, CheckpointStore(checkpoints, config.training.keep_checkpoints), state, None, notes)
@@ -198,16 +203,6 @@ def _checkpoint_folder(backend: Backend, folder: RunFolder, overwrite: bool) -> 
             "them, or choose another [logging] log_dir."
         )
     return target
-
-
-def _claim(target: Path, folder: RunFolder) -> None:
-    """Empty `target`, mark it as this run's, and note in the run's folder where it is."""
-    run_id = secrets.token_hex(8)
-    if target.exists():
-        CheckpointStore(target).empty()  # ours: _checkpoint_folder looked
-    mark(target, "checkpoints")
-    _sign(target, folder, run_id)
-    replace_file(folder.checkpoint_pointer, json.dumps({"path": str(target), "run_id": run_id}) + "\n")
 
 
 def _sign(target: Path, folder: RunFolder, run_id: str = "") -> None:

@@ -13,6 +13,7 @@ from retrain.backends.base import Backend
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
 from retrain.config import TrainConfig
 from retrain.config.judging import judging_note, with_judging_reward
+from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
 from retrain.data.chat import ChatRenderer
@@ -78,7 +79,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         say(note)
     _connect_engine(config, say, learns)
     text = load_text(config.model, say)
-    credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config, name, world))
+    credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world))
     for note in credit.notes:
         say(note)
     with ExitStack() as undo:
@@ -114,7 +115,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
 
 
 def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
-    """Before a model is loaded: an engine elsewhere can be reached, and can do what it is wanted for."""
+    """Make sure, before a model is loaded, that an engine elsewhere can be reached and can do what it is wanted for."""
     if config.backend.backend != "local" or config.inference.engine == "pytorch":
         return
     with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
@@ -176,15 +177,15 @@ def _local_backend(config: TrainConfig, eos_ids: Sequence[int], choices: Machine
     return backend
 
 
-def load_encoder(config: TrainConfig, name: str, world: World) -> Encoder:
+def load_encoder(backend: BackendSettings, name: str, world: World) -> Encoder:
     """Load the sentence encoder of the semantic planning detector, on the learner's device if that is ours."""
     from retrain.model.sentences import load_sentence_encoder
 
-    if config.backend.backend != "local":
+    if backend.backend != "local":
         return load_sentence_encoder(name)
     from retrain.model.devices import choose_device
 
-    return load_sentence_encoder(name, str(choose_device(config.backend, world).device))
+    return load_sentence_encoder(name, str(choose_device(backend, world).device))
 
 
 def load_text(model: Model, say: Say) -> TextModel:
@@ -214,7 +215,7 @@ def load_stage(config: TrainConfig, text: TextModel, say: Say) -> Stage | None:
     settings = config.environment
     if not settings.provider:
         return None
-    say(f"Loading environment {environment_name(config)} ...")
+    say(f"Loading environment {environment_name(config.environment)} ...")
     environment = load_environment(config)
     host = EpisodeHost(
         environment,
@@ -312,18 +313,16 @@ def _gate_prompts(training: Training, parts: Parts) -> list[Prompt]:
     return parts.prompts.batch(0, min(training.batch_size, len(parts.prompts)), training.seed)
 
 
-def _gold_check(parts: Parts) -> Callable[[Sequence[Prompt]], str]:
-    if parts.stage:
-        return partial(environment_gold, parts.stage.host)
-    assert parts.scorer is not None  # one of the two judges
-    return partial(scored_gold, parts.scorer)
-
-
 def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) -> GateInputs:
     training, longest_prompt = config.training, max(len(prompt.token_ids) for prompt in parts.prompts.prompts)
+    if parts.stage:
+        check_gold = partial(environment_gold, parts.stage.host)
+    else:
+        assert parts.scorer is not None  # one of the two judges
+        check_gold = partial(scored_gold, parts.scorer)
     return GateInputs(
         backend=parts.backend,
-        check_gold=_gold_check(parts),
+        check_gold=check_gold,
         decode=parts.text.decode,
         eos_ids=parts.text.eos_ids,
         temperature=training.temperature,

@@ -54,7 +54,8 @@ class Pressure:
         return roofline(flops, weights.size * self._passes(step, trained), seconds, settings.peak_gflops, settings.peak_bw_gb_s)
 
     def _passes(self, step: "Step", trained: int) -> int:
-        """Readings of all weights: one per decoding step of the rows that run together, and a pass forward and back per micro-batch.
+        """Count the readings of all weights: one per decoding step of the rows that run together, and a pass forward and back per
+        micro-batch.
 
         KV traffic is left out, so memory-bound steps are rather more so.
         """
@@ -73,7 +74,7 @@ class Pressure:
 
 
 def decided_by(folder: RunFolder, first_step: int) -> dict[int, float]:
-    """Step -> seconds of the steps from `first_step` on that a resumed run makes again; what is no such pair is left out."""
+    """Step -> seconds of the steps from `first_step` on that a resumed run makes again; anything but such a pair is left out."""
     if not folder.metrics.is_file():
         return {}
     pairs = [(line.get("step"), line.get("bp_step_time_s")) for line in read_jsonl(folder.metrics)]

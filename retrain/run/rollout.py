@@ -1,6 +1,6 @@
 """Sampling the groups of one step: prompts become requests, completions replies, and replies are answered or scored while others decode."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event
@@ -10,7 +10,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted
 from retrain.inference_engine.base import InferenceEngine
 from retrain.rewards import Scorer
-from retrain.run.dialogue import Dialogue
+from retrain.run.dialogue import Dialogue, DialogueKey
 from retrain.run.dialogues import Dialogues, SamplingPlan, Stage, Watcher, environment_seed
 from retrain.run.exchange import Exchange, ScoredReply
 from retrain.types import Group, Int32Array, Prompt
@@ -72,7 +72,7 @@ class Sampler:
         self.stage = stage
 
     def draw(self, prompts: Sequence[Prompt], step: int, plan: SamplingPlan, watcher: Watcher) -> Rollout:
-        """One group per prompt. A redraw keeps the prompt and lets the sample index run on, so a step's prompts never change."""
+        """Draw one group per prompt. A redraw keeps the prompt and lets the sample index run on, so a step's prompts never change."""
         rollout = Rollout(groups=[])
         pending = dict(enumerate(prompts))
         newest: dict[int, Group] = {}
@@ -91,12 +91,19 @@ class Sampler:
     def _draw_once(
         self, prompts: dict[int, Prompt], step: int, plan: SamplingPlan, first_sample: int, watcher: Watcher, rollout: Rollout
     ) -> dict[int, Group]:
-        """One group for each slot of `prompts`; adds the seconds to `rollout`."""
+        """Draw one group for each slot of `prompts`; adds the seconds to `rollout`."""
         started = self.clock()
         samples = range(first_sample, first_sample + plan.group_size)
         opened = [Dialogue(prompt, slot, sample) for slot, prompt in prompts.items() for sample in samples]
+        exchanges: Mapping[DialogueKey, Exchange]
+        if self.stage is not None:
+            begin = self.stage.host.begin
+            exchanges = {one.key: begin(one.prompt.example, environment_seed(plan, step, one.slot)) for one in opened}
+        else:
+            assert self.scorer is not None  # one of the two judges
+            exchanges = {one.key: ScoredReply(self.scorer, one, step) for one in opened}
         dialogues = Dialogues(
-            {dialogue.key: self._exchange(dialogue, step, plan) for dialogue in opened},
+            exchanges,
             opened,
             step,
             plan,
@@ -112,13 +119,6 @@ class Sampler:
         rollout.sample_seconds += self.clock() - started - dialogues.seconds_waited
         scored = dialogues.scored
         return {slot: Group(prompt, slot, [scored[slot, sample] for sample in samples]) for slot, prompt in prompts.items()}
-
-    def _exchange(self, dialogue: Dialogue, step: int, plan: SamplingPlan) -> Exchange:
-        """The other side of a dialogue."""
-        if self.stage is not None:
-            return self.stage.host.begin(dialogue.prompt.example, environment_seed(plan, step, dialogue.slot))
-        assert self.scorer is not None  # one of the two judges
-        return ScoredReply(self.scorer, dialogue, step)
 
 
 class _Dropped(Exception):

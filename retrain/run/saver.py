@@ -53,20 +53,18 @@ class Saver:
             self.store.save(self.state, self.parts.backend.save)
             replace_file(self.folder.trainer_state, self.state.to_json())
         except OSError as error:
-            self._report(error, may_retry=may_retry)
+            self._failures += 1
+            where = error.filename or self.store.folder
+            sentence = f"The checkpoint of step {self.state.step} could not be written to {where}: {error.strerror or error}"
+            if self._failures >= _ATTEMPTS or not may_retry:
+                raise EnvironmentFailure(
+                    f"{sentence}, {counted(self._failures, 'time')} in a row; free space there, then continue with --resume "
+                    f"{self.folder.path}."
+                ) from error
+            self.tracker.message(f"{sentence}; trying again after the next step.")
             return
         self._saved_at = self.state.step
         self._failures = 0
-
-    def _report(self, error: OSError, *, may_retry: bool) -> None:
-        self._failures += 1
-        where = error.filename or self.store.folder
-        sentence = f"The checkpoint of step {self.state.step} could not be written to {where}: {error.strerror or error}"
-        if self._failures >= _ATTEMPTS or not may_retry:
-            raise EnvironmentFailure(
-                f"{sentence}, {counted(self._failures, 'time')} in a row; free space there, then continue with --resume {self.folder.path}."
-            ) from error
-        self.tracker.message(f"{sentence}; trying again after the next step.")
 
     def save_final(self) -> None:
         """Write the last adapter, without the state that a resume needs."""

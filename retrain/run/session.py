@@ -1,11 +1,10 @@
 """One process's share of a run: it opens the run, samples, evaluates, saves and sums up; `loop.take_step` goes through one step."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import groupby
-from pathlib import Path
 
 from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
@@ -75,7 +74,16 @@ class Session:
     def open(cls, config: TrainConfig, *, overwrite: bool, quiet: bool, skip_parity: bool = False) -> Iterator["Session"]:
         """Load, restore and check everything, so that the next thing to do is a step; close it at the end of the block."""
         with joined() as world, _opened(config, overwrite, world) as opened, Interrupts() as interrupts:
-            tracker = _tracker(opened, quiet) if world.is_rank_zero else Tracker()
+            tracker = Tracker()
+            if world.is_rank_zero:
+                tracker = build_tracker(
+                    opened.config,
+                    opened.folder,
+                    condition=opened.config.condition_label,
+                    quiet=quiet,
+                    resumed=opened.state.tracking,
+                    first_step=opened.state.step,
+                )
             try:
                 for line in (*preflight_lines(opened.config), *opened.notes):
                     tracker.message(line)
@@ -88,7 +96,7 @@ class Session:
                         session._pass_gate()
                         with closing(session.prefetched) if session.prefetched else nullcontext():
                             yield session
-                    except Exception as error:
+                    except Exception as error:  # of any kind: the summary names it, and it goes on to the command
                         session._sum_up_failure(error)
                         raise
             finally:
@@ -106,8 +114,10 @@ class Session:
                 self.pressure.load_state_dict(self.state.backpressure)
             if self.world.is_rank_zero:
                 lines = list(read_jsonl(self.folder.metrics)) if self.folder.metrics.exists() else []
-                self.observer.last = StepRecord.from_json(lines[-1]) if lines else None
-                self.evaluations = _stored_evaluations(self.folder.evaluation, self.config.evaluation.k)
+                self.observer.last = StepRecord.from_json(lines[-1], self.folder.metrics) if lines else None
+                stored = EvaluationRecord.read(self.folder.evaluation) if self.folder.evaluation.exists() else ()
+                ks, by_step = sorted({1, *self.config.evaluation.k}), groupby(stored, key=lambda record: record.step)
+                self.evaluations = [Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step]
         if self.pressure:
             self.state.batch_size = self.pressure.batch_size
         if self.state.choices not in (None, backend.choices):
@@ -181,7 +191,7 @@ class Session:
 
     @property
     def _compares(self) -> bool:
-        """Whether the engine may serve another policy than the learner's, and the learner can tell."""
+        """True if the engine may serve another policy than the learner's, and the learner can tell."""
         backend = self.parts.backend
         return backend.capabilities.scores_rows and not backend.engine.capabilities.in_process
 
@@ -295,22 +305,3 @@ def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[Open
             world.broadcast(error)
             raise
         yield world.broadcast(opened)
-
-
-def _tracker(opened: OpenedRun, quiet: bool) -> Tracker:
-    return build_tracker(
-        opened.config,
-        opened.folder,
-        condition=opened.config.condition_label,
-        quiet=quiet,
-        resumed=opened.state.tracking,
-        first_step=opened.state.step,
-    )
-
-
-def _stored_evaluations(path: Path, ks: Sequence[int]) -> list[Evaluation]:
-    """Read the evaluations of the earlier sessions of a run."""
-    if not path.exists():
-        return []
-    by_step = groupby((EvaluationRecord.from_json(line) for line in read_jsonl(path)), key=lambda record: record.step)
-    return [Evaluation(step=step, problems=[*problems], ks=sorted({1, *ks})) for step, problems in by_step]

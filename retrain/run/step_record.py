@@ -189,7 +189,15 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey,
     tokens = credit.tokens
     prompts = [group.prompt.token_ids for group in credit.sources]
     trajectories = [(group.slot, trajectory) for group in credit.sources for trajectory in group.trajectories]
-    numbers = [number for number, group in enumerate(credit.sources) for _ in group.trajectories]
+    joined_ratios = None
+    if log_ratios is not None:
+        unknown = {
+            (number, trajectory.sample, part): np.full(sum(len(turn.completion.token_ids) for turn in turns), np.nan, np.float32)
+            for number, group in enumerate(credit.sources)
+            for trajectory in group.trajectories
+            for part, turns in enumerate(trajectory.parts())
+        }
+        joined_ratios = np.concatenate([np.zeros(0, np.float32), *(log_ratios.get(key, nans) for key, nans in unknown.items())])
     entropies = tokens.entropies
     kept = [trajectory.kept for _, trajectory in trajectories if trajectory.kept is not None]
     return TokenTable(
@@ -203,7 +211,7 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey,
         advantages=credit.stages_float32(),
         rewards=np.array([reward for rewards in tokens.rewards for reward in rewards], np.float64),
         truncated=np.array([trajectory.finish_reason is FinishReason.LENGTH for _, trajectory in trajectories], np.uint8),
-        log_ratios=None if log_ratios is None else _flat_log_ratios(numbers, [one for _, one in trajectories], log_ratios),
+        log_ratios=joined_ratios,
         prompt_offsets=np.concatenate([[0], np.cumsum([len(ids) for ids in prompts])]).astype(np.int64),
         prompt_token_ids=_joined_ids(prompts),
         kept=np.concatenate(kept) if kept and len(kept) == len(trajectories) else None,
@@ -213,16 +221,6 @@ def token_table(credit: Credit, with_planning: bool, log_ratios: Mapping[RowKey,
 
 def _joined_ids(pieces: Sequence[Int32Array]) -> Int32Array:
     return np.concatenate([np.zeros(0, np.int32), *pieces])
-
-
-def _flat_log_ratios(groups: Sequence[int], trajectories: Sequence[Trajectory], log_ratios: Mapping[RowKey, Float32Array]) -> Float32Array:
-    """Join the log-ratios of the rows of each trajectory, one after the other, into [n]."""
-    flat: list[Float32Array] = [np.zeros(0, np.float32)]
-    for group, trajectory in zip(groups, trajectories, strict=True):
-        for part, turns in enumerate(trajectory.parts()):
-            length = sum(len(turn.completion.token_ids) for turn in turns)
-            flat.append(log_ratios.get((group, trajectory.sample, part), np.full(length, np.nan, np.float32)))
-    return np.concatenate(flat)
 
 
 def _turn_table(trajectories: Sequence[Trajectory]) -> TurnTable | None:

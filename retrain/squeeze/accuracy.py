@@ -27,13 +27,13 @@ class Accuracy:
 
     @property
     def differences(self) -> list[float]:
-        """Accuracy after minus before, for each problem that was judged both times."""
+        """The accuracy after minus before, for each problem that was judged both times."""
         both = zip(self.before.problems, self.after.problems, strict=True)
         return [new.correct / new.samples - old.correct / old.samples for old, new in both if old.samples and new.samples]
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% interval of the mean difference over new problems. Pairing by problem makes it far narrower than the intervals of the two
+        """The 95% interval of the mean difference over new problems. Pairing by problem makes it far narrower than the intervals of the two
         accuracies. None for fewer than two problems, and if all differences are equal, so that the standard error is 0.
         """
         d = self.differences
@@ -71,21 +71,14 @@ def measure_accuracy(config: TrainConfig, source: LoraAdapter, compressed: Path,
 
     The compressed adapter is padded with zeros to the source's rank, which leaves its update and its scale unchanged.
     """
-    config = _evaluating(config, source)
-    with TemporaryDirectory() as name:
-        padded = Path(name)
-        _pad(source, read_adapter(compressed), padded)
-        return Accuracy(_evaluate(config, source.folder, say), _evaluate(config, padded, say))
+    from safetensors.torch import save_file
 
-
-def _evaluating(config: TrainConfig, adapter: LoraAdapter) -> TrainConfig:
-    settings = adapter.settings
-    model = config.model.model if config.is_set("model.model") else settings["base_model_name_or_path"]
-    return replaced(
+    settings = source.settings
+    config = replaced(
         config,
         {
-            "model.model": model,
-            "model.lora_rank": adapter.rank,
+            "model.model": config.model.model if config.is_set("model.model") else settings["base_model_name_or_path"],
+            "model.lora_rank": source.rank,
             "lora.alpha": int(settings["lora_alpha"]),
             "lora.use_rslora": bool(settings.get("use_rslora")),
             "lora.target_modules": sorted(settings["target_modules"]),
@@ -93,19 +86,17 @@ def _evaluating(config: TrainConfig, adapter: LoraAdapter) -> TrainConfig:
             "backend.shard_base": False,
         },
     )
-
-
-def _pad(source: LoraAdapter, compressed: LoraAdapter, folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    for wide, layer in zip(source.layers, compressed.layers, strict=True):
-        a, b = torch.zeros_like(wide.a), torch.zeros_like(wide.b)
-        a[: layer.rank], b[:, : layer.rank] = layer.a, layer.b
-        key_a, key_b = weight_names(layer.name)
-        tensors |= {key_a: a, key_b: b}
-    save_file(tensors, folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(source.settings), encoding="utf-8")
+    with TemporaryDirectory() as name:
+        padded = Path(name)
+        tensors: dict[str, torch.Tensor] = {}
+        for wide, layer in zip(source.layers, read_adapter(compressed).layers, strict=True):
+            a, b = torch.zeros_like(wide.a), torch.zeros_like(wide.b)
+            a[: layer.rank], b[:, : layer.rank] = layer.a, layer.b
+            key_a, key_b = weight_names(layer.name)
+            tensors |= {key_a: a, key_b: b}
+        save_file(tensors, padded / WEIGHTS_FILE)
+        (padded / CONFIG_FILE).write_text(json.dumps(source.settings), encoding="utf-8")
+        return Accuracy(_evaluate(config, source.folder, say), _evaluate(config, padded, say))
 
 
 def _evaluate(config: TrainConfig, adapter: Path, say: Say) -> Evaluation:

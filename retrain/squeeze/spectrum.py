@@ -48,12 +48,12 @@ class LayerSpectrum:
 
     @cached_property
     def _cumulative(self) -> tuple[float, ...]:
-        """Cumulative sums of squares, relative to the largest value, so that tiny adapters do not underflow."""
+        """The cumulative sums of squares, relative to the largest value, so that tiny adapters do not underflow."""
         return tuple(accumulate((value / self.singular_values[0]) ** 2 for value in self.singular_values))
 
     @property
     def energy(self) -> float:
-        """Squared Frobenius norm of the update, scale included."""
+        """The squared Frobenius norm of the update, scale included."""
         return 0.0 if self.is_zero else (self.scale * self.singular_values[0]) ** 2 * self._cumulative[-1]
 
     def retained(self, k: int) -> float:

@@ -91,9 +91,12 @@ def group_line(group: GroupScored) -> str:
 
 
 def step_line(record: StepRecord) -> str:
+    loss = _number(record.loss, ".4f")
+    if record.loss_is_placeholder:
+        loss = f"{_number(record.reported_loss, '.4f')} (asynchronous backend: placeholder)"
     fields = [
         f"Step {record.step} [{record.condition}]",
-        f"loss={_loss(record)}",
+        f"loss={loss}",
         f"reward={_number(record.mean_reward, '.3f')}",
         f"correct={_number(record.correct_rate, '.1%')}",
         f"datums={_number(record.num_datums, 'd')}",
@@ -103,12 +106,6 @@ def step_line(record: StepRecord) -> str:
         f"time={_number(record.step_time_s, '.1f')}s",
     ]
     return " | ".join(fields)
-
-
-def _loss(record: StepRecord) -> str:
-    if record.loss_is_placeholder:
-        return f"{_number(record.reported_loss, '.4f')} (asynchronous backend: placeholder)"
-    return _number(record.loss, ".4f")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -139,22 +136,17 @@ def _ends(interval: tuple[float, float]) -> str:
     return f"[{interval[0]:.1%}, {interval[1]:.1%}]"
 
 
-def _gain(after: Evaluation, before: Evaluation) -> str:
-    """Format the difference of two evaluations, such as: +40.1 pp [+36.2, +44.0], paired by problem."""
-    found = after.difference_from(before)
-    if found is None:
-        return ""
-    mean, (low, high) = found
-    return f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"
-
-
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     lines = [f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.seconds:.1f}s."]
     if summary.status != "done":  # the reason is printed on standard error
         return [*lines, f"Run folder: {folder} | continue with --resume {folder}"]
     if summary.before is not None and summary.after is not None and summary.before.step != summary.after.step:
         before, after = summary.before, summary.after
-        lines.append(f"Held-out {pass_at_1(before)} at step {before.step} -> {pass_at_1(after)}{_gain(after, before)}.")
+        gain = ""
+        if (found := after.difference_from(before)) is not None:
+            mean, (low, high) = found
+            gain = f": {100 * mean:+.1f} pp [{100 * low:+.1f}, {100 * high:+.1f}], paired by problem"
+        lines.append(f"Held-out {pass_at_1(before)} at step {before.step} -> {pass_at_1(after)}{gain}.")
     elif summary.after is not None:
         lines.append(f"Held-out {pass_at_1(summary.after)}.")
     return [*lines, f"Run folder: {folder} | adapter: {folder / summary.adapter}"]

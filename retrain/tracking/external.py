@@ -56,7 +56,7 @@ class ExternalSettings:
         return self.redactor.config(self.config).model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def masked_rows(self, records: Sequence[GenerationRecord]) -> list[list[Any]]:
-        """Completions as the rows of a table under GENERATION_COLUMNS."""
+        """Return completions as the rows of a table under GENERATION_COLUMNS."""
         return [list(self.redactor.json(record.to_json()).values()) for record in records]
 
 

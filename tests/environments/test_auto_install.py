@@ -13,7 +13,7 @@ from retrain import train  # noqa: E402
 from retrain.config import load_config  # noqa: E402
 from retrain.config.overrides import parse_overrides  # noqa: E402
 from retrain.config.schema import Environment as Settings  # noqa: E402
-from retrain.environments.verifiers import load_verifiers  # noqa: E402
+from retrain.environments.verifiers import load as load_verifiers  # noqa: E402
 from retrain.errors import ConfigurationError, EnvironmentFailure  # noqa: E402
 from tests.runs import lines  # noqa: E402
 

@@ -14,7 +14,7 @@ from retrain import train  # noqa: E402
 from retrain.config.schema import Environment as Settings  # noqa: E402
 from retrain.environments.base import Environment  # noqa: E402
 from retrain.environments.episodes import EpisodeHost, play  # noqa: E402
-from retrain.environments.verifiers import load_verifiers  # noqa: E402
+from retrain.environments.verifiers import load as load_verifiers  # noqa: E402
 from retrain.errors import ConfigurationError  # noqa: E402
 from retrain.types import Outcome  # noqa: E402
 from tests.environments.checks import check_learns, check_trained, scripted  # noqa: E402

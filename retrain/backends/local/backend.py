@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -82,10 +82,10 @@ class LocalBackend(Backend):
 
         inference, eos_ids = self.config.inference, eos_ids or self._eos_ids()
         if inference.engine != "pytorch":
-            make = engine_class(self.config)
-            where = f'building [inference] engine = "{inference.engine}"'
-            with user_code(where, ConfigurationError):  # a subclass's constructor has these arguments
-                return make(self.config, model=adapter.peft_model, eos_ids=eos_ids, device=base.device)  # type: ignore[call-arg]
+            make: Any = engine_class(self.config)  # a subclass's constructor has these arguments
+            with user_code(f'building [inference] engine = "{inference.engine}"', ConfigurationError):
+                engine: InferenceEngine = make(self.config, model=adapter.peft_model, eos_ids=eos_ids, device=base.device)
+                return engine
         return TorchEngine(
             adapter.peft_model,
             eos_ids,
@@ -117,7 +117,7 @@ class LocalBackend(Backend):
 
     @property
     def half_precision(self) -> bool:
-        """Also where the sampler alone computes in bf16."""
+        """True where the weights are in half precision, or the sampler alone computes in bf16."""
         return self._base.dtype != torch.float32 or self.config.inference.dtype == "bf16"
 
     @property
@@ -136,7 +136,7 @@ class LocalBackend(Backend):
         return self._choices.gradient_checkpointing
 
     def trainable_parameters_line(self) -> str:
-        """peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 || trainable%: 1.0616"."""
+        """Return peft's line: "trainable params: 41,943,040 || all params: 3,951,079,424 || trainable%: 1.0616"."""
         return self._adapter.trainable_line()
 
     def _copy_to_sampler(self) -> None:
@@ -157,21 +157,17 @@ class LocalBackend(Backend):
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def train(self, rows: Sequence[Row], step: int) -> StepResult:
-        raw = is_raw(self.engine.capabilities, self.config.training.temperature)
-        self._make_room()
-        with _deterministic(self._base.device):
-            return self._learner.train(rows, step, sampler_is_raw=raw)
-
-    def _make_room(self) -> None:
-        """The sampler's pages go where activations do not fit beside them; their contents are of the weights before this step."""
         from retrain.inference_engine.torch_engine import TorchEngine
 
-        if not isinstance(self.engine, TorchEngine) or self._sampler_adapter is not None or not self.engine.held_bytes:
-            return
-        if self._learning_leaves is None:
-            self._learning_leaves = learning_leaves(self.config, self._base, self._choices)
-        if self.engine.held_bytes > self._learning_leaves:
-            self.engine.free_pages()
+        raw = is_raw(self.engine.capabilities, self.config.training.temperature)
+        if isinstance(self.engine, TorchEngine) and self._sampler_adapter is None and self.engine.held_bytes:
+            # The sampler's pages go where activations do not fit beside them; their contents are of the weights before this step.
+            if self._learning_leaves is None:
+                self._learning_leaves = learning_leaves(self.config, self._base, self._choices)
+            if self.engine.held_bytes > self._learning_leaves:
+                self.engine.free_pages()
+        with _deterministic(self._base.device):
+            return self._learner.train(rows, step, sampler_is_raw=raw)
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         return self._learner.logprobs(rows, temperature)
@@ -196,7 +192,7 @@ class LocalBackend(Backend):
 
 
 def _choose_kernels(attention: str) -> None:
-    """Before the first product on a CUDA device. The settings are the process's; no other device reads them."""
+    """Choose kernels before the first product on a CUDA device. The settings are the process's; no other device reads them."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may sum in another order
     # cuDNN's attention plans anew for every length, and with a mask its backward can give NaN (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -208,7 +204,7 @@ def _choose_kernels(attention: str) -> None:
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """On CUDA, kernels whose sums do not depend on the order in which threads arrive; on a CPU they are so already.
+    """Use, on CUDA, kernels whose sums do not depend on the order in which threads arrive; on a CPU they are so already.
 
     Not `warn_only`, under which the backward pass of torch's attention stays non-deterministic. The flag is the process's: a sampler in
     another thread (split mode) has no operator that raises under it, and its cache's `index_copy_` is slower meanwhile.

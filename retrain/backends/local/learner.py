@@ -5,14 +5,14 @@ where old log-probs are recomputed for it.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss
 from retrain.backends.local.micro_batches import (
@@ -83,7 +83,7 @@ class _Learned:
     clip: Tensor
     """[2] `clip_counts`."""
     logprobs: dict[int, Float32Array]
-    """By row number, where they are wanted."""
+    """Log-probs by row number, where they are wanted."""
     gradients: list[Float32Array]
     """Gradients of the parameters, in order; empty where they were added in place."""
 
@@ -114,12 +114,17 @@ class Learner:
         self._recompute = recomputes_old_logprobs(config.loss, rounded=rounds(config.inference, base.dtype))
         self._kernel: Kernel = attention_of(config.inference.attention_kernel, base.device.type, base.dtype)
         self._packs = not missing(base.model)
-        self._checkpointed = _checkpointed_layers(base) if choices.gradient_checkpointing else []
+        self._checkpointed = layers(base.model) if choices.gradient_checkpointing else []
+        if choices.gradient_checkpointing and not self._checkpointed:
+            raise ConfigurationError(
+                f"[training] gradient_checkpointing: no layers are found in {type(base.model).__name__}; set it false, and lower "
+                "[training] micro_batch_tokens where memory is short."
+            )
         self._pool = pool or Pool()
         self._learn_pieces, self._score_pieces = self._pool.shared(self._learn), self._pool.shared(self._score)
 
     def train(self, rows: Sequence[Row], step: int, *, sampler_is_raw: bool = False) -> StepResult:
-        """One step.
+        """Take one step.
 
         `sampler_is_raw`: the recorded log-probs are at temperature 1 whatever the training temperature, so the learner's own replace them,
         and the ratios of sampler and learner are reported at 1.
@@ -127,7 +132,12 @@ class Learner:
         check_rows(rows)
         batch = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.trained]
         raw = [own - row.sampler for row, own in zip(batch, self.score(batch, temperature=1.0), strict=True)] if sampler_is_raw else None
-        batch = self._with_old_logprobs(batch, step, sampler_is_raw)
+        if sampler_is_raw:  # log-probs of the policy that sampled, which has no dropout
+            batch = [replace(row, sampler=own, old=own) for row, own in zip(batch, self.score(batch), strict=True)]
+        if batch and self._recompute:  # as in the first pass, under its masks and in its micro-batches: the first ratio is exactly 1
+            parts = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
+            old = {row.number: own for part in parts for row, own in zip(part, self.score(part, masks_of=step), strict=True)}
+            batch = [replace(row, old=old[row.number]) for row in batch]
         if self.loss.kl_coef:
             references = self.score(batch, reference=True)
             batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
@@ -171,23 +181,9 @@ class Learner:
 
     # -- one update -------------------------------------------------------------------------------------------------
 
-    def _with_old_logprobs(self, batch: list[LearnerRow], step: int, sampler_is_raw: bool) -> list[LearnerRow]:
-        """The rows with log-probs recomputed before the first update, where the configuration or a raw engine asks for it.
-
-        For the configuration they are computed as in the first pass, under the same masks and in the same micro-batches, so that the
-        ratio of the first update is exactly 1. For a raw engine they are of the policy that sampled, which has no dropout.
-        """
-        if sampler_is_raw:
-            batch = [replace(row, sampler=own, old=own) for row, own in zip(batch, self.score(batch), strict=True)]
-        if not batch or not self._recompute:
-            return batch
-        parts = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
-        old = {row.number: own for part in parts for row, own in zip(part, self.score(part, masks_of=step), strict=True)}
-        return [replace(row, old=old[row.number]) for row in batch]
-
     def _update(self, rows: Sequence[LearnerRow], step: int, completions: float, log_ratios: list[Float32Array] | None) -> Update:
-        """Gradient of one optimizer batch and, if everything is finite, one step. `completions` is the batch's share of those that were
-        drawn, trained or not; `log_ratios` collects those of this process's rows.
+        """Compute the gradient of one optimizer batch and, if everything is finite, take one step. `completions` is the batch's share of
+        those that were drawn, trained or not; `log_ratios` collects those of this process's rows.
         """
         name = _nonfinite_input(rows)
         if name:
@@ -212,13 +208,19 @@ class Learner:
         self.world.sum([*self.optimizer.gradients(), loss, infinite, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
-        update = Update(loss.item(), norm.item(), clipped, clippable, self._nonfinite(infinite, loss, norm))
-        if not update.nonfinite:
+        nonfinite = ""
+        if infinite:
+            nonfinite = "log-probs"
+        elif not torch.isfinite(loss):
+            nonfinite = "loss"
+        elif not torch.isfinite(norm):
+            nonfinite = f"gradient of {self.optimizer.nonfinite_gradient()}"
+        else:
             self.optimizer.step(step, norm)
-        return update
+        return Update(loss.item(), norm.item(), clipped, clippable, nonfinite)
 
     def _weights(self, rows: Sequence[LearnerRow], completions: float) -> dict[int, _Weights]:
-        """Row number -> weights, for all rows of the optimizer batch, whichever process computes them.
+        """Return row number -> weights, for all rows of the optimizer batch, whichever process computes them.
 
         The policy term is averaged over the rows that have one and the tokens that count in it; KL and entropy are averaged over all rows,
         so that switching them on changes nothing in the policy term.
@@ -228,25 +230,17 @@ class Learner:
         regulariser = row_weights(own, [row.num_actions for row in own], *common)
         return {row.number: _Weights(*weights) for row, *weights in zip(rows, policy, regulariser, strict=True)}
 
-    def _nonfinite(self, infinite_logprobs: Tensor, loss: Tensor, norm: Tensor) -> str:
-        if infinite_logprobs:
-            return "log-probs"
-        if not torch.isfinite(loss):
-            return "loss"
-        if not torch.isfinite(norm):
-            return f"gradient of {self.optimizer.nonfinite_gradient()}"
-        return ""
-
     def _pieces(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[_Piece]:
-        """The micro-batches of this process's share of `rows`, the rows of all processes. `share` computes a prompt once for its rows; not
-        under dropout, whose masks differ from row to row. With a sharded base every process makes equally many, the last ones dummies.
+        """Return the micro-batches of this process's share of `rows`, the rows of all processes. `share` computes a prompt once for its
+        rows; not under dropout, whose masks differ from row to row. With a sharded base every process makes equally many, the last ones
+        dummies.
         """
         parts = split_rows(share_rows(rows, self.world), self.choices.micro_batch_tokens, share=share and self._packs)
         for part in self.base.shards.in_lockstep(parts):
             yield _Piece(part or [min(rows, key=lambda row: row.tokens)], share, dummy=not part)
 
     def _learn(self, piece: _Piece) -> Iterator[_Learned]:
-        """Adds the piece's gradient to the parameters' own; a worker returns it instead."""
+        """Add the piece's gradient to the parameters' own; a worker returns it instead."""
         micro = self._micro_batch(piece)
         if self._pool.in_worker:
             self.optimizer.zero_gradients()
@@ -265,7 +259,7 @@ class Learner:
         )
 
     def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
-        """The log-probs of the piece's rows, by row number."""
+        """Return the log-probs of the piece's rows, by row number."""
         with torch.no_grad(), self._attention(), self.adapter.disabled() if piece.reference else nullcontext():
             micro = self._micro_batch(piece)
             with nullcontext() if piece.masks_of is None else self._dropout(micro, piece.masks_of):
@@ -280,7 +274,7 @@ class Learner:
     def _forward(
         self, micro: MicroBatch, *, truncated: bool = True, entropy: bool = False, temperature: float | None = None
     ) -> TokenScores:
-        """Scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
+        """Return scores of the micro-batch's action tokens; the head sees the positions that predict them and no others."""
         hidden = self._hidden_states(micro)
         states = hidden.flatten(0, 1).index_select(0, micro.predictors)
         kept = micro.kept() if truncated else None
@@ -297,27 +291,31 @@ class Learner:
                 checkpointed=self.choices.gradient_checkpointing,
                 offloaded=self.choices.offload_activations,
             )
-        with self._half_precision():
+        with ExitStack() as stack:
+            if self.base.dtype != torch.float32:  # the adapter's fp32 weights take part in bf16 products: no activation is kept in fp32
+                stack.enter_context(torch.autocast(self.base.device.type, self.base.dtype))
+                stack.enter_context(self.adapter.uncast_inputs())
             return self.base.hidden_states(micro.token_ids, micro.positions, micro.attention)
 
     def _attention(self) -> AbstractContextManager[None]:
-        """Also around a backward pass: gradient checkpointing runs layers again in it."""
+        """Plug our attention in, around a backward pass too: gradient checkpointing runs layers again in it."""
         return plugged_in(self.base.model) if self._packs else nullcontext()
 
     @contextmanager
-    def _half_precision(self) -> Iterator[None]:
-        """With a bf16 base the adapter's fp32 weights take part in bf16 products, so that no activation is kept in fp32."""
-        if self.base.dtype == torch.float32:
-            yield
-            return
-        with torch.autocast(self.base.device.type, self.base.dtype), self.adapter.uncast_inputs():
-            yield
-
-    @contextmanager
     def _training(self, micro: MicroBatch, step: int) -> Iterator[None]:
-        """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and its backward."""
-        with self._attention(), self._dropout(micro, step), _recomputing(self._checkpointed, offloaded=self.choices.offload_activations):
-            yield
+        """The adapter's dropout and gradient checkpointing are on inside, for the forward pass and its backward.
+
+        A checkpointed layer keeps its input and runs again in the backward pass. Not by transformers' own gradient checkpointing: that
+        wants layers in training mode, where some families drop out (OPT, StarCoder 2).
+        """
+        for layer in self._checkpointed:
+            layer.forward = partial(recomputed, layer.forward, offloaded=self.choices.offload_activations)
+        try:
+            with self._attention(), self._dropout(micro, step):
+                yield
+        finally:
+            for layer in self._checkpointed:
+                del layer.forward
 
     def _dropout(self, micro: MicroBatch, step: int) -> AbstractContextManager[None]:
         """The masks of `step` act inside, where the adapter has dropout."""
@@ -328,8 +326,8 @@ class Learner:
 
 
 def recomputes_old_logprobs(loss: "Loss", *, rounded: bool) -> bool:
-    """Old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for mode = "gspo" where log-probs are `rounded`, since its
-    narrow clip would take rounding for a change of the policy.
+    """Return True if old log-probs come from the learner: as `[loss] old_logprobs` says; unset, for mode = "gspo" where log-probs are
+    `rounded`, since its narrow clip would take rounding for a change of the policy.
     """
     if loss.is_set("old_logprobs") or loss.mode != "gspo":
         return loss.old_logprobs == "recomputed"
@@ -337,7 +335,7 @@ def recomputes_old_logprobs(loss: "Loss", *, rounded: bool) -> bool:
 
 
 def old_logprobs_note(loss: "Loss", *, rounded: bool) -> str:
-    """A sentence on gspo in half precision; "" for every other run."""
+    """Return a sentence on gspo in half precision; "" for every other run."""
     if loss.mode != "gspo" or not rounded:
         return ""
     clip = "({:g}, {:g})".format(*loss.clips)
@@ -352,7 +350,8 @@ def old_logprobs_note(loss: "Loss", *, rounded: bool) -> str:
 
 
 def rounds(inference: "Inference", dtype: torch.dtype) -> bool:
-    """Learner or sampler computes in less than float32, so that their log-probs of one token differ by more than float32's rounding.
+    """Return True if learner or sampler computes in less than float32, so that their log-probs of one token differ by more than float32's
+    rounding.
 
     `dtype` is the base's.
     """
@@ -380,13 +379,13 @@ def _action_tokens(micro: MicroBatch, scores: TokenScores, weights: Sequence[_We
 
 
 def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Float32Array]:
-    """[N] values on the device -> row number: its float32 array."""
+    """Copy [N] values from the device, by row number."""
     parts = np.split(values.float().cpu().numpy(), np.cumsum(micro.lengths)[:-1])
     return {row.number: part for row, part in zip(micro.rows, parts, strict=True)}
 
 
 def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
-    """The first kind of input that is not finite; "" if all are."""
+    """Return the first kind of input that is not finite; "" if all are."""
     for name, arrays in (
         ("advantages", [row.row.advantages for row in rows]),
         ("sampler log-probs", [row.sampler for row in rows]),
@@ -396,28 +395,3 @@ def _nonfinite_input(rows: Sequence[LearnerRow]) -> str:
         if not all(np.isfinite(array).all() for array in arrays):
             return name
     return ""
-
-
-def _checkpointed_layers(base: BaseModel) -> list[nn.Module]:
-    found = layers(base.model)
-    if not found:
-        raise ConfigurationError(
-            f"[training] gradient_checkpointing: no layers are found in {type(base.model).__name__}; set it false, and lower "
-            "[training] micro_batch_tokens where memory is short."
-        )
-    return found
-
-
-@contextmanager
-def _recomputing(layers: Sequence[nn.Module], *, offloaded: bool) -> Iterator[None]:
-    """Inside, a layer keeps its input and runs again in the backward pass.
-
-    Not by transformers' own gradient checkpointing: that wants layers in training mode, where some families drop out (OPT, StarCoder 2).
-    """
-    for layer in layers:
-        layer.forward = partial(recomputed, layer.forward, offloaded=offloaded)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward

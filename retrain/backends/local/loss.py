@@ -149,7 +149,9 @@ def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
 
 
 def policy_loss(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """The scalar to minimise: sum of weights * policy * correction + regulariser_weights * (kl_coef * KL - entropy_coef * entropy)."""
+    """Return the scalar to minimise: sum of weights * policy * correction + regulariser_weights * (kl_coef * KL - entropy_coef *
+    entropy).
+    """
     terms = policy_terms(tokens, settings)
     correction = correction_weight(tokens, settings)
     if correction is not None:

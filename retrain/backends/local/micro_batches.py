@@ -77,7 +77,7 @@ class MicroBatch:
 
 
 def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
-    """The rows of this process: the rows of a prompt stay together, and all processes get about equally many tokens."""
+    """Return the rows of this process: the rows of a prompt stay together, and all processes get about equally many tokens."""
     if world.size == 1:
         return list(rows)
     prompts: dict[bytes, list[LearnerRow]] = {}
@@ -94,7 +94,7 @@ def share_rows(rows: Sequence[LearnerRow], world: World) -> list[LearnerRow]:
 
 
 def split_rows(rows: Sequence[LearnerRow], budget: int, *, share: bool) -> Iterator[list[LearnerRow]]:
-    """Rows in parts of at most `budget` packed tokens; a longer row stands alone. With `share` equal prompts count once per part.
+    """Split rows into parts of at most `budget` packed tokens; a longer row stands alone. With `share` equal prompts count once per part.
 
     The longest rows come first, so that memory fails early or not at all, and the rows of a prompt stay together.
     """
@@ -136,7 +136,7 @@ class _Packer:
         return segment
 
     def append_sharing(self, row: LearnerRow) -> tuple[Segment, Segment]:
-        """The row's prompt, packed once, and what follows it."""
+        """Append the row's prompt, packed once, and what follows it."""
         tokens = row.row.token_ids[: row.tokens]
         if row.prompt not in self._prompts:
             self._prompts[row.prompt] = self.append(tokens[: row.prompt_tokens])
@@ -167,7 +167,7 @@ def pack(rows: Sequence[LearnerRow], device: torch.device, kernel: Kernel, budge
 
 
 def pad(rows: Sequence[LearnerRow], device: torch.device) -> MicroBatch:
-    """For a model whose attention is its own business."""
+    """Pad the rows, for a model whose attention is its own business."""
     longest = max(row.tokens for row in rows)
     token_ids = np.zeros((len(rows), longest), np.int64)
     predictors = []

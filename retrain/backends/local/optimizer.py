@@ -46,23 +46,23 @@ class AdapterOptimizer:
                 parameter.grad.zero_()
 
     def add(self, gradients: Sequence[Float32Array]) -> None:
-        """A part of the gradient that another process computed, of every parameter in order; an empty one was added in place."""
+        """Add a part of the gradient that another process computed, of every parameter in order; an empty one was added in place."""
         for own, part in zip(self.gradients() if gradients else (), gradients, strict=True):
             own.add_(torch.from_numpy(part))
 
     def gradient_norm(self) -> Tensor:
-        """L2 norm over all parameters, not yet read back from the device."""
+        """Return the L2 norm over all parameters, not yet read back from the device."""
         return torch.nn.utils.get_total_norm(self.gradients())
 
     def nonfinite_gradient(self) -> str:
-        """The name of the first parameter whose gradient is not finite; empty if there is none."""
+        """Return the name of the first parameter whose gradient is not finite; empty if there is none."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
                 return name
         return ""
 
     def step(self, training_step: int, norm: Tensor) -> None:
-        """One update at the rate of `training_step`, the gradient clipped to max_grad_norm if that is on."""
+        """Make one update at the rate of `training_step`, the gradient clipped to max_grad_norm if that is on."""
         if self._max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._max_grad_norm, norm)
         self._adamw.param_groups[0]["lr"] = learning_rate(self._peak, training_step, *self._schedule)
@@ -76,7 +76,7 @@ class AdapterOptimizer:
     # -- files ------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """First and second moments by parameter name, and the number of steps."""
+        """Write first and second moments by parameter name, and the number of steps."""
         from safetensors.torch import save_file
 
         moments = {

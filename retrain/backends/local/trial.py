@@ -72,7 +72,7 @@ class _Layer:
 
 
 def positions_and_window(config: Any) -> tuple[int, int]:
-    """(positions that the model knows, its shortest sliding window or 0)."""
+    """Return (positions that the model knows, its shortest sliding window or 0)."""
     text = config.get_text_config()
     layers = getattr(text, "layer_types", None)
     windowed = getattr(text, "use_sliding_window", True) and (layers is None or "sliding_attention" in layers)

@@ -32,7 +32,13 @@ STATE = "prime_rl.json"
 class PrimeRLBackend(RemoteBackend):
     capabilities = PRIME_RL
 
-    def __init__(self, config: "TrainConfig", choices: MachineChoices | None = None, *, eos_ids: Sequence[int]) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        config: "TrainConfig",
+        choices: MachineChoices | None = None,  # noqa: ARG002 - every backend is given it, and this one chooses nothing
+        *,
+        eos_ids: Sequence[int],
+    ) -> None:
         self.config, self._options = config, config.backend.prime_rl
         self.output_dir = output_dir(config.backend, config.logging)
         options = self._options
@@ -51,13 +57,13 @@ class PrimeRLBackend(RemoteBackend):
                 broadcasts=self._broadcasts,
                 ready=self._prepare,
             )
-        except BaseException:
+        except BaseException:  # a signal too: whoever could close this backend has not got it yet
             self._sender.close()
             raise
 
     @property
     def notes(self) -> list[str]:
-        """For the start of a run."""
+        """Lines for the start of a run."""
         options, training = self._options, self.config.training
         to = f"tcp://{options.zmq_host}:{options.zmq_port}" if options.transport == "zmq" else self.output_dir / BATCHES
         lines = [f"PRIME-RL: batches go to {to}, policies come from {self._broadcasts.folder}, which its servers must see too."]
@@ -84,7 +90,7 @@ class PrimeRLBackend(RemoteBackend):
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Before a step is sampled: a trainer is there to learn from it."""
+        """Make sure, before a step is sampled, that a trainer is there to learn from it."""
         if not self._prepared:
             self._sender.prepare(self._shipped)
             self._prepared = True
@@ -112,13 +118,18 @@ class PrimeRLBackend(RemoteBackend):
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save_adapter(self, folder: Path) -> None:
-        """PEFT's files of the newest policy; of a trainer without an adapter, a note where its weights are."""
+        """Write PEFT's files of the newest policy; of a trainer without an adapter, a note where its weights are."""
         policy = self._newest()
         folder.mkdir(parents=True, exist_ok=True)
         if policy is not None and policy.is_adapter:
             for file in policy.folder.glob("adapter_*"):
                 shutil.copyfile(file, folder / file.name)
-        self._write_state(folder, policy)
+        state = {
+            "batches": self._shipped,
+            "policy_version": None if policy is None else policy.version,
+            "weights": None if policy is None or policy.is_adapter else str(policy.folder.resolve()),
+        }
+        (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
     def save(self, folder: Path) -> None:
         self.save_adapter(folder)
@@ -131,14 +142,6 @@ class PrimeRLBackend(RemoteBackend):
             except (ServerFailure, Interrupted):
                 self._lost = True
         return self._broadcasts.newest
-
-    def _write_state(self, folder: Path, policy: Policy | None) -> None:
-        state = {
-            "batches": self._shipped,
-            "policy_version": None if policy is None else policy.version,
-            "weights": None if policy is None or policy.is_adapter else str(policy.folder.resolve()),
-        }
-        (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """The trainer restores its own state; ours is how many batches it had been sent."""
@@ -153,6 +156,6 @@ class PrimeRLBackend(RemoteBackend):
 
 
 def output_dir(backend: "schema.Backend", logging: "schema.Logging") -> Path:
-    """The folder that retrain and the trainer share."""
+    """Return the folder that retrain and the trainer share."""
     named = backend.prime_rl.output_dir or backend.adapter_path
     return Path(named).expanduser() if named else Path(logging.log_dir) / "prime_rl"

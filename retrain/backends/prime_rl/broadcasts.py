@@ -49,7 +49,7 @@ class Broadcasts:
         self._receipts = 0
 
     def take(self, shipped: int) -> Policy:
-        """The policy after `shipped` batches; where it does not come within `wait_s`, the one before.
+        """Return the policy after `shipped` batches; where it does not come within `wait_s`, the one before.
 
         Raises ServerFailure where neither came, or where a version is incomplete.
         """
@@ -60,10 +60,21 @@ class Broadcasts:
             if newest is not None and newest.version == shipped:
                 return newest
             if self._clock() > deadline:
-                if newest is not None and shipped - TARGET_LAG <= newest.version:
-                    return newest
-                raise self._nothing_came(shipped)
+                break
             self._sleep(self.poll_s)
+        if newest is not None and shipped - TARGET_LAG <= newest.version:
+            return newest
+        ahead = [version for version, _ in self._versions() if version > shipped]
+        if ahead:
+            raise ServerFailure(
+                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, and this run has sent {shipped} batches: resume the "
+                f"trainer at step {shipped}, or give both sides an empty output_dir and start anew."
+            )
+        have = "no policy has come yet" if newest is None else f"the newest is v{newest.version}"
+        raise ServerFailure(
+            f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} within sync_wait_s = {self.wait_s:g} s ({have}): start "
+            "it with that output_dir, read its log, or raise [backend.options] sync_wait_s above the time of one of its steps."
+        )
 
     def _receive_offers(self, shipped: int) -> None:
         """Acknowledge every offer, also of a version that a restarted trainer offers again. None past `shipped` can be of this run."""
@@ -78,44 +89,27 @@ class Broadcasts:
                     (folder / ACKNOWLEDGED).touch()
                 except FileNotFoundError:  # a trainer that starts anew is emptying the folder
                     continue
-            self._wait_until_finished(version, folder)
+            deadline = self._clock() + self.wait_s
+            while not (folder / FINISHED).exists():
+                if self._clock() > deadline:
+                    found = "began to write it" if (folder / STARTED).exists() else "has not begun to write it"
+                    raise ServerFailure(
+                        f"PRIME-RL's trainer offered policy v{version}, which was acknowledged, but it {found} and did not finish within "
+                        f"sync_wait_s = {self.wait_s:g} s ({folder}): look at its log, or raise [backend.options] sync_wait_s."
+                    )
+                self._sleep(self.poll_s)
             policy = Policy(version, folder, receipt=self._receipts)
             check_weights(policy)
             self.newest, self._receipts = policy, self._receipts + 1
 
     def _versions(self) -> Iterator[tuple[int, Path]]:
-        """The policies that the trainer has offered, lowest version first."""
+        """Return the policies that the trainer has offered, lowest version first."""
         found = ((folder.name.removeprefix("step_"), folder) for folder in self.folder.glob("step_*"))
         yield from sorted((int(digits), folder) for digits, folder in found if digits.isdigit() and (folder / OFFERED).exists())
 
-    def _wait_until_finished(self, version: int, folder: Path) -> None:
-        deadline = self._clock() + self.wait_s
-        while not (folder / FINISHED).exists():
-            if self._clock() > deadline:
-                found = "began to write it" if (folder / STARTED).exists() else "has not begun to write it"
-                raise ServerFailure(
-                    f"PRIME-RL's trainer offered policy v{version}, which was acknowledged, but it {found} and did not finish within "
-                    f"sync_wait_s = {self.wait_s:g} s ({folder}): look at its log, or raise [backend.options] sync_wait_s."
-                )
-            self._sleep(self.poll_s)
-
-    def _nothing_came(self, shipped: int) -> ServerFailure:
-        ahead = [version for version, _ in self._versions() if version > shipped]
-        waited = f"within sync_wait_s = {self.wait_s:g} s"
-        if ahead:
-            return ServerFailure(
-                f"PRIME-RL's trainer offers policy v{max(ahead)} in {self.folder}, which this run sent {shipped} batches to: resume the "
-                f"trainer at step {shipped}, or give both sides an empty output_dir and start anew."
-            )
-        have = "no policy has come yet" if self.newest is None else f"the newest is v{self.newest.version}"
-        return ServerFailure(
-            f"PRIME-RL's trainer did not offer policy v{shipped} in {self.folder} {waited} ({have}): start it with that output_dir, read "
-            "its log, or raise [backend.options] sync_wait_s above the time of one of its steps."
-        )
-
 
 def check_weights(policy: Policy) -> None:
-    """Raises ServerFailure for a policy without weights, and for a file of which a part is missing."""
+    """Raise ServerFailure for a policy without weights, and for a file of which a part is missing."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(policy.folder.glob("*.safetensors"))

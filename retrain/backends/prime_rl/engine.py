@@ -37,7 +37,7 @@ class ServedPolicy(ServedAdapter):
     """A policy as servers know it; `name` is empty where the base model itself was updated."""
 
     salt: str
-    """Of the prefix cache."""
+    """Separates the prefix caches of policies."""
 
     @classmethod
     def of(cls, policy: Policy) -> "ServedPolicy":
@@ -70,21 +70,18 @@ class PrimeDialect(VLLMDialect):
         """An adapter is exchanged in place; for whole weights the server stands still meanwhile, and is resumed whatever happens."""
         assert isinstance(adapter, ServedPolicy)
         if adapter.name:
-            await self._load_adapter(server, adapter)
+            try:
+                await server.post("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+            except Refused as error:
+                if error.status in (404, 500):  # a network file system may show the folder later
+                    raise Unavailable(f"{server.url}: {error.status} {error}", gone=False) from error
+                raise
             return
         try:
             await server.post("/pause?mode=keep&clear_cache=false", timeout=_PAUSE_S)
             await server.post("/update_weights", {"weight_dir": str(adapter.folder)}, timeout=_UPDATE_S)
         finally:
             await server.post("/resume", timeout=_PAUSE_S)
-
-    async def _load_adapter(self, server: Server, adapter: ServedPolicy) -> None:
-        try:
-            await server.post("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
-        except Refused as error:
-            if error.status in (404, 500):  # a network file system may show the folder later
-                raise Unavailable(f"{server.url}: {error.status} {error}", gone=False) from error
-            raise
 
     async def check_logprobs(self, server: Server, adapter: ServedAdapter, temperature: float) -> None:
         """Log-probs must be of the sampled distribution: of a request that keeps two tokens, the two probabilities add up to 1.
@@ -146,7 +143,7 @@ class PrimeEngine(ServedEngine):
             await self._dialect.load(server, self._adapter)
 
     def _completions(self, index: int, request: SampleRequest, server: Server, answer: Any) -> list[Completion]:
-        """With the kept sets themselves, which the trainer renormalises over."""
+        """Return completions with the kept sets themselves, which the trainer renormalises over."""
         completions = super()._completions(index, request, server, answer)
         if any(completion.kept is None for completion in completions):
             return completions

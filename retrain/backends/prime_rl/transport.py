@@ -23,18 +23,18 @@ class Sender(ABC):
 
     @abstractmethod
     def prepare(self, shipped: int) -> None:
-        """Called once, before the first batch: `shipped` batches went out before."""
+        """Prepare, once, before the first batch: `shipped` batches went out before."""
 
     @abstractmethod
     def wait_for_trainer(self) -> None:
-        """Raises ServerFailure where no trainer would receive a batch that is sent now."""
+        """Raise ServerFailure where no trainer would receive a batch that is sent now."""
 
     @abstractmethod
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
-        """Batch number `batch`, its payload for each rank."""
+        """Send batch number `batch`, its payload for each rank."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
-        """Safe to call twice."""
+        """Close the transport; it is safe to call this twice."""
 
 
 class FileSystemSender(Sender):

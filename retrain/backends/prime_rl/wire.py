@@ -26,7 +26,7 @@ class Sample:
     mask: npt.NDArray[np.bool_]
     """True at the actions."""
     logprobs: npt.NDArray[np.float32]
-    """Of the sampler at the sampling temperature; 0 outside the actions, where nobody reads them."""
+    """The sampler's, at the sampling temperature; 0 outside the actions, where nobody reads them."""
     advantages: npt.NDArray[np.float32]
     """0 outside the actions."""
     kept: Sequence[Int32Array] | None = None
@@ -41,7 +41,7 @@ class Sample:
         return cls(row.token_ids, mask, logprobs, advantages, row.kept_ids)
 
     def masked(self) -> "Sample":
-        """The same tokens without an action: a pass over it changes nothing."""
+        """Return the same tokens without an action: a pass over it changes nothing."""
         zeros = np.zeros(len(self), np.float32)
         return replace(self, mask=np.zeros(len(self), np.bool_), logprobs=zeros, advantages=zeros, kept=None)
 
@@ -55,7 +55,14 @@ def share_out(samples: Sequence[Sample], ranks: int, most_tokens: int) -> list[l
     A micro-batch holds up to `most_tokens` tokens, or one sample that is longer; 0 gives each sample its own. Where the number does not
     divide, a sample without actions fills up.
     """
-    packs = _first_fit_decreasing(samples, most_tokens)
+    packs: list[list[Sample]] = []
+    for sample in sorted(samples, key=len, reverse=True):  # first fit decreasing
+        fitting = (pack for pack in packs if _tokens(pack) + len(sample) <= most_tokens)
+        pack = next(fitting, None)
+        if pack is None:
+            packs.append([sample])
+        else:
+            pack.append(sample)
     each = -(-len(packs) // ranks)
     shares: list[list[list[Sample]]] = [[] for _ in range(ranks)]
     for pack in sorted(packs, key=_tokens, reverse=True):
@@ -65,31 +72,19 @@ def share_out(samples: Sequence[Sample], ranks: int, most_tokens: int) -> list[l
     return [share + [filler] * (each - len(share)) for share in shares]
 
 
-def _first_fit_decreasing(samples: Sequence[Sample], most_tokens: int) -> list[list[Sample]]:
-    packs: list[list[Sample]] = []
-    for sample in sorted(samples, key=len, reverse=True):
-        fitting = (pack for pack in packs if _tokens(pack) + len(sample) <= most_tokens)
-        pack = next(fitting, None)
-        if pack is None:
-            packs.append([sample])
-        else:
-            pack.append(sample)
-    return packs
-
-
 def _tokens(pack: Sequence[Sample]) -> int:
     return sum(map(len, pack))
 
 
 def encode(micro_batches: Sequence[Sequence[Sample]], temperature: float) -> bytes:
-    """The batch that one data rank of the trainer receives for one step."""
+    """Return the batch that one data rank of the trainer receives for one step."""
     import msgspec
 
     return msgspec.msgpack.encode([_micro_batch(pack, temperature) for pack in micro_batches])
 
 
 def _micro_batch(pack: Sequence[Sample], temperature: float) -> list[Any]:
-    """Entries 1 to 17 in the trainer's order.
+    """Return entries 1 to 17 in the trainer's order.
 
     The temperature stands at every token: the trainer divides the logits at position i by entry i, and those predict token i + 1, so the
     first action is scored with the entry of the last context token.
@@ -138,7 +133,7 @@ def _sampling_mask(pack: Sequence[Sample]) -> list[bytes] | None:
 
 
 def trained_samples(rows: Sequence[Row]) -> Iterator[Sample]:
-    """The rows that the loss has a term for; where there is none, one without actions: the trainer waits for every step's batch."""
+    """Return the rows that the loss has a term for; where there is none, one without actions: the trainer waits for every step's batch."""
     trained = [row for row in rows if row.trained]
     yield from (Sample.of(row) for row in trained)
     if not trained:

@@ -29,11 +29,11 @@ _REDIRECTS = 3
 _FILES = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 32 << 30}
 """Name -> most bytes."""
 _MOST_BYTES = sum(_FILES.values())
-"""Of the archive, packed and unpacked: a service must not fill the disk."""
+"""Bytes of the archive, packed and unpacked: a service must not fill the disk."""
 _MOST_AT_ONCE = 1 << 20
 """Bytes. tarfile reads the long name of a file into memory, however long it says that it is."""
 _MOST_MEMBERS = 1000
-"""Of which an archive of nothing but empty files would have millions."""
+"""Files in an archive: one of nothing but empty files would have millions."""
 
 
 def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> None:
@@ -43,7 +43,9 @@ def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> 
     if not found or {found["run"], found["name"]} & {".", ".."}:
         raise EnvironmentFailure(f"{path} is not a path of a Tinker service (tinker://RUN/sampler_weights/NAME).")
     if not address:
-        raise EnvironmentFailure("the hosted service hands out no adapter files; the SDK's `tinker checkpoint` commands manage them.")
+        raise EnvironmentFailure(
+            "the hosted service does not offer adapter files for download; the SDK's `tinker checkpoint` commands manage them."
+        )
     run, name = (quote(found[part], safe="") for part in ("run", "name"))
     with TemporaryFile() as archive:
         _fetch(f"{address.rstrip('/')}/api/v1/training_runs/{run}/checkpoints/{name}/archive", timeout, archive)
@@ -52,7 +54,7 @@ def download_adapter(base_url: str, path: str, folder: Path, timeout: float) -> 
 
 
 def _fetch(url: str, timeout: float, into: IO[bytes]) -> None:
-    """`timeout` bounds the whole download."""
+    """Download into `into`; `timeout` bounds the whole download."""
     import httpx
 
     from retrain.web import key_from
@@ -86,7 +88,7 @@ def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
 
 
 def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
-    """Only the two files, whatever else the archive holds and wherever it wants to put it; links and sparse files are none."""
+    """Unpack only the two files, whatever else the archive holds and wherever it wants to put it; links and sparse files are skipped."""
     from safetensors import SafetensorError
 
     missing, unpacked = set(_FILES), 0
@@ -120,7 +122,9 @@ class _Bounded(io.BufferedReader):
 
 
 def _name_target_modules(folder: Path) -> None:
-    """SkyRL leaves target_modules null, for which peft would take its own default; the weights say which modules are adapted."""
+    """Name the target modules: SkyRL leaves target_modules null, for which peft would take its own default; the weights say which modules
+    are adapted.
+    """
     from safetensors import safe_open
 
     path = folder / "adapter_config.json"

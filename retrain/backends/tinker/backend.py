@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 STATE_FILE = "tinker.json"
-"""In every checkpoint and in final/: where the service keeps the weights, and the optimizer's state."""
+"""A file in every checkpoint and in final/, which says where the service keeps the weights, and the optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TinkerBackend(RemoteBackend):
     capabilities = TINKER
 
     def __init__(self, config: "TrainConfig", *, eos_ids: Sequence[int], say: Callable[[str], None]) -> None:
-        """Connects. The training client is made at its first use, or by `load` from a checkpoint, and `say` reports it."""
+        """Connect. The training client is made at its first use, or by `load` from a checkpoint, and `say` reports it."""
         self.config = config
         self._say = say
         say("Connecting to Tinker...")
@@ -129,9 +129,12 @@ class TinkerBackend(RemoteBackend):
         own = [row.row for row in rows]
         counted = [row.num_counted for row in own]
         weights = row_weights(own, counted, config.loss.aggregation, training.max_tokens, completions)
+        # A service that takes means divides each row's term, which is undone: the weights already normalise the gradient.
+        means = config.backend.tinker.loss_reduction != "sum"
+        undone = [float(len(row.shifted) * len(rows)) if means else 1.0 for row in rows]
         datums = [
-            policy_datum(row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * undone))
-            for row, weight, undone in zip(rows, weights, self._undone_means(rows), strict=True)
+            policy_datum(row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * factor))
+            for row, weight, factor in zip(rows, weights, undone, strict=True)
         ]
         rate = learning_rate(training.lr, step, training.lr_schedule, training.lr_warmup_steps, training.max_steps)
         adam = types.AdamParams(
@@ -146,15 +149,6 @@ class TinkerBackend(RemoteBackend):
         clip = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]} if bounds else None
         with self._service.answering("an update"):
             return _Requested(rows, weights, self.trainer.forward_backward(datums, config.loss.mode, clip), self.trainer.optim_step(adam))
-
-    def _undone_means(self, rows: Sequence[_TrainedRow]) -> list[float]:
-        """Factors by which a service that takes means divides each row's term; 1 for one that adds the terms up.
-
-        The weights of `[loss] aggregation` are already in the advantages, so the gradient is normalised by them alone.
-        """
-        if self.config.backend.tinker.loss_reduction == "sum":
-            return [1.0] * len(rows)
-        return [float(len(row.shifted) * len(rows)) for row in rows]
 
     def _finished(self, update: _Requested, log_ratios: list[Float32Array]) -> Update:
         """Wait for an update. The service has then changed the weights, so log-probs that are not finite end the run."""
@@ -173,10 +167,6 @@ class TinkerBackend(RemoteBackend):
                 "checkpoint is sound: resume from it with a lower [training] lr or [loss] max_grad_norm = 1.0."
             )
         log_ratios += [logprobs - row.row.logprobs for logprobs, row in zip(new, update.rows, strict=True)]
-        return self._measured(update, new, norm)
-
-    def _measured(self, update: _Requested, new: Sequence[Float32Array], norm: float) -> Update:
-        """Loss and clip of an update, from the log-probs that it was computed with."""
         loss, rows = self.config.loss, [row.row for row in update.rows]
         flat_new, old, advantages = (_flat(values) for values in (new, [r.logprobs for r in rows], [r.advantages for r in rows]))
         weights = np.repeat(update.weights, [row.num_actions for row in rows])
@@ -200,7 +190,7 @@ class TinkerBackend(RemoteBackend):
             )
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:  # noqa: ARG002 - always 1
-        """At temperature 1, the only one that the service's learner knows; another is refused before the run."""
+        """Return log-probs at temperature 1, the only one that the service's learner knows; another is refused before the run."""
         check_rows(rows)
         shifted = [ShiftedRow.of(row) for row in rows if row.num_actions]
         if not shifted:
@@ -223,7 +213,7 @@ class TinkerBackend(RemoteBackend):
         self._write(folder, state=path)
 
     def save_adapter(self, folder: Path) -> None:
-        """The PEFT folder where the service hands adapters out, else the place at the service alone."""
+        """Write the PEFT folder where the service hands adapters out, else the place at the service alone."""
         with self._service.slot():
             path = self._service.result("an adapter", lambda: self.trainer.save_weights_for_sampler(self._name("adapter"))).path
         try:
@@ -233,7 +223,7 @@ class TinkerBackend(RemoteBackend):
         self._write(folder, sampler=path)
 
     def _name(self, kind: str) -> str:
-        """Unique within the training client, since a save may be tried again."""
+        """Return a name that is unique within the training client, since a save may be tried again."""
         self._saves += 1
         return f"{kind}-{self._saves:04d}"
 
@@ -242,34 +232,29 @@ class TinkerBackend(RemoteBackend):
         (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        path = stored_path(folder)
-        self._say(f"Creating training client from {path}...")
-        with self._service.answering(f"the state {path}"):
-            self._trainer = self._restored(path)
-        self._say("Training client ready.")
-
-    def _restored(self, path: str) -> Any:
-        """A training client with the weights and the optimizer at `path`."""
         import tinker
 
-        seconds = self._service.timeout
-        try:
-            return self._service.client.create_training_client_from_state_with_optimizer(path).result(timeout=seconds)
-        except tinker.APIStatusError as error:
-            if error.status_code != 422:
-                raise
-        # SkyRL 0.4.0 does not know this request: it loads a state into an adapter that exists, as that one's first request.
-        trainer = self._create().result(timeout=seconds)
-        with without_deprecations():
-            trainer.load_state_with_optimizer(path).result(timeout=seconds)
-        return trainer
+        path, seconds = stored_path(folder), self._service.timeout
+        self._say(f"Creating training client from {path}...")
+        with self._service.answering(f"the state {path}"):
+            try:
+                trainer = self._service.client.create_training_client_from_state_with_optimizer(path).result(timeout=seconds)
+            except tinker.APIStatusError as error:
+                if error.status_code != 422:
+                    raise
+                # SkyRL 0.4.0 does not know this request: it loads a state into an adapter that exists, as that one's first request.
+                trainer = self._create().result(timeout=seconds)
+                with without_deprecations():
+                    trainer.load_state_with_optimizer(path).result(timeout=seconds)
+            self._trainer = trainer
+        self._say("Training client ready.")
 
     def close(self) -> None:
         self._service.close()
 
 
 def stored_path(folder: Path) -> str:
-    """The tinker:// path in a checkpoint. Raises RunFailed for a folder without one."""
+    """Return the tinker:// path in a checkpoint. Raises RunFailed for a folder without one."""
     content = read_object(folder / STATE_FILE) if (folder / STATE_FILE).is_file() else {}
     path = content.get("state") or content.get("sampler")
     if not isinstance(path, str) or not path.startswith("tinker://"):
@@ -278,7 +263,7 @@ def stored_path(folder: Path) -> str:
 
 
 def _nonfinite_input(rows: Sequence[_TrainedRow]) -> str:
-    """The first kind of input that is not finite; "" if all are."""
+    """Return the first kind of input that is not finite; "" if all are."""
     for name, arrays in (
         ("advantages", [row.row.advantages for row in rows]),
         ("sampler log-probs", [row.row.logprobs for row in rows]),

@@ -45,12 +45,12 @@ class ShiftedRow:
 
 
 def policy_datum(row: ShiftedRow, logprobs: Float32Array, advantages: Float32Array) -> "types.Datum":
-    """For the losses that read a ratio. `logprobs` and `advantages` are [T]."""
+    """Make a datum for the losses that read a ratio. `logprobs` and `advantages` are [T]."""
     return _datum(row, logprobs=row.at_actions(logprobs), advantages=row.at_actions(advantages))
 
 
 def scoring_datum(row: ShiftedRow) -> "types.Datum":
-    """For a forward pass alone: cross-entropy in which no position counts."""
+    """Make a datum for a forward pass alone: cross-entropy in which no position counts."""
     return _datum(row, weights=np.zeros(len(row), np.float32))
 
 

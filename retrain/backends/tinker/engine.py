@@ -96,5 +96,5 @@ class TinkerEngine(InferenceEngine):
 
 
 def _seed(noise: NoiseKey, first_sample: int) -> int:
-    """A seed for the service's own noise, from the coordinates of the request: the same for every condition of a campaign."""
+    """Return a seed for the service's own noise, from the coordinates of the request: the same for every condition of a campaign."""
     return int(float(uniform(noise.seed, noise.stream, noise.step, noise.prompt, first_sample, 0)) * _SEEDS)

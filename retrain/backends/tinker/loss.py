@@ -1,4 +1,4 @@
-"""What the service's loss was, from the log-probs that it returns; the service itself reports at most a sum.
+"""The loss of a step, computed from the log-probs that the service returns; the service itself reports at most a sum.
 
 importance_sampling: -rho A, ppo: -min(rho A, clip(rho, 1 - low, 1 + high) A), cispo: -clip(rho, low, high) A log pi, with
 rho = exp(log pi - log pi of the sampler); the service adds them up over all tokens of all rows.
@@ -17,7 +17,7 @@ Values = npt.NDArray[np.float64]
 
 
 def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
-    """Lowest and highest ratio, as the service takes them; None where nothing is clipped."""
+    """Return lowest and highest ratio, as the service takes them; None where nothing is clipped."""
     low, high = loss.clips
     if loss.mode == "importance_sampling":
         return None

@@ -26,18 +26,17 @@ class Service:
     """One session of the SDK, and the campaign's throttle around its calls."""
 
     def __init__(self, config: "TrainConfig") -> None:
-        """Connects to nothing yet. Raises EnvironmentFailure without the SDK or the key."""
-        options = config.backend.tinker
-        self.address = config.model.base_url or os.environ.get("TINKER_BASE_URL") or "its default address"
-        self.timeout = options.timeout_s
+        """Open the session. Raises EnvironmentFailure without the SDK or the key, and where nothing answers."""
+        base_url = config.model.base_url
+        self.address = base_url or os.environ.get("TINKER_BASE_URL") or "its default address"
+        self.timeout = config.backend.tinker.timeout_s
         self.slot = throttle_of(config.backend).slot
         """A context that holds one of the campaign's `max_concurrent` places."""
         self._resume = f"continue with --resume {config.resume.from_ or config.logging.log_dir}"
         self._broken = ""
-        self._client = self._connected(config.model.base_url)
-
-    def _connected(self, base_url: str) -> Any:
         os.environ.setdefault("TINKER_TELEMETRY", "0")  # read by the SDK, which reports usage by default
+        import httpx
+
         try:
             import tinker
         except ImportError as error:
@@ -46,12 +45,17 @@ class Service:
         if not key:
             raise EnvironmentFailure(f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the variable, or add it to .env.")
         logging.getLogger("tinker.lib.retry_handler").setLevel(logging.CRITICAL)  # it logs what it then raises
-        if base_url:
-            _refuse_unreachable(base_url)
+        try:  # where nothing listens, the SDK would try for minutes before it says so
+            if base_url:
+                httpx.get(base_url, timeout=_REACH_S)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise EnvironmentFailure(
+                f"Nothing answers at [model] base_url = {base_url!r} ({first_line(error)}); start the service there, or correct "
+                "the address."
+            ) from error
         with self.answering("a session"):
-            client = tinker.ServiceClient(base_url=base_url or None, api_key=key)
-            client.holder  # noqa: B018 - opens the session, which the SDK would put off until the first call
-            return client
+            self._client = tinker.ServiceClient(base_url=base_url or None, api_key=key)
+            self._client.holder  # noqa: B018 - opens the session, which the SDK would put off until the first call
 
     @property
     def client(self) -> Any:
@@ -95,7 +99,7 @@ class Service:
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """For a call that the SDK announces to remove, and that a service needs which lacks its successor."""
+    """Silence the SDK during a call that it announces to remove, and that a service needs which lacks its successor."""
     logger = logging.getLogger("tinker.lib.public_interfaces.training_client")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -108,7 +112,7 @@ def without_deprecations() -> Iterator[None]:
 
 
 def _reason(error: BaseException, seconds: float) -> str:
-    """The middle of a sentence that begins with the service."""
+    """Return the middle of a sentence that begins with the service."""
     import tinker
 
     status = getattr(error, "status_code", None)
@@ -128,19 +132,7 @@ def _reason(error: BaseException, seconds: float) -> str:
 
 
 def _detail(error: BaseException) -> str:
-    """The service's own sentence, without the SDK's words around it."""
+    """Return the service's own sentence, without the SDK's words around it."""
     body = getattr(error, "body", None)
     detail = body.get("detail") if isinstance(body, dict) else None
     return str(detail) if detail else first_line(error)
-
-
-def _refuse_unreachable(base_url: str) -> None:
-    """Raises EnvironmentFailure at once where nothing listens; the SDK would try for minutes before it says so."""
-    import httpx
-
-    try:
-        httpx.get(base_url, timeout=_REACH_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EnvironmentFailure(
-            f"Nothing answers at [model] base_url = {base_url!r} ({first_line(error)}); start the service there, or correct the address."
-        ) from error

@@ -43,7 +43,7 @@ def _depth(z, most):
 def _block_sums(
     logits, temperatures, tops, cuts, largest, sums, moments, row_stride, vocabulary, blocks, CUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of one block: its largest z, the sum of w = exp(z - largest), and that of w (z - largest), over the kept tokens."""
+    """Store the largest z of one block, the sum of w = exp(z - largest), and the sum of w (z - largest), over the kept tokens."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocabulary

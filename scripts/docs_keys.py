@@ -1,16 +1,11 @@
-"""Documents made from the schema: the annotated retrain.toml, the reference's tables, `retrain help config`, the JSON Schema.
-
-`make docs` writes them into the repository, and `python -m retrain.config.reference` writes them alone; a test fails when one has drifted.
-"""
+"""The documents that are made from the schema: the annotated retrain.toml, the tables of docs/configuration-keys.md, the JSON Schema."""
 
 import json
-import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from retrain.config.keys import SHORT_TABLE_FLAGS, Key, all_keys, section_models
+from retrain.config.keys import Key, all_keys, section_models
 from retrain.config.names import ALIASES, bracketed
 from retrain.config.schema import BACKEND_OPTIONS, DEFAULT_CONDITIONS, TrainConfig
 from retrain.parsing import toml_value
@@ -39,7 +34,9 @@ def _annotated_section(section: str) -> Iterator[str]:
     for key in _keys_of(section):
         if key.path == "campaign.conditions":
             continue
-        yield from _comment(_doc_with_choices(key))
+        # The names that a key takes are added where its documentation does not say them.
+        unsaid = ":" not in key.doc and any(choice not in key.doc for choice in key.choices)
+        yield from _comment(f"{key.doc[:-1]}: {', '.join(key.choices)}." if unsaid else key.doc)
         example = (key.field.examples or [None])[0] if key.default is None else key.default
         yield f"{off or ('# ' if key.traits.meaningful_unset else '')}{key.name} = {toml_value(example)}"
     if section == "campaign":
@@ -59,12 +56,6 @@ def _keys_of(section: str) -> list[Key]:
 
 def _doc_of_section(section: str) -> str:
     return (section_models()[section].__doc__ or "").split("\n")[0]
-
-
-def _doc_with_choices(key: Key) -> str:
-    """The documentation, with the names that the key takes where it does not say them already."""
-    unsaid = [choice for choice in key.choices if choice not in key.doc]
-    return f"{key.doc[:-1]}: {', '.join(key.choices)}." if unsaid and ":" not in key.doc else key.doc
 
 
 def markdown_tables() -> str:
@@ -98,28 +89,6 @@ def _cells(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-_HELP_FOOTER = """\
---flag VALUE and --flag=VALUE; --switch and --no-switch; lists as 1,2 or [1, 2]; tables as repeated KEY=VALUE.
---section.key VALUE works for every key. RETRAIN_<SECTION>_<KEY> sets a key from the environment.
-A later one wins: defaults, file, environment, flags.
-"""
-
-
-def help_text(section: str | None = None) -> str:
-    """The text of `retrain help config [SECTION]`: every key with its flag, default, allowed values and documentation."""
-    return "\n".join(line for name in section_models() if section in (None, name) for line in _help_section(name)) + "\n" + _HELP_FOOTER
-
-
-def _help_section(section: str) -> Iterator[str]:
-    yield f"[{section}]  {_doc_of_section(section)}"
-    for key in _keys_of(section):
-        default = "unset" if key.default is None else toml_value(key.default)
-        short = f", {SHORT_TABLE_FLAGS[key.path]} KEY=VALUE" if key.path in SHORT_TABLE_FLAGS else ""
-        yield f"  {key.flag}{short}  ({key.name} = {default})"
-        yield from textwrap.wrap(f"{key.doc} Allowed: {key.allowed}.", WIDTH, initial_indent="      ", subsequent_indent="      ")
-    yield ""
-
-
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a configuration file, for editors."""
     schema: dict[str, Any] = _plain(TrainConfig.model_json_schema(by_alias=True))
@@ -148,14 +117,3 @@ def artefacts() -> dict[str, str]:
         "docs/configuration-keys.md": markdown_tables(),
         "docs/retrain.schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
     }
-
-
-def write_artefacts(root: Path) -> None:
-    for name, text in artefacts().items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_artefacts(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2])
