@@ -31,25 +31,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2, help="[training] max_tokens")
+    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--dtypes", nargs="+", choices=list(OPTIONS), default=list(OPTIONS))
     add_output(parser)
     given = parser.parse_args()
     load, rows = load_average(), []
-    parts = load_parts(configuration(0, given.tokens, "auto"), None, say=lambda _: None)
+    parts = load_parts(configuration(0, given.tokens, given.temperature, "auto"), None, say=lambda _: None)
     for name in ENGINES:
         stopped = []
         for dtype in given.dtypes:
-            settings = [configuration(seed, given.tokens, dtype) for seed in range(given.seeds)]
+            settings = [configuration(seed, given.tokens, given.temperature, dtype) for seed in range(given.seeds)]
             stopped.append(sum(is_stopped(parts, name, config) for config in settings))
         rows.append([name, *(f"{count} of {given.seeds}" for count in stopped)])
         print(rows[-1], flush=True)
-    what = f"Runs stopped, of {given.seeds} seeds, at temperature 0.8 and max_tokens = {given.tokens}; only Served is sound."
+    what = f"Runs stopped, of {given.seeds} seeds, at temperature {given.temperature} and max_tokens = {given.tokens}; only Served is sound."
     publish("gate", "The parity gate and faulty engines", [what, table(["engine", *given.dtypes], rows)], load, given.output)
     parts.close()
 
 
-def configuration(seed: int, tokens: int, dtype: str) -> TrainConfig:
-    training = {"temperature": 0.8, "seed": seed, "max_tokens": tokens}
+def configuration(seed: int, tokens: int, temperature: float, dtype: str) -> TrainConfig:
+    training = {"temperature": temperature, "seed": seed, "max_tokens": tokens}
     return small(Path("nowhere"), training=training, inference={"dtype": dtype})
 
 

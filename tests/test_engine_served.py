@@ -336,7 +336,7 @@ def test_a_reply_that_is_no_answer_is_never_scored(tmp_path: Path, server: VLLMD
         asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0))
         asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
         choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
-        server.faults.append(first(1, (200, {"choices": [choice], "usage": {}})))
+        server.faults.append(first(1, (200, {"choices": [choice], "usage": {}}), "/v1/chat/completions"))
         with pytest.raises(ServerFailure, match=f"finish_reason = {reason!r}, and no answer that could be scored"):
             list(engine.sample([asked]))
         (usual,) = engine.sample([asked])

@@ -16,6 +16,7 @@ from itertools import cycle
 from math import isclose
 
 import numpy as np
+import numpy.typing as npt
 
 from retrain.backends.base import Backend, TrialAdapter
 from retrain.environments.episodes import EpisodeHost, play
@@ -39,9 +40,11 @@ _FEW_TOKENS = 16
 
 _FP32_IN_PROCESS = 1e-4
 _FP32_SERVER = 1e-3
-_BF16_MEAN = 0.02
-_BF16_MAX = 0.5
-"""Nats. Known faults are far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model without the adapter more."""
+_HALF_MEAN = 0.02
+_HALF_MAX = 0.5
+"""Nats at temperature 1 and above; below, log-probs are so many times as sensitive to the logits' rounding. Known faults are far above: raw
+log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model without the adapter more.
+"""
 
 _TRIAL_SHARE = 0.02
 """Of the trial adapter's mean effect: half precision may be off by this on average, if it is more. Some seeds change the policy by nats."""
@@ -102,7 +105,7 @@ class GateResult:
         )
         return (
             f"Parity gate passed: engine and learner agree to {self.max_difference:.1e} nats over {self.tokens} tokens "
-            f"(tolerance {self.tolerance:g}), {effect}, EOS is trained, gold answers score: {self.gold}."
+            f"(tolerance {self.tolerance:.2g}), {effect}, EOS is trained, gold answers score: {self.gold}."
         )
 
 
@@ -126,6 +129,12 @@ class GateInputs:
     """Training steps behind the weights."""
     trained: bool
     """The engine already serves these weights, and is checked with them before it is given the trial adapter."""
+
+    @property
+    def sharpness(self) -> float:
+        """The factor by which the temperature multiplies the rounding of logits, at least 1."""
+        raw = self.backend.engine.capabilities.logprobs == "raw"
+        return 1.0 if raw else 1 / min(1.0, self.temperature)
 
     @property
     def consequence(self) -> str:
@@ -158,7 +167,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
             suspects += _temperature_suspects(inputs, sampled)
             if suspects:
                 raise RunFailed(max(suspects, key=lambda suspect: suspect.explained).sentence)
-            _check_differences(inputs, differences, "with a trial adapter, ", mean_allowed=max(_BF16_MEAN, _TRIAL_SHARE * effect))
+            _check_differences(inputs, differences, "with a trial adapter, ", effect)
         _sync(inputs)
         if not inputs.backend.engine.capabilities.in_process:
             _check_differences(inputs, _differences(_sampled(inputs, few, _FEW_TOKENS)), "after the trial adapter was taken back, ")
@@ -292,12 +301,12 @@ def _differences(sampled: _Sampled) -> Float32Array:
 
 def _tolerance(inputs: GateInputs) -> float:
     if inputs.half_precision:
-        return _BF16_MAX
+        return _HALF_MAX * inputs.sharpness
     return _FP32_IN_PROCESS if inputs.backend.engine.capabilities.in_process else _FP32_SERVER
 
 
-def _check_differences(inputs: GateInputs, differences: Float32Array, when: str = "", mean_allowed: float = _BF16_MEAN) -> None:
-    """Raises RunFailed for a difference above the tolerance; `mean_allowed` [nats] is that of their mean in half precision."""
+def _check_differences(inputs: GateInputs, differences: Float32Array, when: str = "", effect: float = 0.0) -> None:
+    """Raises RunFailed for a difference above the tolerance, or in half precision for their mean; `effect` [nats]: the trial adapter's."""
     if not np.isfinite(differences).all():
         raise RunFailed("Parity gate: a log-prob is not finite before any training; check the model's weights and [model] dtype.")
     largest, mean = float(differences.max()), float(differences.mean())
@@ -311,12 +320,12 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
         advice = (
             f"so {inputs.consequence}; check that the server has the same model and tokenizer, and its dtype: [inference] dtype says it"
         )
-    allowed = _tolerance(inputs)
+    allowed, mean_allowed = _tolerance(inputs), max(_HALF_MEAN * inputs.sharpness, _TRIAL_SHARE * effect)
     if largest <= allowed and (mean <= mean_allowed or not inputs.half_precision):
         return
     found = f"disagree by {largest:.3g} nats (allowed: {allowed:g})"
     if inputs.half_precision:
-        found = f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed: {_BF16_MAX} and {mean_allowed:.2g})"
+        found = f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed: {allowed:.2g} and {mean_allowed:.2g})"
     raise RunFailed(f"Parity gate: {when}engine and learner {found}; {inputs.backend.engine.why_it_differs() or advice}.")
 
 
@@ -377,9 +386,7 @@ def _adapter_suspects(inputs: GateInputs, trial: TrialAdapter, strength: float, 
 def _temperature_suspects(inputs: GateInputs, sampled: _Sampled) -> list[_Suspect]:
     """Return another temperature as a suspect where the differences, each within half precision's tolerance, together say so.
 
-    They are fitted by least squares as a share of what a hotter temperature would change. A token's rounding depends on the token, and a
-    few tokens of a sharp policy can decide the fit, so the share's standard error is one that allows for both (HC3 of MacKinnon and White,
-    J. Econometrics 29, 1985, 305).
+    They are fitted by least squares as a share of what a hotter temperature would change.
     """
     temperature = 1.0 if inputs.backend.engine.capabilities.logprobs == "raw" else inputs.temperature
     difference = np.concatenate(sampled.differences)
@@ -390,9 +397,7 @@ def _temperature_suspects(inputs: GateInputs, sampled: _Sampled) -> list[_Suspec
     if not (size := effect @ effect):
         return []  # a backend whose learner knows one temperature only
     share = float(effect @ difference / size)
-    leverage = np.square(effect) / size
-    error = float(np.linalg.norm(effect * (difference - share * effect) / np.maximum(1 - leverage, 1e-9)) / size)
-    if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * error):
+    if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * _standard_error(effect, difference - share * effect)):
         return []
     looks = temperature * (1 + (_HOTTER - 1) * share)
     sentence = (
@@ -444,9 +449,20 @@ def _fits(difference: Float32Array, effects: Mapping[str, Float32Array]) -> list
             continue
         share = -float(found @ own) / size
         rest = found + share * own
-        error, nats = np.sqrt((rest @ rest) / len(rest) / size), abs(share) * np.sqrt(np.mean(np.square(effect)))
-        fits.append(_Fit(group, share, float(error), float(nats), share**2 * size / total))
+        nats = abs(share) * float(np.sqrt(np.mean(np.square(effect))))
+        fits.append(_Fit(group, share, _standard_error(own, rest), nats, share**2 * size / total))
     return fits
+
+
+def _standard_error(regressor: npt.NDArray[np.float64], rest: npt.NDArray[np.float64]) -> float:
+    """Standard error of a least-squares slope, given the regressor and the residuals [n].
+
+    A token's rounding depends on the token, and a few tokens of a sharp policy can decide the fit; it allows for both (HC3 of MacKinnon and
+    White, J. Econometrics 29, 1985, 305).
+    """
+    size = regressor @ regressor
+    leverage = np.square(regressor) / size
+    return float(np.linalg.norm(regressor * rest / np.maximum(1 - leverage, 1e-9)) / size)
 
 
 # -- tokens, template, reward ----------------------------------------------------------------------------------------
