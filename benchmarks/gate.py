@@ -44,7 +44,7 @@ def main() -> None:
             stopped.append(sum(is_stopped(parts, name, config) for config in settings))
         rows.append([name, *(f"{count} of {given.seeds}" for count in stopped)])
         print(rows[-1], flush=True)
-    what = f"Runs stopped, of {given.seeds} seeds, at temperature {given.temperature} and max_tokens = {given.tokens}; only Served is sound."
+    what = f"Runs stopped, of {given.seeds} seeds, temperature {given.temperature}, max_tokens = {given.tokens}; only Served is sound."
     publish("gate", "The parity gate and faulty engines", [what, table(["engine", *given.dtypes], rows)], load, given.output)
     parts.close()
 

@@ -190,7 +190,7 @@ def test_dropout_moves_the_ratio_by_itself_and_stops_nothing(tmp_path: Path) -> 
 def test_rounding_of_a_few_tokens_is_no_missing_group() -> None:
     """One token's rounding, next to a group whose effect on it is as small, fits perfectly and means nothing."""
     rounding = np.array([8e-7], np.float32)
-    (fit,) = gate._fits(-rounding, {"part 3 of 4 of the layers": rounding * np.float32(1.2)})
+    (fit,) = gate._fits(-rounding, {"part 3 of 4 of the layers": rounding * np.float32(1.2)}, half_precision=False)
     assert fit.share > gate._MISSING and fit.share > gate._SIGNIFICANT * fit.error
     assert fit.nats < gate._ROUNDING
 
@@ -203,8 +203,8 @@ def test_rounding_of_the_few_sensitive_tokens_of_a_sharp_policy_is_no_missing_gr
         sensitivity = 10.0 ** draw.uniform(-6, 0, 48)
         effects = {f"group {number}": (sensitivity * draw.normal(size=48)).astype(np.float32) for number in range(12)}
         rounding = (0.1 * sensitivity * draw.normal(size=48)).astype(np.float32)
-        fits = gate._fits(rounding, effects)
+        fits = gate._fits(rounding, effects, half_precision=True)
         accused += any(fit.share > gate._MISSING and fit.share > gate._SIGNIFICANT * fit.error for fit in fits)
-        found = gate._fits(rounding - effects["group 7"], effects)
+        found = gate._fits(rounding - effects["group 7"], effects, half_precision=True)
         assert max(found, key=lambda fit: fit.explained).group == "group 7"
     assert accused == 0

@@ -67,6 +67,8 @@ _HOTTER = 1.1
 """The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the differences."""
 _WRONG_TEMPERATURE = 0.5
 """Share of that effect which the differences may contain: 5% of the temperature."""
+_ONE_TOKEN = 0.5
+"""Share of the sum of squares above which one token decides a fit, which is then as good as its rounding, whatever the standard error."""
 _FITTED = 24
 """Tokens that a fit needs in half precision: of fewer, a standard error says nothing."""
 
@@ -377,7 +379,7 @@ def _adapter_suspects(inputs: GateInputs, trial: TrialAdapter, strength: float, 
     fits, fewest = [], _FITTED if inputs.half_precision else 1
     for numbers, fitted in ((range(len(whole)), {_WHOLE: np.concatenate(whole)}), (probed, effects)):
         difference = np.concatenate([differences[number] for number in numbers])
-        fits += _fits(difference, fitted) if len(difference) >= fewest else []
+        fits += _fits(difference, fitted, inputs.half_precision) if len(difference) >= fewest else []
     off = [fit for fit in fits if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error) and fit.nats > _ROUNDING]
     suspects = [_Suspect(fit.explained, fit.sentence(inputs.consequence)) for fit in off]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
@@ -396,6 +398,8 @@ def _temperature_suspects(inputs: GateInputs, sampled: _Sampled) -> list[_Suspec
     effect = hotter - np.concatenate(sampled.learner)
     if not (size := effect @ effect):
         return []  # a backend whose learner knows one temperature only
+    if np.square(effect).max() > _ONE_TOKEN * size:
+        return []
     share = float(effect @ difference / size)
     if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * _standard_error(effect, difference - share * effect)):
         return []
@@ -432,7 +436,7 @@ class _Fit:
         return f"Parity gate: the engine's log-probs differ from the learner's as if {amount}, {advice}"
 
 
-def _fits(difference: Float32Array, effects: Mapping[str, Float32Array]) -> list[_Fit]:
+def _fits(difference: Float32Array, effects: Mapping[str, Float32Array], half_precision: bool) -> list[_Fit]:
     """Fit a share for each group of `effects`, [n] like `difference`.
 
     Rounding moves a token's log-prob as much as the token is sensitive, which the effects show, and few tokens of a sharp policy are:
@@ -449,13 +453,14 @@ def _fits(difference: Float32Array, effects: Mapping[str, Float32Array]) -> list
             continue
         share = -float(found @ own) / size
         rest = found + share * own
+        error = _standard_error(own, rest) if half_precision else float(np.sqrt((rest @ rest) / len(rest) / size))
         nats = abs(share) * float(np.sqrt(np.mean(np.square(effect))))
-        fits.append(_Fit(group, share, _standard_error(own, rest), nats, share**2 * size / total))
+        fits.append(_Fit(group, share, error, nats, share**2 * size / total))
     return fits
 
 
 def _standard_error(regressor: npt.NDArray[np.float64], rest: npt.NDArray[np.float64]) -> float:
-    """Standard error of a least-squares slope, given the regressor and the residuals [n].
+    """Standard error of a least-squares slope in half precision, given the regressor and the residuals [n].
 
     A token's rounding depends on the token, and a few tokens of a sharp policy can decide the fit; it allows for both (HC3 of MacKinnon and
     White, J. Econometrics 29, 1985, 305).
