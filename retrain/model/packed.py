@@ -92,7 +92,7 @@ def _held(weight: Tensor) -> bool:
 def _scale(weight: Tensor) -> Tensor:
     """Return [O, 1] powers of two that bring the largest weight of each output to between a quarter and half of float16's largest."""
     _, exponent = torch.frexp(weight.abs().amax(dim=1, keepdim=True))
-    return torch.ldexp(torch.ones(()), (_EXPONENT - exponent).clamp(-_FARTHEST, _FARTHEST))
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), (_EXPONENT - exponent).clamp(-_FARTHEST, _FARTHEST))
 
 
 @cache
