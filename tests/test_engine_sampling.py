@@ -109,3 +109,12 @@ def test_a_row_does_not_depend_on_the_chunk_it_is_in():
     alone = [draw(logits[i : i + 1], temperatures[:1], uniforms[i : i + 1]) for i in (0, 57, 199)]
     for row, single in zip((0, 57, 199), alone, strict=True):
         assert (together.tokens[row], together.logprobs[row]) == (single.tokens[0], single.logprobs[0])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_exponentials_are_zero_where_float32_has_no_normal_number(in_place: bool) -> None:
+    x = torch.tensor([0.0, -1.5, -50.0, -86.0, -88.0, -103.0, -200.0, -1e4, -torch.inf, torch.nan])
+    given = x.clone()
+    found = sums.exponentials(given, out=given if in_place else None)
+    assert (found.data_ptr() == given.data_ptr()) is in_place and (in_place or given.nan_to_num().equal(x.nan_to_num()))
+    assert found[:4].equal(x[:4].exp()) and found[4:9].eq(0).all() and found[9].isnan()

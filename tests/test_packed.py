@@ -56,6 +56,19 @@ def test_weights_trained_in_float32_are_never_halved(size: float) -> None:
     assert isinstance(laid_out(torch.zeros(520, 320), None), HalfWeight)
 
 
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
+def test_an_output_keeps_its_precision_where_the_input_of_its_largest_weight_is_0(size: float) -> None:
+    x = torch.randn(8, 320, generator=torch.Generator().manual_seed(1))
+    x[:, 7] = 0
+    for trained_in in (torch.float32, torch.bfloat16):
+        weight = _weight(trained_in=trained_in)
+        weight[:, 7] = torch.tensor(size).bfloat16().float()
+        held = laid_out(weight, None)
+        assert isinstance(held, HalfWeight) == (trained_in == torch.bfloat16)
+        exact = x.double() @ weight.double().T
+        assert (held.product(x).double() - exact).norm() < 1e-6 * exact.norm()
+
+
 def test_a_row_has_the_same_bits_whatever_the_rows_beside_it():
     held, x = HalfWeight(_weight(trained_in=torch.bfloat16), None), torch.randn(65, 320)
     whole = held.product(x)

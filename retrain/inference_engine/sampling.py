@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.model.budget import SAMPLING_CHUNK_BYTES
-from retrain.model.sums import running_sums
+from retrain.model.sums import exponentials, running_sums
 from retrain.model.truncation import Cuts, KeptSets
 
 
@@ -34,7 +34,7 @@ and within one, are float64: a single float32 running sum over 152k tokens would
 _LOG_FLOOR = -1e4
 """Stands for -inf: its exponential is 0 in float32, and 0 * floor is 0 where 0 * -inf is NaN."""
 _LOG_SMALLEST = -87.0
-"""The smallest normal float32. Processors compute many times slower with smaller numbers, and no uniform is that small."""
+"""About the smallest normal float32, which no uniform reaches."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def draw_scaled(
     shifted[:, vocabulary:] = _LOG_FLOOR
     torch.ops.aten.sub.out(z, z.amax(-1, keepdim=True), out=shifted[:, :vocabulary])
     F.threshold(shifted, _LOG_SMALLEST, _LOG_FLOOR, inplace=True)
-    weights = shifted.exp()  # softmax times `total`
+    weights = exponentials(shifted)  # softmax times `total`
     kept = None
     if keep is not None:
         kept = keep(shifted[:, :vocabulary], weights)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from retrain.model.sums import exponentials
 from retrain.model.truncation import keep_only
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -144,7 +145,7 @@ class _Chunk:
         u.sub_(u.amax(-1, keepdim=True))
         self._u = u.clone() if entropy else None
         of_target = u.gather(-1, targets.unsqueeze(-1))
-        self._weights = u.exp_()
+        self._weights = exponentials(u, out=u)
         """[rows, V] exp u, until a gradient overwrites it."""
         self._total = self._weights.sum(-1, keepdim=True)
         self.logprobs = (of_target - self._total.log()).squeeze(-1)

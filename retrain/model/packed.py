@@ -17,8 +17,8 @@ _FEWEST_ELEMENTS = 150_000
 """For a smaller weight the operator's overhead exceeds what it saves (measured on two cores, 8 to 128 rows)."""
 
 
-_LARGEST_LOSS = 2.0**-24
-"""Relative to the largest weight of the same output: half of float32's precision."""
+_LARGEST_LOSS = 2.0**-39
+"""Relative to the largest weight of the same output: what rounds to float16's subnormal numbers may lose so much, all others nothing."""
 _EXPONENT = 15
 _FARTHEST = 100
 """Largest exponent of a scale, so that it and its reciprocal are normal numbers of float32."""
@@ -74,7 +74,8 @@ def laid_out(weight: Tensor, bias: Tensor | None) -> FrozenProduct:
 def fits_half(weight: Tensor) -> bool:
     """True for a large float32 weight on a CPU that float16 holds times a power of two per output, in a torch that has FBGEMM.
 
-    No weight may lose more than float32 itself loses in the sum of its output: bfloat16's eight significant bits fit.
+    No weight may lose a bit, unless it is far too small to count: an input may be 0 where the largest weight of an output is, and the
+    output is then the sum of the others. bfloat16's eight significant bits fit.
     """
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.numel() < _FEWEST_ELEMENTS:
         return False
