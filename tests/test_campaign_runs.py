@@ -223,7 +223,7 @@ def refused(folder: Path, campaign: dict[str, Any] | None = None, **others: dict
 
 
 def test_a_campaign_never_starts_in_anothers_folder(sequential: Finished) -> None:
-    assert f"continue it with --resume {sequential.folder}" in refused(sequential.folder)
+    assert f"--resume {sequential.folder}`" in refused(sequential.folder)
     assert "holds a run" in refused(sequential.folder / "runs" / NAMES[0])
 
 
@@ -431,7 +431,7 @@ def test_ctrl_c_saves_and_ends_with_130(parallel: bool, sequential: Finished, tm
     campaign.process.send_signal(signal.SIGINT)
     printed, _ = campaign.process.communicate()
     assert campaign.process.returncode == 130, printed
-    assert f"--resume {campaign.folder}" in printed
+    assert f"continue with `retrain {campaign.folder.parent}" in printed and f"--resume {campaign.folder}`" in printed
     assert campaign.manifest[name].status is Status.INTERRUPTED
     saved = max((campaign.folder / "runs" / name / "checkpoints").glob("step_*"))
     assert int(saved.name.removeprefix("step_")) == campaign.steps(name)

@@ -444,9 +444,8 @@ def test_a_run_whose_server_fails_is_saved_and_resumes(tmp_path: Path, server: V
     folder, rarely_saved = tmp_path / "run", {"training": {"save_every": 50}}
     server.faults.append(later(folder, fault))
     config = served(folder, server.url, inference={"timeout_s": 2.0 if "healthy" in told else 30.0}, **rarely_saved)
-    with pytest.raises(
-        ServerFailure, match=rf"{told}.* The run is saved after 1 step: continue with --resume {folder}, at another address with"
-    ):
+    again = f"continue with `retrain {folder}/config.toml --resume {folder}`, at another address with"
+    with pytest.raises(ServerFailure, match=rf"{told}.* The run is saved after 1 step: {again}"):
         train(config, quiet=True, skip_parity=True)
     assert len(lines(folder / "metrics.jsonl")) == 1 and json.loads((folder / "summary.json").read_text())["status"] == "failed"
     server.faults.clear()

@@ -265,7 +265,7 @@ def test_a_disk_that_fills_up_stops_the_run_in_a_sentence_and_room_lets_it_go_on
     resumed = small(tmp_path / "run", **sections, resume={"from": str(tmp_path / "run")})
     with monkeypatch.context() as full:
         full.setattr(CheckpointStore, "save_final", no_room)
-        with pytest.raises(EnvironmentFailure, match=r"cannot be written: File too large; .* continue with --resume"):
+        with pytest.raises(EnvironmentFailure, match=r"cannot be written: File too large; .* continue with `retrain .* --resume .*`"):
             train(resumed, quiet=True)
     train(resumed, quiet=True)
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]

@@ -2,6 +2,8 @@
 
 import os
 import random
+import re
+import shlex
 import signal
 import sys
 import time
@@ -12,7 +14,9 @@ import pytest
 import torch
 
 from retrain import train
-from retrain.config import dump_toml
+from retrain.cli.main import main
+from retrain.config import dump_toml, load_config, resume_differences
+from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
 from retrain.run.session import Session
 from tests import commands
@@ -201,3 +205,40 @@ def test_a_run_that_failing_rewards_stopped_fails_again_while_they_do_and_goes_o
     broken.unlink()
     train(resumed, quiet=True)
     assert [line["reward_could_not_judge"] for line in lines(folder / "metrics.jsonl")] == [8, 8, 0, 0, 0, 0]
+
+
+# -- the commands that are printed -------------------------------------------------------------------------------------
+
+
+def printed_commands(text: str) -> list[list[str]]:
+    """The command lines between backquotes that continue something."""
+    return [shlex.split(found)[1:] for found in re.findall(r"`(retrain [^`]*--resume[^`]*)`", text)]
+
+
+def test_every_printed_command_continues_the_run_whatever_began_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder has another configuration as ./retrain.toml; the run has a file, a flag, and a folder with a space."""
+    monkeypatch.chdir(tmp_path)
+    Path("retrain.toml").write_text(dump_toml(small(Path("other"), training={"max_steps": 9, "lr": 1e-6})))
+    Path("my.toml").write_text(dump_toml(small(Path("logs/my run"), training={"max_steps": 2, "max_hours": 1e-9})))
+    flags = ["my.toml", "--lr", "3e-4"]
+    assert main(flags) == 0
+    (again,) = printed_commands(capsys.readouterr().out)
+    assert main(flags) == 2
+    (held,) = printed_commands(capsys.readouterr().err)
+    assert again[:3] == held == ["logs/my run/config.toml", "--resume", "logs/my run"]
+    assert main([*again[:-1], "1"]) == 0 and again[-2] == "--max-hours" and float(again[-1]) > 1e-9
+    assert [line["step"] for line in lines(Path("logs/my run/metrics.jsonl"))] == [0, 1] and not Path("other").exists()
+
+
+def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("camp.toml").write_text('[campaign]\nseeds = [0]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n')
+    given = ["--lr", "3e-4", "--campaign-seeds", "1,2", "--no-plugins-strict", "--advantage-param", "cap=0.5"]
+    given += ["--data-system-prompt", "a 'b' c"]
+    config = load_config("camp.toml", given, {})
+    (command,) = printed_commands(f"`{campaign_command(config, Path('logs/a campaign'))}`")
+    again = load_config(command[0], command[1:], {})
+    assert command[0] == "camp.toml" and again.resume.from_ == "logs/a campaign"
+    assert not resume_differences(config, again) and again.campaign == config.campaign

@@ -230,7 +230,7 @@ def test_an_error_of_the_service_is_one_sentence_and_no_further_call_is_made(
     double.problems[name] = problem
     with pytest.raises(EnvironmentFailure) as raised:
         backend_for(tmp_path, backend={"options": {"timeout_s": 7.0}}).train(make_rows(), 0)
-    assert words in str(raised.value) and f"continue with --resume {tmp_path}" in str(raised.value) and KEY not in str(raised.value)
+    assert words in str(raised.value) and f"--resume {tmp_path}`" in str(raised.value) and KEY not in str(raised.value)
 
 
 def test_after_a_failure_nothing_more_is_asked_of_the_service(double: Double, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def comparison_notes(
 ) -> Iterator[str]:
     base, others = arms[baseline], [arm for label, arm in arms.items() if label != baseline]
     runs = [run for arm in arms.values() for run in arm.runs.values()]
+    yield from (run.damage for run in runs if run.damage)
     if grouped.to_come:
         peeking = "" if test.rule == "evidence" else " Peeking inflates the false-positive rate above alpha."
         yield f"Still to come: {counted(grouped.to_come, 'run')}.{peeking}"

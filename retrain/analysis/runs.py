@@ -122,6 +122,26 @@ class StoredRun:
         return "" if self.steps >= planned else f"stopped after {self.steps} of {planned} steps"
 
     @cached_property
+    def damage(self) -> str:
+        """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ... and as many as summary.json counts."""
+        path, counted = self.folder.metrics, self.summary.get("steps")
+        steps = step_numbers(path) if path.is_file() else []
+        expected = counted if type(counted) is int else len(steps)
+        problem = ""
+        if wrong := next((index for index, step in enumerate(steps) if step != index), None) if steps else None:
+            step, before = steps[wrong], steps[wrong - 1]
+            if step in steps[:wrong]:
+                problem = f"{path}, line {wrong + 1}, holds step {step} a second time"
+            else:
+                problem = f"{path}, line {wrong + 1}, holds step {step} after step {before}"
+        elif steps and steps[0]:
+            problem = f"{path} begins at step {steps[0]}"
+        elif len(steps) < expected:
+            problem = f"{path} " + (f"ends after {len(steps)} of the" if steps else "holds none of the" if path.is_file() else "is missing, with the")
+            problem += f" {expected} steps that {self.folder.summary.name} counts"
+        return f"{problem}: the file was changed or the disk is damaged; put it back from a copy, or make the run anew." if problem else ""
+
+    @cached_property
     def final_evaluation(self) -> Evaluation | None:
         """The last evaluation of trained weights; None if there was none."""
         lines = self._backwards(self.folder.evaluation)
@@ -167,6 +187,15 @@ class StoredRun:
 
     def _backwards(self, path: Path) -> Iterator[dict[str, Any]]:
         return read_jsonl_backwards(path) if path.is_file() else iter(())
+
+
+_STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
+"""A whole line of metrics.jsonl, whose first field is the step; matched as bytes, since status looks at every line of every run."""
+
+
+def step_numbers(path: Path) -> list[int]:
+    """The step of each line of metrics.jsonl that begins as its lines do; a torn last line is left out."""
+    return [int(step) for step in _STEP.findall(path.read_bytes())]
 
 
 def is_campaign(folder: Path) -> bool:

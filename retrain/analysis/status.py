@@ -243,7 +243,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         median_step_time_s=step_time,
         remaining_s=max(0, max_steps - run.steps) * step_time if state in LIVE and step_time is not None else None,
         idle_s=idle,
-        note=_note(run, state, writer, idle),
+        note=" ".join(filter(None, (run.damage, _note(run, state, writer, idle)))),
         loss_note=loss_note(last) if last else "",
     )
 
@@ -262,7 +262,7 @@ def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float 
 
 
 def _note(run: StoredRun, state: State, writer: Writer | None, idle: float) -> str:
-    resume = f"resume it with `retrain {run.folder.config} --resume {run.path}`"
+    resume = f"resume it with `{run.folder.resume_command}`"
     match state:
         case State.DEAD:
             return f"killed after {run.steps} steps ({writer} is gone); {resume}."

@@ -19,6 +19,7 @@ from retrain.analysis.planned import ALPHA, AnalysisPlan
 from retrain.campaign.plan import RUNS, CampaignPlan, plan_campaign
 from retrain.config import TrainConfig, config_from_mapping, resume_differences
 from retrain.config.load import given_values
+from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.parsing import toml_value
 from retrain.records.atomic import replace_file
@@ -233,7 +234,8 @@ def _new_folder(config: TrainConfig, now: datetime) -> Path:
         folder = Path(config.logging.log_dir)
         if (folder / MANIFEST).is_file():
             raise ConfigurationError(
-                f"{folder} already holds a campaign; continue it with --resume {folder}, or choose another [logging] log_dir."
+                f"{folder} already holds a campaign; continue it with `{campaign_command(config, folder)}`, or choose another "
+                "[logging] log_dir."
             )
         if RunFolder(folder).holds_run():
             raise ConfigurationError(f"{folder} holds a run; choose another [logging] log_dir for the campaign, or leave the key out.")

@@ -21,6 +21,7 @@ from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_camp
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
 from retrain.config import TrainConfig, replaced
+from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed, Untrained
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
@@ -51,7 +52,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
         plan = evaluated_where_possible(planned, checked)
         if not config.resume.from_:
             manifest.plan = analysis_plan(plan).to_json()
-        resume_hint = f"continue with --resume {plan.folder}"
+        resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
         with writing_to(plan.folder, resume_hint), Board(plan, manifest, launcher.workers, quiet=quiet) as board:
             for line in (*checked.lines, _first_line(plan)):
                 board.say(line)
@@ -150,7 +151,8 @@ class _Execution:
             for _, job in self._jobs.values():
                 job.kill()
         if (number := self._interrupts.stopped_by) is not None:
-            raise Interrupted(f"Interrupted by {Signals(number).name}; continue with --resume {self._plan.folder}.", number)
+            again = campaign_command(self._plan.config, self._plan.folder)
+            raise Interrupted(f"Interrupted by {Signals(number).name}; continue with `{again}`.", number)
 
     def lacks(self, run: CampaignRun) -> bool:
         """True for a run that is not done, unless no look to come would use it."""

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from retrain.config.keys import all_keys, section_models
@@ -30,6 +32,24 @@ def dump_toml(config: TrainConfig) -> str:
             lines += [f"{path} = {_stored_value(path, value)}" for path, value in settings]
         sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"
+
+
+def run_command(folder: Path) -> str:
+    """The command line that continues the run in `folder`, whatever file and flags began it: they are all in its config.toml."""
+    return f"retrain {quote(str(folder / 'config.toml'))} --resume {quote(str(folder))}"
+
+
+def campaign_command(config: TrainConfig, folder: Path) -> str:
+    """The command line that continues a campaign: the file that began it, the flags above it, and the folder."""
+    file, origins = config._provenance.path, config._provenance.origins
+    if file is None:  # made in Python, which has its own way to give `[resume] from`
+        return f"--resume {quote(str(folder))}"
+    flags = [
+        key for key in all_keys() if origins.get(key.path, "").startswith("flag ") and key.path not in ("resume.from", "logging.log_dir")
+    ]
+    values = [(key.flag, config.value(key.path)) for key in flags]
+    given = [f"{flag}={value if isinstance(value, str) else toml_value(value)}" for flag, value in values]
+    return " ".join(map(quote, ["retrain", str(file), *given, "--resume", str(folder)]))
 
 
 def _stored_value(path: str, value: Any) -> str:

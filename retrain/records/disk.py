@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,10 +72,10 @@ def safetensors_io() -> Iterator[None]:
 
 
 @contextmanager
-def writing_to(folder: Path, then: str) -> Iterator[None]:
+def writing_to(folder: Path, then: str | Callable[[], str]) -> Iterator[None]:
     """Turn the OSError of a full or broken disk into EnvironmentFailure; other errors pass.
 
-    `then` tells the user what to do once there is space.
+    `then` tells the user what to do once there is space; a function is asked when the disk fails.
     """
     try:
         yield
@@ -83,4 +83,6 @@ def writing_to(folder: Path, then: str) -> Iterator[None]:
         if not is_disk(error):
             raise
         where = error.filename or f"A file in {folder}"
-        raise EnvironmentFailure(f"{where} cannot be written: {error.strerror}; free space there, then {then}.") from error
+        raise EnvironmentFailure(
+            f"{where} cannot be written: {error.strerror}; free space there, then {then if isinstance(then, str) else then()}."
+        ) from error

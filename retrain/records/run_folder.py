@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import read_object
 from retrain.records.atomic import replace_file
@@ -62,6 +63,10 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.toml"
+
+    @property
+    def resume_command(self) -> str:
+        return run_command(self.path)
 
     @property
     def environment(self) -> Path:

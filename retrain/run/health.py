@@ -42,7 +42,7 @@ def check_updates(state: TrainerState, result: StepResult) -> None:
 
 
 def check_mismatch(state: TrainerState, mean: float | None, limit: float | None, resume: str) -> None:
-    """Count the steps in a row whose mean |log-ratio| is above `limit`. Raises RunFailed at the third; `resume` is the flag to continue."""
+    """Count the steps in a row whose mean |log-ratio| is above `limit`. Raises RunFailed at the third; `resume` continues the run."""
     if limit is None or mean is None:
         return
     state.mismatch_streak = state.mismatch_streak + 1 if not mean <= limit else 0  # NaN counts

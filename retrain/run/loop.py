@@ -44,7 +44,11 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, 
     """
     folder = Path(config.resume.from_ or config.logging.log_dir)
     opening = Session.open(config, overwrite=overwrite, quiet=quiet, skip_parity=skip_parity)
-    with writing_to(folder, f"continue with --resume {folder}"), opening as session:
+    again = RunFolder(folder)
+    with (
+        writing_to(folder, lambda: f"continue with `{again.resume_command}`" if again.config.is_file() else "start it again"),
+        opening as session,
+    ):
         try:
             while True:
                 session.evaluate_if_due()
@@ -58,8 +62,8 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, 
         except ServerFailure as error:
             session.save_now()
             flag = "--base-url" if config.backend.backend == "tinker" else "--inference-url"
-            again = f"continue with --resume {folder}, at another address with {flag}"
-            raise ServerFailure(f"{error} The run is saved after {counted(session.state.step, 'step')}: {again}.") from error
+            how = f"continue with `{again.resume_command}`, at another address with {flag}"
+            raise ServerFailure(f"{error} The run is saved after {counted(session.state.step, 'step')}: {how}.") from error
 
 
 def take_step(session: Session) -> None:

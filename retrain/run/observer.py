@@ -132,5 +132,5 @@ class StepObserver:
             half_precision=is_rounded(self.config.inference, backend),
             samples_ahead=backend.capabilities.samples_ahead,
         )
-        check_mismatch(state, result.log_ratio_mean, limit, f"--resume {self.folder.path}")
+        check_mismatch(state, result.log_ratio_mean, limit, f"`{self.folder.resume_command}`")
         self.parts.guard.observe([member.score for group in step.rollout.drawn for member in group.members])

@@ -77,7 +77,7 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
             yield _reopen(config, folder)
         elif folder.holds_run() and not overwrite:
             raise ConfigurationError(
-                f"{folder.path} already holds a run: continue it with --resume {folder.path}, start it anew with --overwrite, "
+                f"{folder.path} already holds a run: continue it with `{folder.resume_command}`, start it anew with --overwrite, "
                 "or choose another [logging] log_dir."
             )
         else:

@@ -58,8 +58,8 @@ class Saver:
             sentence = f"The checkpoint of step {self.state.step} could not be written to {where}: {error.strerror or error}"
             if self._failures >= _ATTEMPTS or not may_retry:
                 raise EnvironmentFailure(
-                    f"{sentence}, {counted(self._failures, 'time')} in a row; free space there, then continue with --resume "
-                    f"{self.folder.path}."
+                    f"{sentence}, {counted(self._failures, 'time')} in a row; free space there, then continue with "
+                    f"`{self.folder.resume_command}`."
                 ) from error
             self.tracker.message(f"{sentence}; trying again after the next step.")
             return

@@ -256,7 +256,7 @@ class Session:
         if state.step < training.max_steps:
             self.tracker.message(
                 f"Stopped at the [training] max_hours limit ({training.max_hours:g} h) after {state.step} of {training.max_steps} steps; "
-                f"continue with --resume {self.folder.path} and a higher max_hours."
+                f"continue with `{self.folder.resume_command} --max-hours {2 * max(training.max_hours, state.seconds / 3600):.3g}`."
             )
         summary = self._summary("done")
         self.tracker.emit(summary)

@@ -14,6 +14,7 @@ from retrain.records.disk import is_reader_gone
 from retrain.records.entries import StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
+from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean, encodable, one_line
 from retrain.tracking.base import Event, GroupScored, Message, Progress, Tracker
@@ -139,7 +140,7 @@ def _ends(interval: tuple[float, float]) -> str:
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     lines = [f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.seconds:.1f}s."]
     if summary.status != "done":  # the reason is printed on standard error
-        return [*lines, f"Run folder: {folder} | continue with --resume {folder}"]
+        return [*lines, f"Run folder: {folder} | continue with `{RunFolder(folder).resume_command}`"]
     if summary.before is not None and summary.after is not None and summary.before.step != summary.after.step:
         before, after = summary.before, summary.after
         gain = ""

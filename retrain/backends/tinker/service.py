@@ -8,9 +8,11 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.backends.throttle import throttle_of
+from retrain.config.stored import run_command
 from retrain.errors import EnvironmentFailure, ServerFailure, first_line
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Service:
         self.timeout = config.backend.tinker.timeout_s
         self.slot = throttle_of(config.backend).slot
         """A context that holds one of the campaign's `max_concurrent` places."""
-        self._resume = f"continue with --resume {config.resume.from_ or config.logging.log_dir}"
+        self._resume = f"continue with `{run_command(Path(config.resume.from_ or config.logging.log_dir))}`"
         self._broken = ""
         os.environ.setdefault("TINKER_TELEMETRY", "0")  # read by the SDK, which reports usage by default
         import httpx
