@@ -343,6 +343,49 @@ def test_a_reply_that_is_no_answer_is_never_scored(tmp_path: Path, server: VLLMD
         assert usual.text is not None
 
 
+_LONG = "1" * 25
+
+
+@pytest.mark.parametrize("chats", [True, False])
+@pytest.mark.parametrize(
+    ("text", "usage", "told"),
+    [
+        (_LONG, {}, "returned 25 tokens and was asked for at most 24: it ignores max_tokens"),
+        ("6", {"completion_tokens": 25}, "returned 25 tokens and was asked for at most 24"),
+        (_LONG, {"completion_tokens": 24}, ""),  # its tokens may be other ones
+        ("1" * 10_000, {"completion_tokens": 24}, "returned 10,000 characters as 24 tokens and was asked for at most 24"),
+        ("1" * 23 + "\ufffd" * 9, {}, ""),  # each is a byte that could not be decoded
+    ],
+)
+def test_a_reply_of_more_tokens_than_were_asked_for_is_never_scored(
+    tmp_path: Path, server: VLLMDouble, chats: bool, text: str, usage: dict[str, int], told: str
+) -> None:
+    server.chats, server.replies_text = chats, not chats
+    with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
+        asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0), max_tokens=24)
+        asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
+        reply = {"message": {"role": "assistant", "content": text}} if chats else {"text": text}
+        path = "/v1/chat/completions" if chats else "/v1/completions"
+        choice = {"index": 0, "finish_reason": "length", "logprobs": None, **reply}
+        server.faults.append(first(1, (200, {"choices": [choice], "usage": usage}), path))
+        if told:
+            with pytest.raises(ServerFailure, match=told):
+                list(engine.sample([asked]))
+        else:
+            assert [one.text for one in engine.sample([asked])] == [text]
+
+
+def test_ids_of_more_tokens_than_were_asked_for_are_refused(tmp_path: Path, server: VLLMDouble) -> None:
+    """Even where they end at an EOS, as a completion within the limit would."""
+    with closing(engine_of(served(tmp_path, server.url))) as engine:
+        engine.sync(lab().save_adapter, 0)
+        ids = [5] * 40 + [engine._dialect.eos_ids[0]]
+        choice = {"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * 41}}
+        server.faults.append(first(1, (200, {"choices": [choice]})))
+        with pytest.raises(ServerFailure, match="returned 41 tokens and was asked for at most 24: it ignores max_tokens"):
+            list(engine.sample([replace(request(1), max_tokens=24)]))
+
+
 def test_a_dialogue_is_not_evaluated_on_a_server_of_messages_alone(tmp_path: Path, server: VLLMDouble) -> None:
     """Its later prompts continue token ids."""
     server.chats = True

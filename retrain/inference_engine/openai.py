@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, ServerFailure
 from retrain.inference_engine.base import OPENAI, SampleRequest
 from retrain.inference_engine.http import Json, Refused, Server
 from retrain.inference_engine.served import Sampled, ServedAdapter
@@ -27,6 +27,8 @@ _MOST_STOPS = 4
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
 _CHAT_PROBE_TOKENS = 16
+_LONGEST_TOKEN = 256
+"""Characters; vocabularies have runs of 128 spaces, and little that is longer."""
 
 
 class OpenAIDialect(VLLMDialect):
@@ -118,7 +120,30 @@ class OpenAIDialect(VLLMDialect):
         of_chat = any("message" in choice for choice in answer["choices"])  # its template is the server's
         if seen is not None and seen != len(request.prompt_ids) and not of_chat:
             raise ValueError(f"the prompt of {len(request.prompt_ids)} tokens reached the model as {seen}")
-        return super().read(answer, request)
+        sampled = super().read(answer, request)
+        if any(one.text is not None for one in sampled):
+            self._check_lengths(answer, sampled, request)
+        return sampled
+
+    def _check_lengths(self, answer: Any, sampled: Sequence[Sampled], request: SampleRequest) -> None:
+        """Refuse texts of more tokens than were asked for: the server's own count decides, and without one the text, encoded again.
+
+        Encoding again can give more tokens than were sampled, so where the server counts, it only tells a count that cannot be.
+        """
+        counted = answer["usage"].get("completion_tokens") if isinstance(answer.get("usage"), dict) else None
+        most = request.max_tokens * len(sampled)
+        if type(counted) is int:
+            characters = sum(len(one.text or "") for one in sampled)
+            problem = f"{counted:,}" if counted > most else f"{characters:,} characters as {counted:,}"
+            fits = counted <= most and characters <= _LONGEST_TOKEN * most
+        else:
+            longest = max(len(self.texts.encode((one.text or "").replace("\ufffd", ""))) for one in sampled)
+            problem, fits, most = f"{longest:,}", longest <= request.max_tokens, request.max_tokens
+        if not fits:
+            raise ServerFailure(
+                f"{self.title} returned {problem} tokens and was asked for at most {most:,}: it ignores max_tokens, and such an answer is "
+                "not scored; use a server that keeps it, or raise [evaluation] max_tokens."
+            )
 
     def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
         try:

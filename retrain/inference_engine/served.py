@@ -271,8 +271,10 @@ class ServedEngine(InferenceEngine):
             return f"returned a log-prob of {wrong[0]!r}, which no sampled token has: its weights or its settings are broken."
         if eos.intersection(ids[:-1]) or (ids[-1] in eos) is not one.stopped:
             return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer."
-        if not one.stopped and len(ids) != request.max_tokens:
-            return f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its longest sequence, or lower max_tokens."
+        if len(ids) != request.max_tokens and (len(ids) > request.max_tokens or not one.stopped):
+            many = f"returned {len(ids):,} tokens and was asked for at most {request.max_tokens:,}: it ignores max_tokens."
+            few = f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its longest sequence, or lower max_tokens."
+            return many if len(ids) > request.max_tokens else few
         if truncated and (one.kept is None or len(one.kept) != len(ids)):
             return "does not say how many tokens top_k, top_p and min_p kept; leave the three off."
         return ""

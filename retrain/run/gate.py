@@ -69,7 +69,7 @@ _HOTTER = 1.1
 """The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the differences."""
 _WRONG_TEMPERATURE = 0.5
 """Share of that effect which the differences may contain: 5% of the temperature."""
-_ONE_TOKEN = 0.5
+_ONE_TOKEN = 0.9
 """Share of the sum of squares above which one token decides a fit, which is then as good as its rounding, whatever the standard error."""
 _FITTED = 24
 """Tokens that a fit needs in half precision: of fewer, a standard error says nothing."""
