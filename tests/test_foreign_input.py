@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from retrain.cli.main import main
 from retrain.cli.usage import COMMANDS
 from retrain.config import config_from_mapping, config_from_toml, dump_toml, load_config, names
-from retrain.config.keys import flags, keys_by_path
+from retrain.config.keys import all_keys, flags, keys_by_path
 from retrain.config.overrides import parse_overrides
-from retrain.config.suggestions import SYNONYMS
+from retrain.config.suggestions import ABSENT, SYNONYMS, synonym
 from retrain.errors import ConfigurationError, RetrainError
 from scripts.wrong_inputs import LAB, inside
 
@@ -160,6 +160,20 @@ def test_a_list_of_unknown_rewards_reads_the_installed_plugins_once(monkeypatch:
         ("max-grad-norm", "--loss-max-grad-norm"),
         ("output-dir", "--log-dir"),
         ("batchsize", "--batch-size"),
+        ("n", "--group-size"),
+        ("gs", "--group-size"),
+        ("rollout.n", "--group-size"),
+        ("kl", "--loss-kl-coef"),
+        ("steps", "--max-steps"),
+        ("betas", "--beta1"),
+        ("alpha", "--lora-alpha"),
+        ("warmup", "--lr-warmup-steps"),
+        ("eps_clip", "--loss-clip-low"),
+        ("reward", "--reward-type"),
+        ("num_workers", "--reward-workers"),
+        ("eval_temperature", "--evaluation-temperature"),
+        ("clip-hihg", "--loss-clip-high"),
+        ("adam_eps", "--eps"),
     ],
 )
 def test_a_flag_of_another_trainer_is_answered_with_ours(name: str, flag: str) -> None:
@@ -178,10 +192,40 @@ def test_a_key_of_another_trainer_is_answered_with_ours_wherever_it_stands() -> 
         load_config(Path(__file__).parents[1] / "retrain.toml", environ={"RETRAIN_TRAINING_LEARNING_RATE": "1"})
 
 
-def test_every_synonym_leads_to_a_key_and_is_none_of_its_section() -> None:
+@pytest.mark.parametrize("name", ["debug", "yes", "cap", "sft", "l2", "no-wandb", "world_size", "adam", "port-number", "abc"])
+def test_a_flag_like_no_other_gets_no_guess(name: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_overrides([f"--{name}"])
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_setting_that_has_no_key_is_answered_with_what_is_done_instead() -> None:
+    for name, clause in ABSENT.items():
+        assert not synonym(name) and name not in {key.name for key in all_keys()}, name
+        with pytest.raises(ConfigurationError) as caught:
+            parse_overrides([f"--{name}", "1"])
+        assert caught.value.problems == (f"--{name} is not a flag; {clause}.",)
+    with pytest.raises(ConfigurationError, match=r"\[training\] gamma is not a key; there is no critic"):
+        config_from_toml("[training]\ngamma = 1.0")
+
+
+def test_a_name_means_what_it_means_in_its_section() -> None:
+    for section, name, told in (
+        ("optimizer", "epsilon", "did you mean eps?"),
+        ("loss", "epsilon", "did you mean clip_low?"),
+        ("evaluation", "n", "did you mean samples?"),
+        ("training", "n", "did you mean group_size?"),
+        ("lora", "r", r"did you mean \[model\] lora_rank?"),
+        ("data", "url", r"url belongs under \[inference\]"),
+    ):
+        with pytest.raises(ConfigurationError, match=rf"\[{section}\] {name} is not a key; {told}".replace("?", r"\?")):
+            config_from_toml(f"[{section}]\n{name} = 1")
+
+
+def test_every_synonym_leads_to_a_key_and_is_itself_no_key_that_would_be_taken() -> None:
     for name, path in SYNONYMS.items():
         assert path in keys_by_path(), name
-        assert f"{path.partition('.')[0]}.{name}" not in keys_by_path(), name
+        assert name not in keys_by_path() and f"--{name.replace('_', '-')}" not in flags(), name
 
 
 # -- folders -------------------------------------------------------------------------------------------------------------

@@ -148,10 +148,10 @@ def is_settable(path: str) -> bool:
     return key is not None and not key.traits.whole_campaign and not key.traits.not_for_a_condition
 
 
-def key_meant(name: str) -> Key | None:
+def key_meant(name: str, section: str = "") -> Key | None:
     """The key that another trainer calls `name`, or the only key of that name in all sections; dashes count as underscores."""
     homes = homes_of(name.lower().replace("-", "_"))
-    path = synonym(name) or (homes[0] if len(homes) == 1 else "")
+    path = synonym(name, section) or (homes[0] if len(homes) == 1 else "")
     return keys_by_path().get(path)
 
 

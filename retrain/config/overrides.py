@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retrain.config.suggestions import nearest
+from retrain.config.suggestions import NAME_CUTOFF, instead, nearest
 from retrain.errors import MOST_SENTENCES, ConfigurationError
 from retrain.parsing import ParseError, parse_toml
 
@@ -108,7 +108,7 @@ def _unknown_variable(name: str, variables: tuple[str, ...]) -> str:
 
     section, _, rest = name.removeprefix(VARIABLE_PREFIX).lower().partition("_")
     ours = section in section_models()
-    meant = key_meant(rest) if ours else None
+    meant = key_meant(rest, section) if ours else None
     near = meant.variable if meant else nearest(name, variables, cutoff=0.6 if ours else 0.9)
     if not near and not ours:
         return ""
@@ -293,7 +293,23 @@ class _Parser:
         if len(self._problems) >= MOST_SENTENCES:
             self._unsaid += 1
             return
-        dotted = [f"--{path}" for path in keys_by_path()] if "." in flag else []
-        meant = key_meant(flag.removeprefix("--"))
-        near = meant.flag if meant else nearest(flag, [*self._flags, *self._own, *dotted])
+        word = flag.removeprefix("--")
+        section, _, leaf = word.rpartition(".")
+        near = _nearest_flag(word, [*self._flags, *self._own, *((f"--{path}" for path in keys_by_path()) if section else ())])
+        if clause := instead(leaf):
+            self._problems.append(f"{flag} is not a flag; {clause}.")
+            return
+        if (meant := key_meant(leaf, section)) and not (section and near):
+            near = meant.flag
         self._problems.append(f"{flag} is not a flag; {f'did you mean {near}?' if near else '`retrain help config` lists them all.'}")
+
+
+def _nearest_flag(word: str, flags: Sequence[str]) -> str | None:
+    """The flag closest to a mistyped one without its dashes, which would make any two short words alike."""
+    from retrain.config.keys import all_keys, homes_of
+
+    known = {flag.removeprefix("--"): flag for flag in flags}
+    # The word alone counts too where the section stands in front of the flag: --clip-hihg.
+    known = {key.name.replace("_", "-"): key.flag for key in all_keys() if len(homes_of(key.name)) == 1} | known
+    near = nearest(word.replace("_", "-"), known, NAME_CUTOFF) or nearest(word, known, NAME_CUTOFF)
+    return known[near] if near else None

@@ -14,7 +14,7 @@ from retrain.config.keys import CONDITION_KEYS, Key, all_keys, choices_of, condi
 from retrain.config.names import ALIASES, names_of
 from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
-from retrain.config.suggestions import nearest, synonym
+from retrain.config.suggestions import NAME_CUTOFF, instead, nearest, synonym
 from retrain.errors import MOST_SENTENCES
 from retrain.parsing import toml_value
 
@@ -126,15 +126,17 @@ def _unknown_key(section: str, name: str, place: Place) -> str:
         )
     own = [key.name for key in all_keys() if key.section == section]
     others = [key.section for key in all_keys() if key.name == name]
-    if meant := synonym(name):
+    if meant := synonym(name, section):
         home, _, known = meant.partition(".")
         return f"[{section}] {name} is not a key; did you mean {'' if home == section else f'[{home}] '}{known}?"
-    near = nearest(name, own)
-    if near:
-        return f"[{section}] {name} is not a key; did you mean {near}?"
     if others:
         return f"[{section}] {name} is not a key; {name} belongs under [{others[0]}]"
-    elsewhere = nearest(name, [key.name for key in all_keys()])
+    if clause := instead(name):
+        return f"[{section}] {name} is not a key; {clause}"
+    near = nearest(name, own, NAME_CUTOFF)
+    if near:
+        return f"[{section}] {name} is not a key; did you mean {near}?"
+    elsewhere = nearest(name, [key.name for key in all_keys()], NAME_CUTOFF)
     if elsewhere:
         home = next(key.section for key in all_keys() if key.name == elsewhere)
         return f"[{section}] {name} is not a key; did you mean [{home}] {elsewhere}?"
@@ -163,8 +165,9 @@ def _unknown_setting(name: str) -> str:
         return f"{name} is not for a condition; {reason}"
     if homes := condition_homes(name):
         return f"{name} is a key of several sections; write {' or '.join(homes)}"
-    meant = key_meant(name.rpartition(".")[2])
-    near = meant.path if meant else nearest(name, [*CONDITION_KEYS, *keys_by_path(), *(key.name for key in all_keys())])
+    section, _, word = name.rpartition(".")
+    meant = key_meant(word, section)
+    near = meant.path if meant else nearest(name, [*CONDITION_KEYS, *keys_by_path(), *(key.name for key in all_keys())], NAME_CUTOFF)
     hint = f"did you mean {near}?" if near else "a condition has advantage_mode and transform_mode, or algorithm_mode, a label, and any key"
     return f"{name} is not a key of a condition; {hint}"
 
