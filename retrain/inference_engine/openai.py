@@ -101,19 +101,17 @@ class OpenAIDialect(VLLMDialect):
             kept |= {name: body[name] for name in ("top_k", "min_p")}  # which not every server knows
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
         if limit := server.facts["chat_limit"]:
-            return CHAT, kept | {limit: request.max_tokens} | self._conversation(request)
+            if not request.messages:
+                raise ConfigurationError(
+                    f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider = {self.config.environment.provider!r} "
+                    "continues token ids, which it does not take: use a server with /v1/completions."
+                )
+            if arguments := self.config.data.chat_template_args:
+                kept["chat_template_kwargs"] = arguments
+            return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}
         stops = [self.texts.decode([token]) for token in self.eos_ids[:_MOST_STOPS]]
         prompt = self.texts.of(tuple(request.prompt_ids.tolist()))
         return COMPLETIONS, kept | {"max_tokens": request.max_tokens, "prompt": prompt, "stop": stops}
-
-    def _conversation(self, request: SampleRequest) -> Json:
-        if not request.messages:
-            raise ConfigurationError(
-                f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider = {self.config.environment.provider!r} continues "
-                "token ids, which it does not take: use a server with /v1/completions."
-            )
-        arguments = self.config.data.chat_template_args
-        return {"messages": list(request.messages), **({"chat_template_kwargs": arguments} if arguments else {})}
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
         seen = answer["usage"].get("prompt_tokens") if isinstance(answer.get("usage"), dict) else None
