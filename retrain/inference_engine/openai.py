@@ -27,6 +27,8 @@ _MOST_STOPS = 4
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
 _CHAT_PROBE_TOKENS = 16
+_STOPPED = ("stop", "eos", "eos_token")
+"""Reasons of a reply that ended by itself: OpenAI's, Together's, and that of text-generation-inference."""
 _LONGEST_TOKEN = 256
 """Characters; vocabularies have runs of 128 spaces, and little that is longer."""
 
@@ -150,11 +152,11 @@ class OpenAIDialect(VLLMDialect):
             if request.noise.stream != Stream.EVALUATION:
                 raise
             message, reason = choice.get("message", {}), choice["finish_reason"]
-            text = (message["content"] or "") if message else choice["text"]  # none at all where everything went into reasoning
+            text = (message.get("content") or "") if message else choice["text"]  # none at all where everything went into reasoning
             declined = message.get("refusal") or message.get("tool_calls")
-            if declined or not isinstance(text, str) or reason not in ("stop", "length"):
+            if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
                 raise ValueError(f"finish_reason = {reason!r}, and no answer that could be scored") from None
-            stopped = reason == "stop"
+            stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
             return Sampled(ids, [nan] * len(ids), stopped, text=text)
         return super()._read_one(choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request)

@@ -59,8 +59,8 @@ _MISSING = 0.25
 _SIGNIFICANT = 5.0
 """Standard errors by which that share must differ from 0."""
 _ROUNDING = 1e-5
-"""Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and a few tokens of it can look like a group's
-effect.
+"""Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and a few tokens of it can look like the
+effect of a group.
 """
 _IGNORED = 0.9
 """From this share of the whole adapter on, the engine ignores it."""
