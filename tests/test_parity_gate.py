@@ -16,7 +16,7 @@ from runs import lines, small
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate
-from retrain.run.health import default_mismatch_limit
+from retrain.run.observer import default_mismatch_limit
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 
 CONFIG = small(Path("nowhere"), training={"temperature": 0.8})
