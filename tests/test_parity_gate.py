@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate
 from retrain.run.observer import default_mismatch_limit
-from retrain.run.parts import Parts, load_parts, run_parity_gate
+from retrain.run.parts import Parts, _gate_inputs, load_parts, run_parity_gate
 
 CONFIG = small(Path("nowhere"), training={"temperature": 0.8})
 
@@ -98,6 +98,18 @@ def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(pa
         engine("HotterInBf16")
         with pytest.raises(RunFailed, match=r"as if its temperature were 0\.8[789] instead of 0\.8, so nothing was trained"):
             run_parity_gate(rounded, parts, 0)
+
+
+@pytest.mark.parametrize(("longest_row", "tokens"), [(1000, 257), (1001, 257), (1016, 257), (1017, 1001), (2000, 1001)])
+def test_the_long_prompt_passes_the_window_where_its_completion_fits_a_server_too(
+    parts: Parts, longest_row: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is started for the run's longest row."""
+    monkeypatch.setattr(type(parts.backend), "reach", (4096, 1000))
+    inputs = replace(_gate_inputs(CONFIG, parts, 0, False), longest_row=longest_row)
+    prompt = gate._long_prompt(inputs, parts.prompts.prompts[:4])
+    assert len(prompt.token_ids) == tokens
+    assert tokens == 257 or tokens + gate._FEW_TOKENS <= longest_row
 
 
 @pytest.mark.parametrize("temperature", [0.2, 0.7, 1.0, 1.5])

@@ -223,7 +223,7 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     far.
     """
     positions, window = inputs.backend.reach
-    wanted = max(_PAGE, window if window < inputs.longest_row else 0) + 1
+    wanted = max(_PAGE, window if window + _FEW_TOKENS < inputs.longest_row else 0) + 1  # a server has room for the longest row alone
     length = max(1, min(wanted, positions - _FEW_TOKENS))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(np.int32)
     if not inputs.backend.engine.capabilities.token_ids_in:  # whole prompts then: cut anywhere else, text may encode to other ids
