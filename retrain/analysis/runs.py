@@ -267,8 +267,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
     try:
         table = arrow_json.read_json(pa.BufferReader(whole), parse_options=parsing, read_options=reading).select(schema.names)
-        if "step" in schema.names and table["step"].null_count:
-            for _ in StepRecord.read(path):  # raises: every line has a step
+        if not _is_plausible(table):
+            for _ in StepRecord.read(path):  # raises the error that names the damaged line, or its step
                 pass
         return table
     except pa.ArrowInvalid as error:
@@ -278,6 +278,15 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
 
 
 # -- as a frame ----------------------------------------------------------------------------------------------------------
+
+
+def _is_plausible(table: Any) -> bool:
+    """False where a line has no step, or one that does not count steps, and where a number is too large for a float."""
+    numbers = {name: table[name].to_numpy() for name in table.column_names if str(table.schema.field(name).type) == "double"}
+    steps = numbers.get("step", np.zeros(0))
+    return bool(((steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))).all()) and not any(
+        np.isinf(values).any() for values in numbers.values()
+    )
 
 
 def load_runs(folder: str | Path) -> "pd.DataFrame":
