@@ -146,6 +146,18 @@ def test_the_context_is_that_of_the_longest_prompt_and_completion(tmp_path: Path
     assert "--max-model-len 1200 " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("positions", "context"), [(0, 512), (300, 300), (4096, 512)])
+def test_the_context_has_room_for_the_gates_long_prompt_where_the_model_has(
+    positions: int, context: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 positions: the model names no limit."""
+    monkeypatch.setattr("retrain.model.text.context_length", lambda config: positions)
+    file = tmp_path / "lab.toml"
+    file.write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_tokens = 20\n')
+    assert main(["serve", "vllm", str(file), "--prompt-tokens", "50"]) == 0
+    assert f"--max-model-len {context} " in capsys.readouterr().out
+
+
 def test_a_dialogues_context_has_room_for_what_its_environment_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The environment's own prompts are counted, or --prompt-tokens says how long they are; its answers have an allowance beside them."""
     file = tmp_path / "guess.toml"

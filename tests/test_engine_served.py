@@ -343,6 +343,29 @@ def test_a_reply_that_is_no_answer_is_never_scored(tmp_path: Path, server: VLLMD
         assert usual.text is not None
 
 
+@pytest.mark.parametrize(
+    ("reply", "reason", "text", "finish"),
+    [
+        ({"message": {"role": "assistant"}}, "length", "", "length"),  # all tokens went into reasoning
+        ({"message": {"role": "assistant", "content": None}}, "length", "", "length"),
+        ({"message": {"role": "assistant", "content": "6"}}, "eos", "6", "stop"),
+        ({"text": "6"}, "eos_token", "6", "stop"),
+    ],
+)
+def test_other_servers_words_for_a_reply_are_understood(
+    tmp_path: Path, server: VLLMDouble, reply: dict[str, Any], reason: str, text: str, finish: str
+) -> None:
+    server.chats, server.replies_text = "message" in reply, "text" in reply
+    with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
+        asked = replace(request(1, adapter_slot=BASE_MODEL), noise=NoiseKey(0, Stream.EVALUATION, 0, 0))
+        asked = replace(asked, messages=({"role": "user", "content": "1 + 5"},))
+        choice = {"index": 0, "finish_reason": reason, "logprobs": None, **reply}
+        path = "/v1/chat/completions" if server.chats else "/v1/completions"
+        server.faults.append(first(1, (200, {"choices": [choice], "usage": {}}), path))
+        (found,) = engine.sample([asked])
+        assert (found.text, found.finish_reason.value) == (text, finish)
+
+
 _LONG = "1" * 25
 
 

@@ -474,7 +474,7 @@ def test_an_environment_that_hangs_or_exits_before_its_first_episode_is_a_senten
 
 
 def test_an_environments_signal_handlers_do_not_replace_the_runs() -> None:
-    from retrain.environments.providers import load_environment
+    from retrain.environments.loading import load_environment
 
     before = signal.getsignal(signal.SIGTERM)
     config = TrainConfig.model_validate({"environment": {"provider": "tests.test_environments.Begins"}})

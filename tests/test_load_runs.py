@@ -104,6 +104,10 @@ DAMAGE = {
     '{"step": 1, "corr': "line 2",
     '{"step": "x"}': "line 2",
     "7": "line 2",
+    '{"step": 1.5, "condition": "x"}': "line 2",
+    '{"step": -1, "condition": "x"}': "line 2",
+    '{"step": 1000000000000000000000000000000, "condition": "x"}': "line 2",
+    f'{{"step": 1, "condition": "x", "loss": 1{"0" * 400}}}': "line 2",
     '{"step": 1, "condition": "x", "loss": NaN}': "step 1",
     '{"step": 1, "condition": "x", "loss": "low"}': "step 1",
 }

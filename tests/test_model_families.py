@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from runs import small
 
+from retrain import train
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.kv_cache import PromptPass
 from retrain.model import fused as decoder
 from retrain.model.attention import FusedAttention, attend
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import choose_deterministic_experts
+from retrain.model.text import resolve_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from families import FAMILIES, compare, tiny_model
+from families import _SHAPE, FAMILIES, compare, tiny_model
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 WINDOWED = ("mistral", "qwen2", "qwen3")
@@ -59,6 +63,19 @@ def test_experts_are_computed_without_the_operator_that_has_no_deterministic_for
     choose_deterministic_experts(model)
     assert family == "qwen3" or model.config._experts_implementation == "eager"
     torch.testing.assert_close(model(input_ids=ids).logits, before, atol=1e-4, rtol=0)
+
+
+def test_a_run_trains_a_mixture_of_experts_in_float32(tmp_path: Path) -> None:
+    """A torch that knows the shape of a grouped product in bfloat16 alone cannot predict its memory, and the run goes on."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model("lab"))
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+    shape = _SHAPE | FAMILIES["qwen3_moe"] | ends | {"vocab_size": len(tokenizer), "num_hidden_layers": 2}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**shape), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run = train(small(tmp_path / "run", model={"model": str(tmp_path / "model")}, training={"max_steps": 1, "max_tokens": 8}), quiet=True)
+    (record,) = run.metrics()
+    assert record.ratio_mean == pytest.approx(1, abs=1e-4)
 
 
 def test_a_mask_that_a_layer_made_itself_is_refused() -> None:

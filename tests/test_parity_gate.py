@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from runs import lines, small
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate
-from retrain.run.health import default_mismatch_limit
-from retrain.run.parts import Parts, load_parts, run_parity_gate
+from retrain.run.observer import default_mismatch_limit
+from retrain.run.parts import Parts, _gate_inputs, load_parts, run_parity_gate
 
 CONFIG = small(Path("nowhere"), training={"temperature": 0.8})
 
@@ -76,7 +76,7 @@ def test_the_gate_passes_a_sound_engine_and_restores_every_byte(parts: Parts, en
             engine("Served")
         result = run_parity_gate(CONFIG, parts, 0)
         assert adapter_bytes(parts) == before
-        assert result.max_difference < result.tolerance == (1e-4 if place == "in this process" else 1e-3)
+        assert result.max_difference < result.tolerance == pytest.approx((1e-4 if place == "in this process" else 1e-3) / 0.8)
         assert result.adapter_effect is not None and result.adapter_effect > 10 * result.max_difference
         assert f"the adapter changes the log-probs by {result.adapter_effect:.2g} nats on average" in result.line()
         assert result.groups == 7 + 4 and result.longest_prompt > 256, "seven projections, four parts; a page of 256 is filled"
@@ -98,6 +98,30 @@ def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(pa
         engine("HotterInBf16")
         with pytest.raises(RunFailed, match=r"as if its temperature were 0\.8[789] instead of 0\.8, so nothing was trained"):
             run_parity_gate(rounded, parts, 0)
+
+
+@pytest.mark.parametrize(("longest_row", "tokens"), [(1000, 257), (1001, 257), (1016, 257), (1017, 1001), (2000, 1001)])
+def test_the_long_prompt_passes_the_window_where_its_completion_fits_a_server_too(
+    parts: Parts, longest_row: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is started for the run's longest row."""
+    monkeypatch.setattr(type(parts.backend), "reach", (4096, 1000))
+    inputs = replace(_gate_inputs(CONFIG, parts, 0, False), longest_row=longest_row)
+    prompt = gate._long_prompt(inputs, parts.prompts.prompts[:4])
+    assert len(prompt.token_ids) == tokens
+    assert tokens == 257 or tokens + gate._FEW_TOKENS <= longest_row
+
+
+@pytest.mark.parametrize("temperature", [0.2, 0.7, 1.0, 1.5])
+def test_a_temperature_below_1_multiplies_the_rounding_that_is_allowed(temperature: float) -> None:
+    config = small(Path("nowhere"), training={"temperature": temperature})
+    with closing(load_parts(config, None, lambda line: None)) as own:  # the learner's temperature is that of its parts
+        backend: Any = own.backend
+        for engine, allowed in ((backend.engine, 1e-4), ("RoundsItsLogits", 1e-4), ("Served", 1e-3)):
+            if isinstance(engine, str):
+                make = getattr(faulty_engines, engine)
+                backend.engine = make(config, model=backend._adapter.peft_model, eos_ids=own.text.eos_ids, device="cpu")
+            assert run_parity_gate(config, own, 0).tolerance == pytest.approx(allowed / min(1, temperature))
 
 
 def test_a_run_of_one_token_is_checked_on_as_many_as_any_other(parts: Parts, engine: Any) -> None:

@@ -363,7 +363,7 @@ def test_the_documented_block_runs_with_a_later_trainer_and_is_resumed(
     shared = tmp_path / "shared"
     gone = Trainer(learner, shared, FileReceiver(shared, "batches"), steps=2)
     gone.start()
-    with pytest.raises(ServerFailure, match=r"did not offer policy v4 .*continue with --resume"):
+    with pytest.raises(ServerFailure, match=r"did not offer policy v4 .*continue with `retrain .* --resume"):
         train(replaced(config, {"training.max_steps": 8}), quiet=True)
     gone.stop()
     with trainer_of(config, learner, first=3, steps=6, where="batches") as trainer:  # batches 3 and 4 still lie there

@@ -255,7 +255,7 @@ def test_a_refusal_by_the_sampler_saves_the_run(double: Double, tmp_path: Path) 
             return APIStatusError(429, "quota") if name == "sample" and sampled > 12 else default
 
     double.problems = Later()
-    with pytest.raises(ServerFailure, match=r"saved after \d steps: continue with --resume .*--base-url"):
+    with pytest.raises(ServerFailure, match=r"saved after \d steps: continue with `retrain .* --resume .*--base-url"):
         train(config, quiet=True)
     (checkpoint,) = (tmp_path / "run/checkpoints").glob("step_*")
     assert json.loads((checkpoint / STATE_FILE).read_text())["state"].startswith("tinker://run-1/weights/")

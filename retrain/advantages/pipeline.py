@@ -36,7 +36,6 @@ from retrain.types import Group, Int32Array
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
-    from retrain.config.schema import Planning
 
 UNINFORMATIVE = 1e-12
 """A group is left out of training if no token's advantage exceeds this."""
@@ -88,7 +87,14 @@ class CreditPipeline:
         self.spec = self._transform.spec
         self.uncertainty_kind = canonical_kind(config.algorithm.uncertainty)
         self._uncertainty = resolve_uncertainty(self.uncertainty_kind, config, self.notes) if self.needs_uncertainty else None
-        self._detector = _planning_detector(self.config.planning, load_encoder) if self.needs_planning else None
+        self._detector: RegexDetector | SemanticDetector | None = None
+        planning = config.planning
+        if self.needs_planning and planning.detector == "regex":
+            self._detector = RegexDetector(planning.grams)
+        elif self.needs_planning:
+            if load_encoder is None:
+                raise ConfigurationError('[planning] detector = "semantic" needs an encoder: give CreditPipeline one as load_encoder.')
+            self._detector = SemanticDetector(load_encoder(planning.model), planning.threshold, planning.min_similarity)
         composed = self._algorithm is None and self._transform.function is None
         if composed and self.spec.uses_sepa_controller:
             check_ramp(config.sepa)
@@ -265,14 +271,6 @@ class CreditPipeline:
         return result.keep, (result.thresholds[0] if algorithm.surprisal_mask_scope == "batch" else None)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
-
-
-def _planning_detector(planning: "Planning", load_encoder: LoadEncoder | None) -> RegexDetector | SemanticDetector:
-    if planning.detector == "regex":
-        return RegexDetector(planning.grams)
-    if load_encoder is None:
-        raise ConfigurationError('[planning] detector = "semantic" needs an encoder: give CreditPipeline one as load_encoder.')
-    return SemanticDetector(load_encoder(planning.model), planning.threshold, planning.min_similarity)
 
 
 def _last(stages: Stages) -> Float64Array:

@@ -13,7 +13,6 @@ import numpy as np
 
 from retrain.analysis.pairs import Pairs
 from retrain.analysis.power import Correction, minimal_detectable_effect, seeds_to_conclude
-from retrain.analysis.runs import StoredRun
 
 PROBLEMS = (100, 200, 500, 1000, 2000)
 SAMPLES = (1, 2, 4, 8, 16)
@@ -47,7 +46,15 @@ class Spread:
         parts = [part for pairs in family if (part := _parts(pairs))]
         runs = [run for pairs in family for pair in pairs.runs for run in pair]
         seconds = [value for run in runs if isinstance(value := run.summary.get("seconds"), int | float)]
-        answers = [value for run in runs if (value := _seconds_per_answer(run)) is not None]
+        answers = []  # per run that recorded it, the median time to sample an answer in the last steps of training
+        for run in runs:
+            found = [
+                record.time_sample_s / (record.batch_size * record.group_size)
+                for record in run.last_metrics(20)
+                if record.time_sample_s and record.batch_size and record.group_size
+            ]
+            if found:
+                answers.append(float(np.median(found)))
         if not parts or not seconds or not answers:
             return None
         luck, interaction, sampling = np.mean(parts, axis=0).tolist()
@@ -67,16 +74,6 @@ def _parts(pairs: Pairs) -> tuple[float, float, float] | None:
     variances = [float(np.mean(rate * (1 - rate))) * samples / (samples - 1) for rate in rates if len(rate)]
     sampling = 2 * float(np.mean(variances))
     return table.luck_variance, max(0.0, table.residual_square - sampling / samples), sampling
-
-
-def _seconds_per_answer(run: StoredRun) -> float | None:
-    """The median time to sample an answer in the last steps of training; None if the run did not record it."""
-    found = [
-        record.time_sample_s / (record.batch_size * record.group_size)
-        for record in run.last_metrics(20)
-        if record.time_sample_s and record.batch_size and record.group_size
-    ]
-    return float(np.median(found)) if found else None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,12 @@ def capital(differences: Floats) -> Floats:
     signs = np.where(sizes > 0, np.sign(np.where(present, differences, 0.0)), 0.0)
     root_mean_square = np.sqrt(np.cumsum(sizes**2, axis=-1) / np.maximum(np.cumsum(present, axis=-1), 1))  # over the seeds so far
     relative = sizes / np.where(root_mean_square > 0, root_mean_square, 1.0)
-    ranked = ndtri(0.5 + 0.5 * _rank_fractions(sizes, present))
+    ranks = np.zeros_like(sizes)  # of each size among those so far, over their number + 1; ties take their mean rank
+    for seed in range(sizes.shape[-1]):
+        before, own, there = sizes[..., : seed + 1], sizes[..., seed : seed + 1], present[..., : seed + 1]
+        below, equal = ((before < own) & there).sum(axis=-1), ((before == own) & there).sum(axis=-1)
+        ranks[..., seed] = np.where(present[..., seed], (below + 0.5 * (equal + 1)) / (there.sum(axis=-1) + 1), 0.0)
+    ranked = ndtri(0.5 + 0.5 * ranks)
     capital = np.zeros_like(sizes)
     for size in (relative, ranked):
         for strength in _STRENGTHS:
@@ -47,17 +52,6 @@ def capital(differences: Floats) -> Floats:
             capital += np.cumprod(1 + bet, axis=-1) + np.cumprod(1 - bet, axis=-1)
     scaled: Floats = capital / (4 * len(_STRENGTHS))
     return scaled
-
-
-def _rank_fractions(sizes: Floats, present: np.ndarray) -> Floats:
-    """The rank of each size among those so far, over their number + 1; ties take their mean rank, a seed without a pair 0."""
-    fractions = np.zeros_like(sizes)
-    for seed in range(sizes.shape[-1]):
-        before, own, there = sizes[..., : seed + 1], sizes[..., seed : seed + 1], present[..., : seed + 1]
-        below, equal = ((before < own) & there).sum(axis=-1), ((before == own) & there).sum(axis=-1)
-        rank = below + 0.5 * (equal + 1)
-        fractions[..., seed] = np.where(present[..., seed], rank / (there.sum(axis=-1) + 1), 0.0)
-    return fractions
 
 
 def adjust(capitals: Floats) -> Floats:

@@ -24,7 +24,7 @@ def explanation(contrast: Contrast, comparison: Comparison) -> str:
 
 
 def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
-    test, found = comparison.test, contrast.conclusion
+    metric, test, found = comparison.metric, comparison.test, contrast.conclusion
     pairs, family = counted(found.pairs, "pair"), counted(len(comparison.contrasts), "comparison")
     if test.rule == "evidence" and not found.unsure:
         return f"The evidence is {1 / found.p_adjusted:.3g} over {family}; {1 / test.alpha:g} decides."
@@ -33,8 +33,21 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
             f"No result of {pairs} could be significant: the smallest possible adjusted p is {p_words(found.smallest_p_adjusted)}; "
             f"at least {comparison.seeds_to_conclude} seeds are needed for {family} at {test.alpha:g}."
         )
+    if found.unsure == "unjudged":
+        return (
+            f"The judged answers alone differ significantly (adjusted p {p_words(found.p_adjusted)}), but those that could not be judged "
+            f"leave {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not significant."
+        )
     if found.unsure:
-        return _why_unsure(contrast, comparison)
+        problems = counted(comparison.problems, "problem")
+        agree = f"The seeds agree (adjusted p {p_words(found.p_adjusted)})"
+        if contrast.wide is None:
+            return f"{agree}, but {problems} with so few judged answers have no interval for new problems. Evaluate on more."
+        adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
+        return (
+            f"{agree}, but the interval for new problems, {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with "
+            f"{problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
+        )
     if not found.sd:
         return "All differences are equal, so they show nothing about chance."
     interval_alone = ""
@@ -44,28 +57,10 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
     if found.detectable is None:
         return interval_alone
     # At both ends of the sd's interval: at the observed sd alone the power would be overstated.
-    low, high = (size_words(end, comparison.metric) for end in found.detectable)
+    low, high = (size_words(end, metric) for end in found.detectable)
     return (
         f"{interval_alone}Such a campaign finds a true difference of {low} to {high} (over the sd's interval) in "
         f"{100 * test.power:g}% of cases."
-    )
-
-
-def _why_unsure(contrast: Contrast, comparison: Comparison) -> str:
-    metric, found = comparison.metric, contrast.conclusion
-    if found.unsure == "unjudged":
-        return (
-            f"The judged answers alone differ significantly (adjusted p {p_words(found.p_adjusted)}), but those that could not be judged "
-            f"leave {interval_words(found.bounds, metric)} possible, and at the end that hurts it is not significant."
-        )
-    problems = counted(comparison.problems, "problem")
-    agree = f"The seeds agree (adjusted p {p_words(found.p_adjusted)})"
-    if contrast.wide is None:
-        return f"{agree}, but {problems} with so few judged answers have no interval for new problems. Evaluate on more."
-    adjusted = " (wider over the family)" if len(comparison.contrasts) > 1 else ""
-    return (
-        f"{agree}, but the interval for new problems, {interval_words(contrast.wide.interval, metric)}{adjusted}, contains 0: with "
-        f"{problems}, fewer than {FEW_PROBLEMS}, a few of them may carry the difference. Evaluate on more."
     )
 
 
@@ -95,7 +90,22 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f"To find {size_words(test.effect, metric)} with a power of {100 * test.power:g}%, {found.seeds_needed} seeds are needed "
             f"at the sd of the differences seen here ({size_words(found.sd, metric)})."
         )
-    yield from _about_spread(contrast, comparison)
+    if contrast.pairing and found.sd:
+        yield (
+            f"Pairing: the runs of a seed correlate by {contrast.pairing.correlation:.2f}; sd of the differences "
+            f"{size_words(found.sd, metric)}, for independent runs {size_words(contrast.pairing.unpaired_sd, metric)}."
+        )
+    if (parts := contrast.parts) and found.sd:
+        noise, luck = parts.noise_variance**0.5, parts.luck_variance**0.5
+        advice = "more problems or samples" if noise > luck else "more seeds"
+        yield (
+            f"The sd has two parts: {size_words(noise, metric)} from the evaluation, {size_words(luck, metric)} from the luck of the runs; "
+            f"{advice} would narrow it most."
+        )
+    if contrast.shared.is_same:
+        yield "Nothing that was recorded differs between the arms: an A/A comparison."
+    elif contrast.shared.differing_keys:
+        yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
@@ -121,26 +131,6 @@ def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f"The largest difference of a pair is {size_words(largest, metric)}. Equivalence is about the mean: {found.pairs} pairs do not "
             f"rule out an event, such as a collapse, that happens in up to {100 * unseen:.0f}% of runs."
         )
-
-
-def _about_spread(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
-    metric, found, parts = comparison.metric, contrast.conclusion, contrast.parts
-    if contrast.pairing and found.sd:
-        yield (
-            f"Pairing: the runs of a seed correlate by {contrast.pairing.correlation:.2f}; sd of the differences "
-            f"{size_words(found.sd, metric)}, for independent runs {size_words(contrast.pairing.unpaired_sd, metric)}."
-        )
-    if parts and found.sd:
-        noise, luck = parts.noise_variance**0.5, parts.luck_variance**0.5
-        advice = "more problems or samples" if noise > luck else "more seeds"
-        yield (
-            f"The sd has two parts: {size_words(noise, metric)} from the evaluation, {size_words(luck, metric)} from the luck of the runs; "
-            f"{advice} would narrow it most."
-        )
-    if contrast.shared.is_same:
-        yield "Nothing that was recorded differs between the arms: an A/A comparison."
-    elif contrast.shared.differing_keys:
-        yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
 
 
 def sharing(contrast: Contrast) -> str:

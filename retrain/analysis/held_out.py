@@ -8,7 +8,6 @@ the bounds: Manski 1990, American Economic Review 80.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -50,12 +49,7 @@ class Answers:
         if k == 1:
             rates: Floats = np.divide(right, counts, out=np.full(len(counts), np.nan), where=counts > 0)
             return rates
-        return np.array([_pass_at_k(int(n), int(c), k) for n, c in zip(counts, right, strict=True)], dtype=np.float64)
-
-
-@lru_cache(maxsize=4096)
-def _pass_at_k(n: int, c: int, k: int) -> float:
-    return pass_at_k(n, c, k) if n >= k else float("nan")
+        return np.array([pass_at_k(int(n), int(c), k) if n >= k else np.nan for n, c in zip(counts, right, strict=True)], dtype=np.float64)
 
 
 @dataclass(frozen=True)

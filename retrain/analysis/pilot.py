@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.arms import Arm, arm_of, group_by_condition
+from retrain.analysis.arms import arm_of, group_by_condition
 from retrain.analysis.design import Design, Spread, cheapest
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import pair_up
@@ -115,7 +115,18 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     base, *others = arms
     paired = [arm for arm in others if len(paired_differences(arm.values, base.values)) > 1]
     if paired:
-        return _paired_pilot(metric, base, paired)
+        # The differences of all contrasts pooled. They share the baseline's runs, so the degrees of freedom are those of the longest.
+        differences = {arm.label: paired_differences(arm.values, base.values) for arm in paired}
+        sds = {label: sample_sd(list(by_seed.values())) for label, by_seed in differences.items()}
+        freedom = [len(by_seed) - 1 for by_seed in differences.values()]
+        squares = [sd**2 * count for sd, count in zip(sds.values(), freedom, strict=True)]
+        sd = float(np.sqrt(sum(squares) / sum(freedom)))
+        source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(differences)}"
+        if metric.k != 1:
+            return Pilot(metric, sd, max(freedom), source, len(paired), None, sds)
+        held_out = held_out_variances([(arm.runs[seed], base.runs[seed]) for arm in paired for seed in differences[arm.label]])
+        spread = Spread.of([pair_up(arm, base, metric, None) for arm in paired])
+        return Pilot(metric, sd, max(freedom), source, len(paired), held_out, sds, spread)
     largest = max(arms, key=lambda arm: len(arm.values))
     if len(largest.values) < 2:
         because = f" Left out: {' '.join(grouped.left_out)}" if grouped.left_out else ""
@@ -127,19 +138,6 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
     sd = float(np.sqrt(2)) * sample_sd(list(largest.values.values()))
     source = f"{len(largest.values)} runs of {largest.label} alone, as if two arms were independent: pairing usually needs fewer"
     return Pilot(metric, sd, len(largest.values) - 1, source, 1, None)
-
-
-def _paired_pilot(metric: Metric, base: Arm, others: Sequence[Arm]) -> Pilot:
-    """The differences of all contrasts pooled. They share the baseline's runs, so the degrees of freedom are those of the longest."""
-    differences = [paired_differences(arm.values, base.values) for arm in others]
-    freedom = [len(by_seed) - 1 for by_seed in differences]
-    squares = [sample_sd(list(by_seed.values())) ** 2 * count for by_seed, count in zip(differences, freedom, strict=True)]
-    source = f"{max(freedom) + 1} pairs of {base.label} and {', '.join(arm.label for arm in others)}"
-    pairs = [(arm.runs[seed], base.runs[seed]) for arm, by_seed in zip(others, differences, strict=True) for seed in by_seed]
-    held_out = held_out_variances(pairs) if metric.k == 1 else None
-    sds = {arm.label: sample_sd(list(by_seed.values())) for arm, by_seed in zip(others, differences, strict=True)}
-    spread = Spread.of([pair_up(arm, base, metric, None) for arm in others]) if metric.k == 1 else None
-    return Pilot(metric, float(np.sqrt(sum(squares) / sum(freedom))), max(freedom), source, len(others), held_out, sds, spread)
 
 
 def held_out_variances(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> HeldOutVariances | None:

@@ -45,6 +45,8 @@ def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 
     With the correction "evidence", that one of `seeds` looks finds it.
     The other contrasts of the family do not differ; all share the baseline, so that their differences correlate by a half.
     """
+    from scipy.special import nctdtr, stdtrit
+
     if seeds < max(2, seeds_to_conclude(alpha, comparisons, correction)):
         return 0.0
     if correction == "evidence":
@@ -53,14 +55,18 @@ def power_of(seeds: int, effect: float, alpha: float = 0.05, comparisons: int = 
     family = min(comparisons, _FAMILY) if correction == "maxt" else 1
     level = alpha if correction == "maxt" else alpha / comparisons
     if seeds <= SIMULATED_SEEDS:
-        return _simulated_power(seeds, effect, alpha, level, family)
+        differences = _noise(seeds, family) + effect * np.eye(family)[0]
+        first = differences[..., 0]
+        critical = float(stdtrit(seeds - 1, 1 - alpha / 2))
+        t = first.mean(axis=1) * np.sqrt(seeds) / first.std(axis=1, ddof=1)
+        candidates = differences[t > critical]
+        batches = [batch for batch in np.array_split(candidates, 16) if len(batch)]  # 2^(n-1) sums per row and contrast
+        return sum(int(np.count_nonzero(max_t_rows(batch) < level)) for batch in batches) / len(differences)
     if family > 1:
         level = _joint_level(seeds, alpha, family)
     if seeds <= 50:  # the largest sign-flip p below `level`: a multiple of 2 / 2^n, beyond 50 next to `level`
         flips = 2.0 ** (seeds - 1)
         level = (ceil(level * flips) - 1) / flips
-    from scipy.special import nctdtr, stdtrit
-
     critical = float(stdtrit(seeds - 1, 1 - level / 2))  # of a two-sided paired t test
     return float(1 - nctdtr(seeds - 1, effect * np.sqrt(seeds), critical))
 
@@ -136,18 +142,6 @@ def _detectable_units(seeds: int, alpha: float, power: float, comparisons: int, 
         middle = (low + high) / 2
         low, high = (low, middle) if power_of(seeds, middle, alpha, comparisons, correction) >= power else (middle, high)
     return high
-
-
-def _simulated_power(seeds: int, effect: float, alpha: float, level: float, family: int) -> float:
-    from scipy.special import stdtrit
-
-    differences = _noise(seeds, family) + effect * np.eye(family)[0]
-    first = differences[..., 0]
-    critical = float(stdtrit(seeds - 1, 1 - alpha / 2))
-    t = first.mean(axis=1) * np.sqrt(seeds) / first.std(axis=1, ddof=1)
-    candidates = differences[t > critical]
-    batches = [batch for batch in np.array_split(candidates, 16) if len(batch)]  # 2^(n-1) sums per row and contrast
-    return sum(int(np.count_nonzero(max_t_rows(batch) < level)) for batch in batches) / len(differences)
 
 
 @lru_cache(maxsize=2 * SIMULATED_SEEDS)

@@ -127,18 +127,17 @@ class StoredRun:
         path, counted = self.folder.metrics, self.summary.get("steps")
         steps = step_numbers(path) if path.is_file() else []
         expected = counted if type(counted) is int else len(steps)
+        wrong = next((index for index, step in enumerate(steps) if step != index), None)
         problem = ""
-        if wrong := next((index for index, step in enumerate(steps) if step != index), None) if steps else None:
-            step, before = steps[wrong], steps[wrong - 1]
-            if step in steps[:wrong]:
-                problem = f"{path}, line {wrong + 1}, holds step {step} a second time"
-            else:
-                problem = f"{path}, line {wrong + 1}, holds step {step} after step {before}"
-        elif steps and steps[0]:
+        if wrong == 0:
             problem = f"{path} begins at step {steps[0]}"
+        elif wrong is not None and steps[wrong] in steps[:wrong]:
+            problem = f"{path}, line {wrong + 1}, holds step {steps[wrong]} a second time"
+        elif wrong is not None:
+            problem = f"{path}, line {wrong + 1}, holds step {steps[wrong]} after step {steps[wrong - 1]}"
         elif len(steps) < expected:
-            problem = f"{path} " + (f"ends after {len(steps)} of the" if steps else "holds none of the" if path.is_file() else "is missing, with the")
-            problem += f" {expected} steps that {self.folder.summary.name} counts"
+            found = f"ends after {len(steps)} of the" if steps else "holds none of the" if path.is_file() else "is missing, with the"
+            problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
         return f"{problem}: the file was changed or the disk is damaged; put it back from a copy, or make the run anew." if problem else ""
 
     @cached_property
@@ -296,8 +295,8 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
     reading = arrow_json.ReadOptions(use_threads=False, block_size=len(whole))
     try:
         table = arrow_json.read_json(pa.BufferReader(whole), parse_options=parsing, read_options=reading).select(schema.names)
-        if "step" in schema.names and table["step"].null_count:
-            for _ in StepRecord.read(path):  # raises: every line has a step
+        if not _is_plausible(table):
+            for _ in StepRecord.read(path):  # raises the error that names the damaged line, or its step
                 pass
         return table
     except pa.ArrowInvalid as error:
@@ -307,6 +306,15 @@ def read_metrics(path: Path, names: Collection[str] = _KINDS.keys()) -> Any:
 
 
 # -- as a frame ----------------------------------------------------------------------------------------------------------
+
+
+def _is_plausible(table: Any) -> bool:
+    """False where a line has no step, or one that does not count steps, and where a number is too large for a float."""
+    numbers = {name: table[name].to_numpy() for name in table.column_names if str(table.schema.field(name).type) == "double"}
+    steps = numbers.get("step", np.zeros(0))
+    return bool(((steps >= 0) & (steps < 2**53) & (steps == np.floor(steps))).all()) and not any(
+        np.isinf(values).any() for values in numbers.values()
+    )
 
 
 def load_runs(folder: str | Path) -> "pd.DataFrame":

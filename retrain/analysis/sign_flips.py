@@ -26,7 +26,14 @@ def max_t(family: Sequence[Mapping[int, float]]) -> list[float]:
     """
     if not family:
         return []
-    columns = _standardised(family)
+    seeds = list(dict.fromkeys(seed for contrast in family for seed in contrast))
+    columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])  # 0 where a contrast lacks the seed
+    if not np.isfinite(columns).all():
+        raise ValueError("expected finite differences")
+    largest_size = np.abs(columns).max(axis=0)
+    columns = columns / np.where(largest_size > 0, largest_size, 1.0)  # the squares of tiny or huge numbers would be 0 or infinite
+    norms = np.sqrt((columns**2).sum(axis=0))
+    columns = columns / np.where(norms > 0, norms, 1.0)
     observed = np.abs(columns.sum(axis=0))
     order = np.argsort(-observed, kind="stable")
     as_far, flips = np.zeros(len(family)), 0
@@ -57,19 +64,6 @@ def max_t_rows(differences: Floats) -> Floats:
         flips += len(signs)
     fractions: Floats = as_far / flips
     return fractions
-
-
-def _standardised(family: Sequence[Mapping[int, float]]) -> Floats:
-    """[seeds, contrasts] differences over the root of their sum of squares; 0 where a contrast lacks the seed."""
-    seeds = list(dict.fromkeys(seed for contrast in family for seed in contrast))
-    columns = np.array([[contrast.get(seed, 0.0) for contrast in family] for seed in seeds])
-    if not np.isfinite(columns).all():
-        raise ValueError("expected finite differences")
-    largest = np.abs(columns).max(axis=0)
-    columns = columns / np.where(largest > 0, largest, 1.0)  # the squares of tiny or huge numbers would be 0 or infinite
-    norms = np.sqrt((columns**2).sum(axis=0))
-    scaled: Floats = columns / np.where(norms > 0, norms, 1.0)
-    return scaled
 
 
 def _signs(seeds: int) -> Iterator[Floats]:

@@ -90,13 +90,6 @@ _TWO_TERMS = re.compile(r"(?P<first>[\da-z\\^{}]+) ?\+ ?(?P<second>[\da-z\\^{}]+
 _BARE_OPERATOR = re.compile(r"(?<=[\w)}])\s*([+=])\s*(?=[\w\\({])")
 
 
-def _fraction(answer: str) -> Fraction | None:
-    if not (match := _FRACTION.fullmatch(answer)):
-        return None
-    bottom = int(match["bottom"] or match["b"])
-    return Fraction(int(match["sign"] + (match["top"] or match["t"])), bottom) if bottom else None
-
-
 def _latex(value: Fraction) -> str:
     sign = "-" if value < 0 else ""
     return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
@@ -121,7 +114,13 @@ def _of(pattern: re.Pattern[str], rewrite: Callable[[re.Match[str]], str | None]
 
 
 def _of_fraction(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
-    return lambda answer: None if (value := _fraction(answer)) is None else rewrite(value)
+    def rewritten(answer: str) -> str | None:
+        if not (match := _FRACTION.fullmatch(answer)):
+            return None
+        bottom = int(match["bottom"] or match["b"])
+        return rewrite(Fraction(int(match["sign"] + (match["top"] or match["t"])), bottom)) if bottom else None
+
+    return rewritten
 
 
 def _of_decimal(rewrite: Callable[[Fraction], str | None]) -> Rewriting:
@@ -143,11 +142,6 @@ def _list_of(answer: str) -> list[str] | None:
     return _items(answer) if _LIST.fullmatch(answer) and not _GROUPED.fullmatch(answer) else None
 
 
-def _reordered(answer: str) -> str | None:
-    items = _list_of(answer)
-    return ", ".join(reversed(items)) if items and len(set(items)) == len(items) else None
-
-
 def _interval(answer: str) -> re.Match[str] | None:
     """An interval for certain: `(1,2)` may be a point."""
     match = _BRACKETED.fullmatch(answer.replace(r"\left", "").replace(r"\right", ""))
@@ -161,11 +155,6 @@ def _inequality(answer: str) -> str | None:
     low = "" if "infty" in match["low"] else match["low"].strip() + (r" \le " if match["open"] == "[" else " < ")
     high = "" if "infty" in match["high"] else (r" \le " if match["close"] == "]" else " < ") + match["high"].strip()
     return f"{low}x{high}" if low or high else None
-
-
-def _swapped(match: re.Match[str]) -> str | None:
-    """The terms of a sum the other way round, where the plus sign stands in no braces."""
-    return f"{match['second']}+{match['first']}" if match["first"].count("{") == match["first"].count("}") else None
 
 
 EQUIVALENT: dict[str, Rewriting] = {
@@ -204,12 +193,17 @@ EQUIVALENT: dict[str, Rewriting] = {
     "without the degree sign": _of(_DEGREES, lambda match: match["number"]),
     r"^{\circ} for ^\circ": lambda answer: answer.replace(r"^\circ", r"^{\circ}"),
     "degrees in words": _of(_DEGREES, lambda match: rf"{match['number']}\text{{ degrees}}"),
-    "a list in another order": _reordered,
+    "a list in another order": lambda answer: (
+        ", ".join(reversed(items)) if (items := _list_of(answer)) and len(set(items)) == len(items) else None
+    ),
     "a list as a set": lambda answer: rf"\{{{answer}\}}" if _list_of(answer) else None,
     "a set in another order": _of(_SET, lambda match: rf"\{{{', '.join(reversed(_items(match['items'])))}\}}"),
     "x in an interval": lambda answer: rf"x \in {answer}" if _interval(answer) else None,
     "an inequality for an interval": _inequality,
-    "a sum in another order": _of(_TWO_TERMS, _swapped),
+    "a sum in another order": _of(
+        _TWO_TERMS,  # whose plus sign stands in no braces
+        lambda terms: f"{terms['second']}+{terms['first']}" if terms["first"].count("{") == terms["first"].count("}") else None,
+    ),
     "a power for a root": lambda answer: _ROOT.sub(r"{\g<inside>}^{1/2}", answer),
     r"a word without \text": _of(_WORDS, lambda match: match["words"]),
     r"a word in \mathrm": _of(_WORDS, lambda match: rf"\mathrm{{{match['words']}}}"),
@@ -235,10 +229,6 @@ def _plus(step: int) -> Rewriting:
     return lambda answer: str(int(answer) + step) if _INTEGER.fullmatch(answer) else None
 
 
-def _inverted(value: Fraction) -> str | None:
-    return _latex(1 / value) if value and abs(value) != 1 else None
-
-
 def _another_bracket(answer: str) -> str | None:
     if not _interval(answer) or not set(answer) & set("[]"):
         return None
@@ -253,11 +243,6 @@ def _other_sign(answer: str) -> str | None:
     return answer[1:] if answer.startswith("-") else f"-{answer}"
 
 
-def _unit_off_by_one(match: re.Match[str]) -> str | None:
-    value = match["value"]
-    return f"{int(value) + 1}{match.string[match.end('value') :]}" if _INTEGER.fullmatch(value) else None
-
-
 def _number_off_by_one(match: re.Match[str]) -> str | None:
     number = match["number"]
     return match.string.replace(number, str(int(number) + 1), 1) if number.isdecimal() else None
@@ -269,13 +254,16 @@ NEAR_MISSES: dict[str, Rewriting] = {
     "another sign": _other_sign,
     "a digit more": lambda answer: f"{answer}0" if _INTEGER.fullmatch(answer) and answer != "0" else None,
     "a digit less": lambda answer: answer[:-1] if re.fullmatch(r"[1-9]\d+", answer) else None,
-    "a fraction upside down": _of_fraction(_inverted),
+    "a fraction upside down": _of_fraction(lambda value: _latex(1 / value) if value and abs(value) != 1 else None),
     "a numerator off by one": _of_fraction(lambda value: rf"\frac{{{value.numerator + 1}}}{{{value.denominator}}}"),
     "a decimal off in its last digit": _of_decimal(lambda value: _finite_decimal(value + Fraction(1, 100))),
     "a point moved": _of_decimal(lambda value: _finite_decimal(value * 10)),
     "a percent off by one": _of(_PERCENT, _number_off_by_one),
     "degrees off by one": _of(_DEGREES, _number_off_by_one),
-    "the right unit, another number": _of(_UNIT, _unit_off_by_one),
+    "the right unit, another number": _of(
+        _UNIT,
+        lambda unit: f"{int(unit['value']) + 1}{unit.string[unit.end('value') :]}" if _INTEGER.fullmatch(unit["value"]) else None,
+    ),
     "a round for a square bracket": _another_bracket,
     "a list without its last item": lambda answer: ", ".join(items[:-1]) if (items := _list_of(answer)) else None,
     "a list with one more item": lambda answer: f"{answer}, 98765" if _list_of(answer) else None,

@@ -124,11 +124,17 @@ class BackpressureController:
         if self.step_count < self.sweep_steps:
             self._change(self.sizes[self.step_count % len(self.sizes)])
             return self._decision(Action.SWEEP, Regime.WARMUP, used)
-        trusted = self._refit()
+        # The previous law stays where a fit is impossible, or the window has lost the sweep: its shape would hang on single measurements.
+        visits = Counter(p for p, _ in self.observations)
+        if sum(count >= _VISITS for count in visits.values()) >= MIN_CONCURRENCIES:
+            concurrencies, throughputs = zip(*self.observations, strict=True)
+            fit = fit_scaling_law(concurrencies, throughputs, self.settings.weights, self.settings.min_r2)
+            if fit.law:
+                self.law, self.r2 = fit.law, fit.r2
         if self.step_count == self.sweep_steps:
             self._change(self.configured)
             return self._decision(Action.SWEEP, Regime.WARMUP, used)
-        regime, wanted = self._judge(trusted)
+        regime, wanted = self._judge(trusted=self.r2 is not None and self.r2 >= self.settings.min_r2)
         action = Action.HOLD
         if wanted != used and self.since_change >= self.settings.cooldown:
             action = Action.INCREASE if wanted > used else Action.THROTTLE
@@ -138,19 +144,6 @@ class BackpressureController:
     def _change(self, size: int) -> None:
         if size != self.batch_size:
             self.batch_size, self.since_change = size, 0
-
-    def _refit(self) -> bool:
-        """Fit the window; an impossible fit keeps the previous law. False where there is no law to act on.
-
-        The previous law also stays once the window has lost the sweep: the shape would hang on single measurements.
-        """
-        visits = Counter(p for p, _ in self.observations)
-        if sum(count >= _VISITS for count in visits.values()) >= MIN_CONCURRENCIES:
-            concurrencies, throughputs = zip(*self.observations, strict=True)
-            fit = fit_scaling_law(concurrencies, throughputs, self.settings.weights, self.settings.min_r2)
-            if fit.law:
-                self.law, self.r2 = fit.law, fit.r2
-        return self.r2 is not None and self.r2 >= self.settings.min_r2
 
     def _judge(self, trusted: bool) -> tuple[Regime, int]:
         """Return the regime at the current size, and the size to move to."""

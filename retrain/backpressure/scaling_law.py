@@ -90,23 +90,18 @@ def fit_scaling_law(p: Sequence[float], throughput: Sequence[float], weights: We
         return Fit("insufficient")
     y = x / y_throughput
     weight = 1 / y if weights == "relative" else np.ones_like(y)
-    a, b, c = _coefficients(x, y, weight)
+    u = x / x.max()  # whose powers have the same magnitude
+    a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight).tolist()
+    if c <= _NO_COHERENCY * y.max():
+        (a, b), c = _solve(np.stack([np.ones_like(u), u], axis=1), y, weight).tolist(), 0.0
+    largest = float(x.max())
+    b, c = b / largest, c / largest**2
     if not (math.isfinite(a + b + c) and a + b + c > 0):
         return Fit("rejected")
     sigma = (b + c) / (a + b + c)
     law = ScalingLaw(1 / (a + b + c), max(0.0, sigma), c / (a + b + c))
     r2 = _r_squared(law, x, y_throughput)
     return Fit("ok" if r2 >= min_r2 else "unknown", law, r2, superlinear=sigma < 0)
-
-
-def _coefficients(p: Floats, y: Floats, weight: Floats) -> tuple[float, float, float]:
-    """A, B, C of y = A + B p + C p^2 with C >= 0, fitted in u = p / p_max, whose powers have the same magnitude."""
-    u = p / p.max()
-    a, b, c = _solve(np.stack([np.ones_like(u), u, u * u], axis=1), y, weight)
-    if c <= _NO_COHERENCY * y.max():
-        a, b = _solve(np.stack([np.ones_like(u), u], axis=1), y, weight)
-        c = 0.0
-    return float(a), float(b / p.max()), float(c / p.max() ** 2)
 
 
 def _solve(columns: Floats, y: Floats, weight: Floats) -> Floats:

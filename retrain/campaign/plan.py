@@ -10,7 +10,7 @@ from typing import Any
 
 from retrain.config import TrainConfig, config_from_mapping
 from retrain.config.load import arms, given_values
-from retrain.config.schema import Campaign, Logging, Provenance
+from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError
 from retrain.tracking.build import tracker_names
 
@@ -136,7 +136,12 @@ def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, 
     algorithm = {key: value for key, value in data.get("algorithm", {}).items() if key not in _MODES}
     data["algorithm"] = algorithm | {key: getattr(condition, key) for key in _MODES if getattr(condition, key)}
     _put(data, "training", seed=seed, max_steps=steps)
-    _put(data, "logging", log_dir=str(folder / RUNS / name), label=label, **_tracking(view.logging, label, name, seed))
+    _put(data, "logging", log_dir=str(folder / RUNS / name), label=label)
+    trackers = set(tracker_names(view.logging))
+    if trackers & {"wandb", "trackio"}:  # the user's group wins, and the user's tags come first
+        _put(data, "logging", wandb_run_name=name, wandb_group=view.logging.wandb_group or label)
+    if "wandb" in trackers:  # trackio has no tags
+        _put(data, "logging", wandb_tags=",".join(dict.fromkeys((*view.logging.tags, label, f"seed{seed}"))))
     if not view.is_set("evaluation.at_end"):
         _put(data, "evaluation", at_end=True)
     if shared:
@@ -150,14 +155,3 @@ def _run(view: TrainConfig, *, label: str, seed: int, steps: int, folder: Path, 
 
 def _put(data: dict[str, Any], section: str, **values: Any) -> None:
     data[section] = {**data.get(section, {}), **values}
-
-
-def _tracking(logging: Logging, label: str, name: str, seed: int) -> dict[str, str]:
-    """Run name, group and tags for wandb and trackio. The user's group wins, and the user's tags come first."""
-    trackers = set(tracker_names(logging))
-    if not trackers & {"wandb", "trackio"}:
-        return {}
-    names = {"wandb_run_name": name, "wandb_group": logging.wandb_group or label}
-    if "wandb" in trackers:  # trackio has no tags
-        names["wandb_tags"] = ",".join(dict.fromkeys((*logging.tags, label, f"seed{seed}")))
-    return names

@@ -45,7 +45,16 @@ class RayLauncher:
                 f'[campaign] launcher = "ray" needs Ray, which is not installed ({error}); pip install "retrain[ray]".'
             ) from error
         self._ray = ray
-        self._own_folder = "" if plan.settings.ray_address else _make_folder()
+        self._own_folder = ""
+        """Logs and sockets of a local cluster, which Ray itself never deletes."""
+        if not plan.settings.ray_address:
+            try:
+                self._own_folder = mkdtemp(prefix="retrain-ray-", dir="/tmp")  # a path below TMPDIR may be too long for a socket
+            except OSError as error:
+                raise EnvironmentFailure(
+                    f'[campaign] launcher = "ray": a local cluster keeps its sockets in /tmp, which cannot be written ({error.strerror}); '
+                    "make it writable, or name a cluster with ray_address."
+                ) from error
         try:
             self._connect()
             self.workers = self._room(len(plan.runs))
@@ -102,17 +111,6 @@ class RayLauncher:
         self._ray.shutdown()
         if self._own_folder:
             shutil.rmtree(self._own_folder, ignore_errors=True)
-
-
-def _make_folder() -> str:
-    """A folder for the logs and sockets of a local cluster, which Ray itself never deletes."""
-    try:
-        return mkdtemp(prefix="retrain-ray-", dir="/tmp")  # a path below TMPDIR may be too long for a socket
-    except OSError as error:
-        raise EnvironmentFailure(
-            f'[campaign] launcher = "ray": a local cluster keeps its sockets in /tmp, which cannot be written ({error.strerror}); make it '
-            "writable, or name a cluster with ray_address."
-        ) from error
 
 
 def gpu_share(settings: Campaign) -> float:

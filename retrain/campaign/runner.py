@@ -54,7 +54,10 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
             manifest.plan = analysis_plan(plan).to_json()
         resume_hint = f"continue with `{campaign_command(config, plan.folder)}`"
         with writing_to(plan.folder, resume_hint), Board(plan, manifest, launcher.workers, quiet=quiet) as board:
-            for line in (*checked.lines, _first_line(plan)):
+            done = sum(is_finished(run) for run in plan.runs)
+            size = f"{counted(len(plan.conditions), 'condition')} x {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')}"
+            resumed = f", {done} of them finished before" if done else ""
+            for line in (*checked.lines, f"Campaign {plan.folder}: {size} of {counted(plan.max_steps, 'step')}{resumed}."):
                 board.say(line)
             squeeze = AutoSqueeze(plan, manifest, board.say)
             execution = _Execution(plan, manifest, launcher, board, interrupts, on_done=squeeze.after)
@@ -83,16 +86,6 @@ def _launcher(plan: CampaignPlan) -> Launcher:
 
         return Subprocesses(share_devices(plan))
     return InProcess(loads_models=any(run.config.backend.backend != "tinker" for run in plan.runs))
-
-
-def _first_line(plan: CampaignPlan) -> str:
-    """The line before the first run, for example: Campaign logs/campaign_...: 2 conditions x 4 seeds = 8 runs of 50 steps, 3 of them
-    finished before.
-    """
-    done = sum(is_finished(run) for run in plan.runs)
-    size = f"{counted(len(plan.conditions), 'condition')} x {counted(len(plan.seeds), 'seed')} = {counted(len(plan.runs), 'run')}"
-    resumed = f", {done} of them finished before" if done else ""
-    return f"Campaign {plan.folder}: {size} of {counted(plan.max_steps, 'step')}{resumed}."
 
 
 def is_finished(run: CampaignRun) -> bool:
@@ -133,14 +126,23 @@ class _Execution:
     def run(self) -> None:
         """Raises Interrupted after a signal."""
         self._queue_unfinished()
-        last_start = -float("inf")
+        settings, next_start = self._plan.settings, 0.0
+        stagger = settings.stagger_seconds if settings.parallel or settings.launcher == "ray" else 0.0
         try:
             while self._waiting or self._jobs:
-                self._stop_if_asked()
-                if (run := self._next_to_start(last_start)) is not None:
-                    self._waiting.remove(run)
-                    self._start(run)
-                    last_start = time.monotonic()
+                if self._interrupts.stopped_by is not None and not self._stopping:
+                    self._stopping = True
+                    self._waiting.clear()
+                    if self._jobs:
+                        self._board.say("Stopping: running runs save a checkpoint first.")
+                    for _, job in self._jobs.values():
+                        job.stop(self._interrupts.stopped_by)
+                if len(self._jobs) < self._launcher.workers and time.monotonic() >= next_start:
+                    startable = (run for run in self._waiting if self._rule is None or self._rule.may_start(run))
+                    if (run := next(startable, None)) is not None:
+                        self._waiting.remove(run)
+                        self._start(run)
+                        next_start = time.monotonic() + stagger
                 ended = [(slot, outcome) for slot, (_, job) in self._jobs.items() if (outcome := job.poll()) is not None]
                 for slot, outcome in ended:
                     run, _ = self._jobs.pop(slot)
@@ -190,13 +192,6 @@ class _Execution:
         if needless:
             self._manifest.write_if_possible()
 
-    def _next_to_start(self, last_start: float) -> CampaignRun | None:
-        settings = self._plan.settings
-        stagger = settings.stagger_seconds if settings.parallel or settings.launcher == "ray" else 0.0
-        if len(self._jobs) >= self._launcher.workers or time.monotonic() - last_start < stagger:
-            return None
-        return next((run for run in self._waiting if self._rule is None or self._rule.may_start(run)), None)
-
     def _start(self, run: CampaignRun) -> None:
         slot = next(number for number in range(self._launcher.workers) if number not in self._jobs)
         self._manifest.started(run.name)
@@ -222,16 +217,6 @@ class _Execution:
             self._on_done(run)
         if not self._stopping:
             self._look()
-
-    def _stop_if_asked(self) -> None:
-        if self._interrupts.stopped_by is None or self._stopping:
-            return
-        self._stopping = True
-        self._waiting.clear()
-        if self._jobs:
-            self._board.say("Stopping: running runs save a checkpoint first.")
-        for _, job in self._jobs.values():
-            job.stop(self._interrupts.stopped_by)
 
 
 # -- what follows the runs -----------------------------------------------------------------------------------------------

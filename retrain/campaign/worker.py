@@ -12,7 +12,6 @@ import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 from retrain.processes import prepare_torch
 
@@ -23,19 +22,19 @@ def main() -> None:
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     request = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_exit_with_campaign, args=(sys.stdin.buffer,), daemon=True).start()
+
+    def end_with_campaign() -> None:
+        """Kill this process when the campaign ends, so that the run's folder is free for a campaign that is resumed a moment later."""
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_campaign, daemon=True).start()
     from retrain.campaign.launch import perform
     from retrain.config import config_from_toml
 
     outcome = perform(config_from_toml(request["config"], Path(request["path"]) if request["path"] else None))
     json.dump(asdict(outcome), answer)
     answer.close()
-
-
-def _exit_with_campaign(pipe: IO[bytes]) -> None:
-    """Kill this process when the campaign ends, so that the run's folder is free for a campaign that is resumed a moment later."""
-    pipe.read()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import typer
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from retrain.analysis.design import Spread
     from retrain.analysis.pilot import Pilot, SeedPlan
 
 
@@ -84,26 +83,18 @@ def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
                 f"Held-out problems that tell two given models apart by {_number(plan.effect)}: {plan.problems(held_out):,} "
                 f"with {counted(held_out.samples, 'sample')} each; the pilot has {held_out.problems:,}."
             )
-    if pilot and pilot.spread and plan.effect is not None:
-        yield from _design_lines(plan, pilot.spread)
+    if pilot and pilot.spread and plan.effect is not None:  # seeds, problems and samples together, at the pilot's own spread
+        luck = f"The luck of the runs has an sd of {_number(pilot.spread.luck**0.5)}, which no evaluation removes"
+        if found := plan.cheapest(pilot.spread):
+            yield (
+                f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds, {found.problems:,} problems x "
+                f"{counted(found.samples, 'sample')}, {found.hours:.2g} hours for all {plan.comparisons + 1} arms one after the other."
+            )
+        else:
+            yield f"{luck}; no design of at most 40 seeds finds {_number(plan.effect)}."
     yield ""
-    rows = [(str(seeds), "none" if found is None else _number(found)) for seeds, found in plan.detectable().items()]
+    rows = [(str(seeds), "none" if effect is None else _number(effect)) for seeds, effect in plan.detectable().items()]
     yield from table_lines([("seeds", "detectable difference"), *rows], right=(0,))
-
-
-def _design_lines(plan: "SeedPlan", spread: "Spread") -> Iterator[str]:
-    """Seeds, problems and samples together, at the pilot's own spread."""
-    from retrain.records.printing import counted
-
-    luck = f"The luck of the runs has an sd of {_number(spread.luck**0.5)}, which no evaluation removes"
-    found = plan.cheapest(spread)
-    if found is None:
-        yield f"{luck}; no design of at most 40 seeds finds {_number(plan.effect or 0.0)}."
-        return
-    yield (
-        f"{luck}. Cheapest at the pilot's spread and speed: {found.seeds} seeds, {found.problems:,} problems x "
-        f"{counted(found.samples, 'sample')}, {found.hours:.2g} hours for all {plan.comparisons + 1} arms one after the other."
-    )
 
 
 def _seed_lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:

@@ -30,7 +30,13 @@ def command(
     refresh: Annotated[float, typer.Option(min=0.5, help="Seconds between updates, with --serve.")] = 5.0,
 ) -> None:
     """Make a page of curves, paired differences, verdicts, costs, completions and tokens; it needs no network and no server."""
-    _require_extra()
+    for name in _EXTRA:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise EnvironmentFailure(
+                f'retrain report needs the extra "report" ({error.name} is missing); pip install "retrain[report]".'
+            ) from error
     from retrain.analysis.verdict import TestSettings
     from retrain.records.run_folder import RunFolder
     from retrain.records.terminal import clean
@@ -63,13 +69,3 @@ def _serve(request: "ReportRequest", port: int, refresh: float) -> None:
             server.serve_forever()
         except KeyboardInterrupt:  # how one stops it
             return
-
-
-def _require_extra() -> None:
-    for name in _EXTRA:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise EnvironmentFailure(
-                f'retrain report needs the extra "report" ({error.name} is missing); pip install "retrain[report]".'
-            ) from error

@@ -11,7 +11,6 @@ from retrain.errors import ConfigurationError
 from retrain.records.disk import expanded
 
 if TYPE_CHECKING:
-    from retrain.config import TrainConfig
     from retrain.config.overrides import Overrides
     from retrain.config.schema import Squeeze
     from retrain.squeeze.job import Squeezed
@@ -38,23 +37,30 @@ def run_file(arguments: Sequence[str]) -> int:
 
     config = load_config(parsed.path, parsed.overrides)  # before the trainer's seconds of imports: a typo is answered at once
     if config.kind == "squeeze":
-        return _run_squeeze(config, parsed)
-    if config.kind == "campaign":
-        return _run_campaign(config, parsed)
-    from retrain.run.loop import train
+        from retrain.records.terminal import clean
+        from retrain.squeeze import run_squeeze
 
-    train(config, overwrite=parsed.overwrite, quiet=parsed.quiet, skip_parity=parsed.skip_parity)
-    return 0
+        squeezed = run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
+        line = _draw_squeeze(config.squeeze, Path(config.logging.log_dir).parent, squeezed)
+        if not parsed.quiet:
+            print(clean(line))
+    elif config.kind == "campaign":
+        if parsed.overwrite:
+            raise ConfigurationError(
+                "--overwrite is for a single run: a flag does not delete a campaign; name another --log-dir, or delete the old folder "
+                "yourself."
+            )
+        if parsed.skip_parity:
+            raise ConfigurationError(
+                "--skip-parity is for a single run: a comparison needs runs that passed the parity gate; leave it out."
+            )
+        from retrain.campaign import run_campaign
 
+        run_campaign(config, quiet=parsed.quiet)
+    else:
+        from retrain.run.loop import train
 
-def _run_squeeze(config: "TrainConfig", parsed: RunArguments) -> int:
-    from retrain.records.terminal import clean
-    from retrain.squeeze import run_squeeze
-
-    squeezed = run_squeeze(config, overwrite=parsed.overwrite, quiet=parsed.quiet)
-    line = _draw_squeeze(config.squeeze, Path(config.logging.log_dir).parent, squeezed)
-    if not parsed.quiet:
-        print(clean(line))
+        train(config, overwrite=parsed.overwrite, quiet=parsed.quiet, skip_parity=parsed.skip_parity)
     return 0
 
 
@@ -80,19 +86,6 @@ def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "Squeezed") -> str:
     except OSError as error:
         return f"The variance curve is not drawn: {picture} cannot be written ({error.strerror or error})."
     return f"Picture: {picture}"
-
-
-def _run_campaign(config: "TrainConfig", parsed: RunArguments) -> int:
-    if parsed.overwrite:
-        raise ConfigurationError(
-            "--overwrite is for a single run: a flag does not delete a campaign; name another --log-dir, or delete the old folder yourself."
-        )
-    if parsed.skip_parity:
-        raise ConfigurationError("--skip-parity is for a single run: a comparison needs runs that passed the parity gate; leave it out.")
-    from retrain.campaign import run_campaign
-
-    run_campaign(config, quiet=parsed.quiet)
-    return 0
 
 
 def parse_arguments(arguments: Sequence[str]) -> RunArguments:

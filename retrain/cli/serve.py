@@ -64,7 +64,8 @@ def server_needs(config: "TrainConfig", prompt_tokens: int) -> "ServerNeeds":
     positions = context_length(model)
     prompt_tokens = prompt_tokens or _longest_prompt(config)
     longest = longest_sampled(config.training, config.evaluation, config.environment, positions, prompt_tokens)
-    context = min(max(longest, _GATE_TOKENS), positions or longest)
+    context = max(longest, _GATE_TOKENS)
+    context = min(context, positions or context)
     new_tokens = most_new_tokens(config.training, config.evaluation)
     answers = " and what the environment says between them" if config.environment.provider else ""
     print_progress(f"The longest prompt and {new_tokens} new tokens{answers} fit into a context of {context} tokens.")

@@ -121,16 +121,9 @@ def keys_by_path() -> dict[str, Key]:
 
 
 @cache
-def _homes() -> dict[str, tuple[str, ...]]:
-    homes: dict[str, tuple[str, ...]] = {}
-    for key in (key for key in all_keys() if not key.traits.echoes_training):
-        homes[key.name] = (*homes.get(key.name, ()), key.path)
-    return homes
-
-
 def homes_of(name: str) -> tuple[str, ...]:
     """The paths of every section's key that is called `name`."""
-    return _homes().get(name, ())
+    return tuple(key.path for key in all_keys() if key.name == name and not key.traits.echoes_training)
 
 
 CONDITION_KEYS = tuple(field.alias or name for name, field in Condition.model_fields.items() if name != "sets")

@@ -122,8 +122,14 @@ def _build(data: Sections, given: list[Override], file: Path | None, *, rules: b
     given = [replace(override, path=ALIASES.get(override.path, override.path)) for override in given]
     if isinstance(data.get("campaign"), dict):
         given = [_for_campaign(override) for override in given]
-    else:
-        given = _without_campaign(given)
+    else:  # variables for [campaign] may be set for campaigns to come; a flag needs a file with [campaign]
+        of_campaign = [override for override in given if override.path.startswith("campaign.")]
+        for override in of_campaign:
+            if override.origin.startswith("flag "):
+                raise ConfigurationError(
+                    f"{override.origin} belongs to a campaign, and the file has no [campaign] section; add one or drop the flag."
+                )
+        given = [override for override in given if override not in of_campaign]
     origins = {f"{section}.{name}": "file" for section, keys in data.items() if isinstance(keys, dict) for name in keys}
     origins |= {override.path: override.origin for override in given}
     return _validate(_merge(data, given), Provenance(file, origins), rules=rules)
@@ -136,18 +142,6 @@ def _for_campaign(override: Override) -> Override:
     if override.path == "training.seed":
         return replace(override, path="campaign.seeds", value=[override.value])
     return override
-
-
-def _without_campaign(given: list[Override]) -> list[Override]:
-    """Drop variables for [campaign], which may be set for campaigns to come. Raises ConfigurationError for a flag, which needs a file with
-    [campaign].
-    """
-    for override in given:
-        if override.path.startswith("campaign.") and override.origin.startswith("flag "):
-            raise ConfigurationError(
-                f"{override.origin} belongs to a campaign, and the file has no [campaign] section; add one or drop the flag."
-            )
-    return [override for override in given if not override.path.startswith("campaign.")]
 
 
 def _merge(data: Sections, given: Sequence[Override]) -> Sections:

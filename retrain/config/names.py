@@ -59,7 +59,7 @@ _TABLES: dict[str, str] = {
     "data": "retrain.data.sources.SOURCES",
     "engine": "retrain.inference_engine.base.ENGINES",
     "backend": "retrain.backends.base.BACKENDS",
-    "environment": "retrain.environments.providers.PROVIDERS",
+    "environment": "retrain.environments.loading.PROVIDERS",
 }
 """Kind -> the table beside the functions, which is the only list of its names and their traits.
 

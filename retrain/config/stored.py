@@ -73,22 +73,21 @@ def config_hash(config: TrainConfig) -> str:
 
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
     """One sentence for each value that a resumed run may not change, with both values; empty when it may be resumed."""
-    return [
-        f"[{key.section}] {key.name} = {_shown(current, key.path)} differs from {_shown(stored, key.path)}, the run's own value, and "
-        "cannot change at resume; restore it, or start a new run."
-        for key in all_keys()
-        if not key.traits.may_change_at_resume and _differs(key.path, stored, current)
-    ]
-
-
-def _differs(path: str, stored: TrainConfig, current: TrainConfig) -> bool:
-    if path == "backend.devices":  # those of the same kind are as good, and an unset device is chosen by the machine
-        return stored.is_set(path) and current.is_set(path) and _device_kinds(stored) != _device_kinds(current)
-    return bool(_jsonable(stored.value(path)) != _jsonable(current.value(path)))
-
-
-def _device_kinds(config: TrainConfig) -> list[str]:
-    return [device.partition(":")[0] for device in config.backend.device_list]
+    sentences = []
+    for key in all_keys():
+        if key.traits.may_change_at_resume:
+            continue
+        before, now = (_jsonable(config.value(key.path)) for config in (stored, current))
+        if key.path == "backend.devices":  # those of the same kind are as good, and an unset device is chosen by the machine
+            if not (stored.is_set(key.path) and current.is_set(key.path)):
+                continue
+            before, now = ([device.partition(":")[0] for device in config.backend.device_list] for config in (stored, current))
+        if before != now:
+            sentences.append(
+                f"[{key.section}] {key.name} = {_shown(current, key.path)} differs from {_shown(stored, key.path)}, the run's own value, "
+                "and cannot change at resume; restore it, or start a new run."
+            )
+    return sentences
 
 
 def _jsonable(value: Any) -> Any:

@@ -129,7 +129,14 @@ def parse_grams(value: str | list[str]) -> list[str]:
 
     An empty list means the default grams. A gram without a word character could never match and is refused.
     """
-    parts = value if isinstance(value, list) else _split_grams(value)
+    parts: Any = value.split(",") if isinstance(value, str) else value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            parts = parse_json(value)
+        except ParseError as error:
+            raise refuse(f"starts like a JSON array and {error}") from error
+        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            raise refuse("is a JSON array whose items are not all strings")
     grams: dict[str, str] = {}
     for part in (part.strip() for part in parts):
         if part and not re.search(r"\w", part):
@@ -137,18 +144,6 @@ def parse_grams(value: str | list[str]) -> list[str]:
         if part:
             grams.setdefault(part.lower(), part)
     return list(grams.values())
-
-
-def _split_grams(text: str) -> list[str]:
-    if not text.lstrip().startswith("["):
-        return text.split(",")
-    try:
-        parts = parse_json(text)
-    except ParseError as error:
-        raise refuse(f"starts like a JSON array and {error}") from error
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise refuse("is a JSON array whose items are not all strings")
-    return parts
 
 
 def check_grams(value: str | list[str]) -> str | list[str]:

@@ -5,6 +5,8 @@ asked with.
 """
 
 import asyncio
+import json
+import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -14,6 +16,9 @@ from typing import Any
 
 from retrain.environments.base import Episode, Observation, Result
 from retrain.types import ChatMessage, Example
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+"""The form that Qwen and Hermes models are trained to write: <tool_call>{"name": ..., "arguments": ...}."""
 
 
 class OutOfTokens(Exception):
@@ -120,3 +125,25 @@ class BridgedEpisode(Episode):
             return None
         self._waiting = event
         return event.observation
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in a reply."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+def tool_calls(reply: str) -> list[ToolCall]:
+    """Return the calls in the order of the reply; anything but a JSON object with a name is left out and stays text."""
+    found = []
+    for text in _CALL.findall(reply):
+        try:
+            call = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(call, dict) and isinstance(call.get("name"), str):
+            found.append(ToolCall(call["name"], json.dumps(call.get("arguments", {}))))
+    return found

@@ -1,17 +1,44 @@
-"""An environment's code before its first episode: building it, reading its problems, asking for its gold replies."""
+"""Where environments come from, the built-in providers and plugins, and how their code runs before its first episode."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING
 
+from retrain.environments.base import Environment
 from retrain.errors import ConfigurationError, RetrainError
-from retrain.plugins import describe
+from retrain.plugins import describe, load_plugin
 
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+PROVIDERS = {
+    "verifiers": "retrain.environments.verifiers",
+    "reasoning_gym": "retrain.environments.reasoning_gym",
+    "textarena": "retrain.environments.textarena",
+}
+"""The built-in providers by the module whose `load` builds their environments; each needs its own extra, so it is imported when used."""
 LEAST_LIMIT_S = 600.0
-"""Seconds that each of these calls may take where `[environment] timeout_s` is less: data may have to be downloaded."""
+"""Seconds that each call of an environment's code may take where `[environment] timeout_s` is less: data may have to be downloaded."""
 _AGAIN_S = 5.0
 """Seconds until the alarm rings again, for code that catches whatever is raised."""
+
+
+def load_environment(config: "TrainConfig") -> Environment:
+    """Build the environment of `[environment]`.
+
+    Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure where its library or its data are not here.
+    """
+    settings = config.environment
+    what = f'[environment] provider = "{settings.provider}": building it with args {sorted(settings.args)}'
+    with environment_code(what, settings.timeout_s):
+        if settings.provider in PROVIDERS:
+            built_in: Environment = import_module(PROVIDERS[settings.provider]).load(settings)
+            return built_in
+        made: type[Environment] = load_plugin("environment", settings.provider, config)
+        return made(**settings.args)
 
 
 class _TookTooLong(BaseException):

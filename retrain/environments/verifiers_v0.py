@@ -10,8 +10,7 @@ from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
 from retrain.environments.base import Environment, Episode, Result, Split
-from retrain.environments.bridge import BridgedEpisode, EventLoop, OutOfTokens, Telephone
-from retrain.environments.tool_calls import tool_calls
+from retrain.environments.bridge import BridgedEpisode, EventLoop, OutOfTokens, Telephone, tool_calls
 from retrain.errors import ConfigurationError, first_line
 from retrain.plugins import describe
 from retrain.types import ChatMessage, Example

@@ -20,8 +20,7 @@ from verifiers.v1.interception import server
 from verifiers.v1.utils import loaders
 
 from retrain.environments.base import Environment, Episode, Result, Split
-from retrain.environments.bridge import BridgedEpisode, EventLoop, OutOfTokens, Telephone
-from retrain.environments.tool_calls import tool_calls
+from retrain.environments.bridge import BridgedEpisode, EventLoop, OutOfTokens, Telephone, tool_calls
 from retrain.environments.verifiers import module_name
 from retrain.errors import ConfigurationError
 from retrain.plugins import describe

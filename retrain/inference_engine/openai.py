@@ -27,6 +27,8 @@ _MOST_STOPS = 4
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of the limit of a chat's reply; OpenAI's newer models refuse the first."""
 _CHAT_PROBE_TOKENS = 16
+_STOPPED = ("stop", "eos", "eos_token")
+"""Reasons of a reply that ended by itself: OpenAI's, Together's, and that of text-generation-inference."""
 _LONGEST_TOKEN = 256
 """Characters; vocabularies have runs of 128 spaces, and little that is longer."""
 
@@ -101,19 +103,17 @@ class OpenAIDialect(VLLMDialect):
             kept |= {name: body[name] for name in ("top_k", "min_p")}  # which not every server knows
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]
         if limit := server.facts["chat_limit"]:
-            return CHAT, kept | {limit: request.max_tokens} | self._conversation(request)
+            if not request.messages:
+                raise ConfigurationError(
+                    f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider = {self.config.environment.provider!r} "
+                    "continues token ids, which it does not take: use a server with /v1/completions."
+                )
+            if arguments := self.config.data.chat_template_args:
+                kept["chat_template_kwargs"] = arguments
+            return CHAT, kept | {limit: request.max_tokens, "messages": list(request.messages)}
         stops = [self.texts.decode([token]) for token in self.eos_ids[:_MOST_STOPS]]
         prompt = self.texts.of(tuple(request.prompt_ids.tolist()))
         return COMPLETIONS, kept | {"max_tokens": request.max_tokens, "prompt": prompt, "stop": stops}
-
-    def _conversation(self, request: SampleRequest) -> Json:
-        if not request.messages:
-            raise ConfigurationError(
-                f"{self.title} has {CHAT} alone, and a dialogue of [environment] provider = {self.config.environment.provider!r} continues "
-                "token ids, which it does not take: use a server with /v1/completions."
-            )
-        arguments = self.config.data.chat_template_args
-        return {"messages": list(request.messages), **({"chat_template_kwargs": arguments} if arguments else {})}
 
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
         seen = answer["usage"].get("prompt_tokens") if isinstance(answer.get("usage"), dict) else None
@@ -152,11 +152,11 @@ class OpenAIDialect(VLLMDialect):
             if request.noise.stream != Stream.EVALUATION:
                 raise
             message, reason = choice.get("message", {}), choice["finish_reason"]
-            text = (message["content"] or "") if message else choice["text"]  # none at all where everything went into reasoning
+            text = (message.get("content") or "") if message else choice["text"]  # none at all where everything went into reasoning
             declined = message.get("refusal") or message.get("tool_calls")
-            if declined or not isinstance(text, str) or reason not in ("stop", "length"):
+            if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
                 raise ValueError(f"finish_reason = {reason!r}, and no answer that could be scored") from None
-            stopped = reason == "stop"
+            stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
             return Sampled(ids, [nan] * len(ids), stopped, text=text)
         return super()._read_one(choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}, request)

@@ -74,15 +74,24 @@ class Footprint:
 def footprint(base: BaseModel, config: "TrainConfig", device_type: str | None = None) -> Footprint:
     """Measure a model that carries its adapter. Its state does not change, except that fused layers share one weight tensor.
 
-    `device_type`: the device on which a model without weights would run; its attention kernel is then counted.
+    `device_type`: the device on which a model without weights would run; its attention kernel is then counted. Raises NotPredictable where
+    such a model cannot run.
     """
     kernel = attention_of(config.inference.attention_kernel, device_type or base.device.type, base.dtype)
     four_bits, drops = config.model.load_in_4bit, config.lora.dropout > 0
     fused = None if four_bits or base.shards.size > 1 else FusedDecoder.of(base.model, merge=False)
     if fused is not None:
         fused.refresh()
-    with _dropping(base.model) if drops else nullcontext():  # then the model's own forward learns
-        kept = max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
+    try:
+        with _dropping(base.model) if drops else nullcontext():  # then the model's own forward learns
+            kept = max(1, _kept_bytes(base, None if drops else fused, kernel) // _PROBE_TOKENS)
+    except RuntimeError as error:
+        if base.device != _META:
+            raise
+        raise NotPredictable(  # torch's grouped product, as of experts, knows no other dtype than bfloat16 there
+            f'[model] model = "{config.model.model}" cannot be run without its weights ({type(error).__name__}), so its memory is not '
+            "predicted."
+        ) from error
     frozen = [parameter for parameter in base.model.parameters() if not parameter.requires_grad]
     saved = 0
     if four_bits:  # a model that is not quantised yet shrinks: its linear layers do, but for the head

@@ -67,7 +67,13 @@ class _Layer:
         self.gate_up = Projection([mlp.gate_proj, mlp.up_proj])
         self.down = Projection([mlp.down_proj])
         self.heads = [outputs // self.head_size for outputs in self.qkv.outputs]
-        self.head_norm = _head_norm(attention, self.heads)
+        self.head_norm: Norm | None = None
+        """The norms of query and key heads as one, whose weight [Hq + Hk, D] is a head's own; None where the family has none."""
+        norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
+        if len(norms) == 2:
+            self.head_norm = Norm(norms[0])
+            own = [norm.weight.detach().expand(count, -1) for norm, count in zip(norms, self.heads[:2], strict=True)]
+            self.head_norm.weight = torch.cat(own)
 
     def step(
         self, hidden: Tensor, update: Tensor | None, rotary: tuple[Tensor, Tensor], batch: "PagedBatch", number: int, kernels: StepKernels
@@ -88,21 +94,16 @@ class _Layer:
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int, batch: AttentionBatch, cache: Cache | None, number: int
     ) -> Tensor:
         """Return the residual stream [N, H] after the layer."""
-        queries, keys, values = self._queries_keys_values(hidden, rotary, rows)
+        fused = norm_project(hidden, self.attention_norm, self.qkv).view(len(hidden), -1, self.head_size)  # [N, Hq + 2 Hk, D]
+        heads, shared, _ = self.heads
+        turned, values = rotate(fused[:, : heads + shared], *rotary, self.head_norm), fused[:, heads + shared :]
+        turned, values = (part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (turned, values))
+        queries, keys = turned[:, :heads], turned[:, heads:]  # [B, Hq, T, D], and [B, Hk, T, D] as the values are
         if cache is not None:
             keys, values = cache.update(keys, values, number)
         attended = batch.attention(queries, keys, values, self.scaling, self.window, None)
         hidden = hidden + project(attended.transpose(1, 2).reshape(len(hidden), -1), self.output)
         return hidden + gated_mlp(hidden, self.mlp_norm, self.gate_up, self.down)
-
-    def _queries_keys_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [B, Hq, T, D], and twice [B, Hk, T, D], from the residual stream [N, H]."""
-        fused = norm_project(hidden, self.attention_norm, self.qkv).view(len(hidden), -1, self.head_size)
-        queries, keys, _ = self.heads
-        turned = rotate(fused[:, : queries + keys], *rotary, self.head_norm)
-        values = fused[:, queries + keys :]
-        turned, values = (part.view(rows, -1, *part.shape[1:]).transpose(1, 2) for part in (turned, values))
-        return turned[:, :queries], turned[:, queries:], values
 
 
 def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tuple[int, int]]:
@@ -113,16 +114,6 @@ def _places(model: nn.Module, projections: Sequence[Projection]) -> dict[str, tu
         for number, projection in enumerate(projections)
         for place, module in enumerate(projection.modules)
     }
-
-
-def _head_norm(attention: Any, heads: Sequence[int]) -> Norm | None:
-    """Return the norms of query and key heads as one, whose weight [Hq + Hk, D] is a head's own; None where the family has none."""
-    norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
-    if len(norms) < 2:
-        return None
-    joined = Norm(norms[0])
-    joined.weight = torch.cat([norm.weight.detach().expand(count, -1) for norm, count in zip(norms, heads[:2], strict=True)])
-    return joined
 
 
 class FusedDecoder:
@@ -155,7 +146,13 @@ class FusedDecoder:
         """
         if model.config.model_type not in _FAMILIES or model.config.hidden_act != "silu":
             return None
-        if not all(map(fusable, _linears(model.base_model))):
+        linears = (
+            getattr(part, f"{name}_proj")
+            for layer in model.base_model.layers
+            for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+            for name in names
+        )
+        if not all(map(fusable, linears)):
             return None
         fused = cls(model, merge)
         difference = fused._difference(model.base_model)
@@ -163,7 +160,14 @@ class FusedDecoder:
             small = shrunken(model)
             difference = cls(small, merge=False)._difference(small.base_model)
         if difference <= 1:
-            fused._prepare_steps(say or (lambda _: None))
+            weight = fused._embed.weight
+            narrow = any(projection.scale is not None for projection in fused._projections)
+            fused.kernels = step_kernels(weight.device, weight.dtype, say or (lambda _: None), narrow=narrow)
+            # Where kernels are launched one by one, the adapter lies under the weights.
+            for projection in fused._projections if weight.device.type in TRITON_DEVICES else ():
+                projection.lay_adapter_under_weight()
+                projection.add_row_updates = fused.kernels.add_row_updates
+                projection.scaled_product = fused.kernels.scaled_product
             return fused
         if say is not None:
             say(
@@ -171,16 +175,6 @@ class FusedDecoder:
                 f"{difference:.1e} times what rounding allows."
             )
         return None
-
-    def _prepare_steps(self, say: Callable[[str], None]) -> None:
-        """Choose the kernels of decoding steps, and lay the adapter under the weights where kernels are launched one by one."""
-        weight = self._embed.weight
-        narrow = any(projection.scale is not None for projection in self._projections)
-        self.kernels = step_kernels(weight.device, weight.dtype, say, narrow=narrow)
-        for projection in self._projections if weight.device.type in TRITON_DEVICES else ():
-            projection.lay_adapter_under_weight()
-            projection.add_row_updates = self.kernels.add_row_updates
-            projection.scaled_product = self.kernels.scaled_product
 
     @property
     def adapter_copy_bytes(self) -> int:
@@ -342,15 +336,6 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     """Largest ||found - expected|| / ||expected|| of a token; both [N, H]. A padding token's embedding may be zero, in both."""
     smallest = torch.finfo(torch.float32).tiny
     return float(((found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(smallest)).max())
-
-
-def _linears(decoder: Any) -> list[nn.Module]:
-    return [
-        getattr(part, f"{name}_proj")
-        for layer in decoder.layers
-        for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
-        for name in names
-    ]
 
 
 def shrunken(model: Any) -> Any:

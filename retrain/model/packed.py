@@ -40,7 +40,14 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
-        self._packed = _packable(weight)
+        self._packed = (  # a large weight on a CPU that computes in its dtype, in a torch that has oneDNN and these operators
+            weight.numel() >= _FEWEST_ELEMENTS
+            and weight.device.type == "cpu"
+            and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and computes_bf16()))
+            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        )
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
     def product(self, x: Tensor) -> Tensor:
@@ -81,13 +88,12 @@ def fits_half(weight: Tensor) -> bool:
         return False
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
-    return all(map(_held, torch.split(weight, _ROWS_LOOKED_AT)))
-
-
-def _held(weight: Tensor) -> bool:
-    scaled = weight * _scale(weight)
-    lost = (scaled - scaled.half().float()).abs_().amax(dim=1)
-    return bool((lost <= _LARGEST_LOSS * scaled.abs().amax(dim=1)).all())  # False for NaN
+    for part in torch.split(weight, _ROWS_LOOKED_AT):
+        scaled = part * _scale(part)
+        lost = (scaled - scaled.half().float()).abs_().amax(dim=1)
+        if not (lost <= _LARGEST_LOSS * scaled.abs().amax(dim=1)).all():  # so it is for NaN
+            return False
+    return True
 
 
 def _scale(weight: Tensor) -> Tensor:
@@ -104,15 +110,3 @@ def computes_bf16() -> bool:
     if platform.machine().lower() in ("x86_64", "amd64"):  # oneDNN says yes on every AVX-512 processor
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _packable(weight: Tensor) -> bool:
-    """True for a large weight on a CPU that computes in its dtype, in a torch that has oneDNN and these operators."""
-    return (
-        weight.numel() >= _FEWEST_ELEMENTS
-        and weight.device.type == "cpu"
-        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and computes_bf16()))
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )

@@ -12,7 +12,6 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE}
+_BYTE_ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)}.difference(_PRINTABLE)))}
+"""GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest is shifted past U+0100."""
 
 
 class VocabularyTable:
@@ -116,7 +119,18 @@ def _token_reader(tokenizer: "PreTrainedTokenizerBase") -> tuple[TokenReader, bo
     if decoder is None:  # tokenizers joins the words with spaces
         return lambda _, token: f" {token}".encode(), True
     steps = _steps(json.loads(decoder.__getstate__()))
-    return (_probe(tokenizer) if steps is None else _apply(steps)), False
+    if steps is None:
+        return _probe(tokenizer), False
+
+    def read(_: int, token: str) -> bytes:
+        for step in steps:
+            after = step(token)
+            if isinstance(after, bytes):
+                return after
+            token = after
+        return token.encode("utf-8")
+
+    return read, False
 
 
 def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None:
@@ -128,7 +142,7 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
         case {"type": "ByteLevel"}:
             return [_byte_level]
         case {"type": "ByteFallback"}:
-            return [_byte_fallback]
+            return [lambda token: bytes([int(found[1], 16)]) if (found := _BYTE_TOKEN.fullmatch(token)) else token]
         case {"type": "Metaspace", "replacement": str(mark)}:
             return [lambda token: token.replace(mark, " ")]
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
@@ -140,38 +154,12 @@ def _steps(decoder: dict[str, Any]) -> list[Callable[[str], str | bytes]] | None
     return None
 
 
-def _apply(steps: Sequence[Callable[[str], str | bytes]]) -> TokenReader:
-    def read(_: int, token: str) -> bytes:
-        for step in steps:
-            after = step(token)
-            if isinstance(after, bytes):
-                return after
-            token = after
-        return token.encode("utf-8")
-
-    return read
-
-
-def _byte_fallback(token: str) -> str | bytes:
-    found = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(found[1], 16)]) if found else token
-
-
 def _byte_level(token: str) -> str | bytes:
     """An added token with a character outside the alphabet, such as a space, stands for itself."""
-    alphabet = _byte_alphabet()
     try:
-        return bytes([alphabet[character] for character in token])
+        return bytes([_BYTE_ALPHABET[character] for character in token])
     except KeyError:
         return token
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest is shifted past U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _probe(tokenizer: "PreTrainedTokenizerBase") -> TokenReader:

@@ -17,13 +17,16 @@ _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def describe_environment(device: str) -> dict[str, Any]:
     """Describe versions, machine, git revision of the current folder, and the command line, in which the caller masks secrets."""
     torch = sys.modules.get("torch")  # None for a run without it
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else None
     return {
         "retrain": __version__,
         "python": platform.python_version(),
         "packages": package_versions(),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": next(models, None) or platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
         "threads": int(torch.get_num_threads()) if torch else None,  # their number decides how sums are rounded
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
@@ -69,12 +72,3 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *arguments: str) -> str:
     result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True)
     return result.stdout.strip()
-
-
-def _cpu_name() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -6,6 +6,7 @@ means.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import sqrt
 from typing import Any
 
@@ -17,6 +18,7 @@ Z_95 = 1.959963984540054
 """The 97.5% quantile of the normal distribution: a 95% interval is the estimate, plus and minus this many standard errors."""
 
 
+@lru_cache(maxsize=4096)
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased probability that one of k samples is right, given c right ones among n: 1 - C(n-c, k) / C(n, k).
 

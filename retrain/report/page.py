@@ -76,7 +76,7 @@ def render(data: ReportData, figures: Sequence[Drawn], made: datetime, live: Liv
             live=live,
             style=Markup(style),
             script=Markup(script),
-            tiles=_run_tiles(data) if data.single else _campaign_tiles(data),
+            tiles=_tiles(data),
             figures=shown,
             arms=_arm_rows(data.arms) if not data.single else None,
             arm_head=("condition", "runs", "steps", "held-out", f"training, last {_RECENT} steps", "tokens/s", "s/step"),
@@ -146,8 +146,20 @@ def _number(value: float | None, form: str = ".3g") -> str:
     return "–" if value is None else format(value, form)
 
 
-def _run_tiles(data: ReportData) -> list[tuple[str, str]]:
+def _tiles(data: ReportData) -> list[tuple[str, str]]:
     """Return the (name, value) pairs that a reader wants to know first."""
+    if not data.single:
+        done = sum(status.state == "done" for status in data.statuses)
+        steps = sum(status.steps for status in data.statuses)
+        planned = max((status.max_steps or 0 for status in data.statuses), default=0) * len(data.statuses) if data.kind == "campaign" else 0
+        seconds = sum(float(np.nansum(curves.values["step_time_s"])) for arm in data.arms for curves in arm.curves)
+        return [
+            ("runs done", f"{done} of {len(data.statuses)}"),
+            ("conditions", str(len(data.arms))),
+            ("seeds", str(data.seeds)),
+            ("steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"),
+            ("time in steps", duration(seconds)),
+        ]
     (status,), (arm,) = data.statuses, data.arms
     tiles = [("state", str(status.state)), ("steps", f"{status.steps} of {status.max_steps}")]
     points = arm.held_out[0]
@@ -161,15 +173,6 @@ def _run_tiles(data: ReportData) -> list[tuple[str, str]]:
     if status.remaining_s is not None:
         tiles.append(("left", duration(status.remaining_s)))
     return tiles
-
-
-def _campaign_tiles(data: ReportData) -> list[tuple[str, str]]:
-    done = sum(status.state == "done" for status in data.statuses)
-    steps = sum(status.steps for status in data.statuses)
-    planned = max((status.max_steps or 0 for status in data.statuses), default=0) * len(data.statuses) if data.kind == "campaign" else 0
-    seconds = sum(float(np.nansum(curves.values["step_time_s"])) for arm in data.arms for curves in arm.curves)
-    tiles = [("runs done", f"{done} of {len(data.statuses)}"), ("conditions", str(len(data.arms))), ("seeds", str(data.seeds))]
-    return [*tiles, ("steps", f"{steps:,} of {planned:,}" if planned > steps else f"{steps:,}"), ("time in steps", duration(seconds))]
 
 
 def _arm_rows(arms: Sequence[ConditionCurves]) -> list[tuple[str, ...]]:

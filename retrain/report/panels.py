@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,15 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
         return None
     window = window_for(max(arm.longest for _, arm in arms)) if lines.smooth else 1
     figure, axes = empty_figure()
-    for index, _ in arms:
-        _draw_lines(axes, data, lines, index, window)
+    for (index, arm), (field, kind) in product(arms, lines.fields.items()):
+        band = arm.band(field, window)
+        if band is None:
+            continue
+        if data.single and window > 1 and (raw := arm.band(field)):  # each step, thin
+            axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
+        label = None if kind else (lines.single_label if data.single else "") or arm.label
+        style: dict[str, Any] = {"linestyle": (0, (4, 2))} if kind else {}
+        draw_band(axes, band.steps + 1, band.mean, band.sd, series(index), label=label, **style)
     axes.set(xlabel="step", ylabel=lines.ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if lines.percent:
@@ -76,20 +84,6 @@ def line_figure(data: ReportData, lines: Lines) -> Drawn | None:
     if data.single:
         words = f"Bold: {smoothed}; thin: each step." if window > 1 else ""
     return Drawn(lines.name, lines.title, " ".join(filter(None, (words, dashed))), figure)
-
-
-def _draw_lines(axes: Axes, data: ReportData, lines: Lines, index: int, window: int) -> None:
-    """The lines of one condition; of a single run also each step, thin."""
-    arm = data.arms[index]
-    for field, kind in lines.fields.items():
-        band = arm.band(field, window)
-        if band is None:
-            continue
-        if data.single and window > 1 and (raw := arm.band(field)):
-            axes.plot(raw.steps + 1, raw.mean, color=series(index), alpha=0.28, linewidth=1)
-        label = None if kind else (lines.single_label if data.single else "") or arm.label
-        style: dict[str, Any] = {"linestyle": (0, (4, 2))} if kind else {}
-        draw_band(axes, band.steps + 1, band.mean, band.sd, series(index), label=label, **style)
 
 
 def draw_band(axes: Axes, steps: Floats, mean: Floats, sd: Floats | None, colour: str, **style: Any) -> None:

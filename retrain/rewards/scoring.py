@@ -224,7 +224,12 @@ def _weighted(kind: str, weight: float, reward: "Reward", seed: int, model: "Lan
     if kind == "judge" and model is not None:
         return WeightedJudge(model.submit, weight, compares_answers=False)
     if kind == "random":
-        return WeightedJudge(partial(_random, reward.random_p, seed), weight, compares_answers=False)
+
+        def by_chance(request: ScoreRequest) -> float:
+            """Return 1 with a probability, as a function of the seed and the completion's coordinates alone."""
+            return float(uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0) < reward.random_p)
+
+        return WeightedJudge(by_chance, weight, compares_answers=False)
     builtin = REWARDS.get(kind, BuiltinReward())
     if builtin.judge is not None:
         return WeightedJudge(partial(builtin.judge, reward), weight, builtin.compares_answers)
@@ -259,11 +264,6 @@ def _math(reward: "Reward", request: ScoreRequest) -> float | Message:
     if decided is not None:
         return float(decided)
     return {"handler": "verify", "gold": bare(request.reference), "answer": bare(answer)}
-
-
-def _random(probability: float, seed: int, request: ScoreRequest) -> float:
-    """Return 1 with a probability, as a function of the seed and the completion's coordinates alone."""
-    return float(uniform(seed, Stream.REWARD, request.step, request.slot, request.sample, 0) < probability)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ _FP32_IN_PROCESS = 1e-4
 _FP32_SERVER = 1e-3
 _HALF_MEAN = 0.02
 _HALF_MAX = 0.5
-"""Nats at temperature 1 and above; below, log-probs are so many times as sensitive to the logits' rounding. Known faults are far above: raw
-log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model without the adapter more.
+"""These four are nats at temperature 1 and above; below, log-probs are so many times as sensitive to the logits' rounding. Known faults are
+far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model without the adapter more.
 """
 
 _TRIAL_SHARE = 0.02
@@ -59,7 +59,9 @@ _MISSING = 0.25
 _SIGNIFICANT = 5.0
 """Standard errors by which that share must differ from 0."""
 _ROUNDING = 1e-5
-"""Nats per token that must be off: rounding in float32 gives less, and a few tokens of it can look like a group's effect."""
+"""Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and a few tokens of it can look like the
+effect of a group.
+"""
 _IGNORED = 0.9
 """From this share of the whole adapter on, the engine ignores it."""
 _WHOLE = "all layers"
@@ -221,7 +223,7 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
     far.
     """
     positions, window = inputs.backend.reach
-    wanted = max(_PAGE, window if window < inputs.longest_row else 0) + 1
+    wanted = max(_PAGE, window if window + _FEW_TOKENS < inputs.longest_row else 0) + 1  # a server has room for the longest row alone
     length = max(1, min(wanted, positions - _FEW_TOKENS))
     ids = np.resize(np.concatenate([prompt.token_ids for prompt in prompts]), length).astype(np.int32)
     if not inputs.backend.engine.capabilities.token_ids_in:  # whole prompts then: cut anywhere else, text may encode to other ids
@@ -302,9 +304,8 @@ def _differences(sampled: _Sampled) -> Float32Array:
 
 
 def _tolerance(inputs: GateInputs) -> float:
-    if inputs.half_precision:
-        return _HALF_MAX * inputs.sharpness
-    return _FP32_IN_PROCESS if inputs.backend.engine.capabilities.in_process else _FP32_SERVER
+    in_float32 = _FP32_IN_PROCESS if inputs.backend.engine.capabilities.in_process else _FP32_SERVER
+    return (_HALF_MAX if inputs.half_precision else in_float32) * inputs.sharpness
 
 
 def _check_differences(inputs: GateInputs, differences: Float32Array, when: str = "", effect: float = 0.0) -> None:
@@ -325,7 +326,7 @@ def _check_differences(inputs: GateInputs, differences: Float32Array, when: str 
     allowed, mean_allowed = _tolerance(inputs), max(_HALF_MEAN * inputs.sharpness, _TRIAL_SHARE * effect)
     if largest <= allowed and (mean <= mean_allowed or not inputs.half_precision):
         return
-    found = f"disagree by {largest:.3g} nats (allowed: {allowed:g})"
+    found = f"disagree by {largest:.3g} nats (allowed: {allowed:.2g})"
     if inputs.half_precision:
         found = f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed: {allowed:.2g} and {mean_allowed:.2g})"
     raise RunFailed(f"Parity gate: {when}engine and learner {found}; {inputs.backend.engine.why_it_differs() or advice}.")
@@ -380,7 +381,7 @@ def _adapter_suspects(inputs: GateInputs, trial: TrialAdapter, strength: float, 
     for numbers, fitted in ((range(len(whole)), {_WHOLE: np.concatenate(whole)}), (probed, effects)):
         difference = np.concatenate([differences[number] for number in numbers])
         fits += _fits(difference, fitted, inputs.half_precision) if len(difference) >= fewest else []
-    off = [fit for fit in fits if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error) and fit.nats > _ROUNDING]
+    off = [fit for fit in fits if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error) and fit.nats > _ROUNDING * inputs.sharpness]
     suspects = [_Suspect(fit.explained, fit.sentence(inputs.consequence)) for fit in off]
     return float(np.abs(np.concatenate(whole)).mean()), suspects
 

@@ -89,7 +89,6 @@ def read_adapter(folder: Path) -> LoraAdapter:
     from safetensors.torch import load_file
 
     settings = _read_settings(folder)
-    _refuse_variants(folder, settings)
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise ConfigurationError(f"{folder} holds no {WEIGHTS_FILE}; save the adapter as safetensors (pickled weights are not read).")
@@ -97,8 +96,17 @@ def read_adapter(folder: Path) -> LoraAdapter:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ConfigurationError(f"{path} is not a safetensors file ({error}); save the adapter again.") from error
-    names = _layer_names(path, tensors)
-    layers = tuple(_layer(path, name, tensors, settings) for name in names)
+    names = set()
+    for key in tensors:
+        if key.startswith(_PREFIX) and key.endswith((_A, _B)):
+            names.add(key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B))
+        elif "lora_" in key:
+            raise ConfigurationError(
+                f"{path} holds {key}, which is not a factor of a linear layer; only plain LoRA on linear layers is squeezed."
+            )
+    if not names:
+        raise ConfigurationError(f"{path} holds no LoRA factors (…{_A}, …{_B}); name a LoRA adapter.")
+    layers = tuple(_layer(path, name, tensors, settings) for name in sorted(names))
     used = {key for name in names for key in weight_names(name)}
     return LoraAdapter(folder, settings, layers, {key: tensor for key, tensor in tensors.items() if key not in used})
 
@@ -118,40 +126,22 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path} has peft_type {kind!r}; only LORA adapters can be squeezed.")
     if not (_is_number(settings.get("r")) and _is_number(settings.get("lora_alpha"))):
         raise ConfigurationError(f"{path} lacks a number for r or lora_alpha, so the update's scale is unknown; save the adapter again.")
+    for key in _VARIANTS:
+        if settings.get(key):
+            raise ConfigurationError(
+                f"{path} has {key} = {settings[key]!r}: its update is not B A alone, so its rank cannot be reduced here."
+            )
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
+        raise ConfigurationError(
+            f"{path} has init_lora_weights = {init!r}, which changes the base model by an amount that depends on the rank; "
+            "save the adapter converted to plain LoRA (peft: path_initial_model_for_weight_conversion)."
+        )
     return settings
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _refuse_variants(folder: Path, settings: dict[str, Any]) -> None:
-    where = folder / CONFIG_FILE
-    for key in _VARIANTS:
-        if settings.get(key):
-            raise ConfigurationError(
-                f"{where} has {key} = {settings[key]!r}: its update is not B A alone, so its rank cannot be reduced here."
-            )
-    init = settings.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
-        raise ConfigurationError(
-            f"{where} has init_lora_weights = {init!r}, which changes the base model by an amount that depends on the rank; "
-            "save the adapter converted to plain LoRA (peft: path_initial_model_for_weight_conversion)."
-        )
-
-
-def _layer_names(path: Path, tensors: dict[str, Tensor]) -> list[str]:
-    names = set()
-    for key in tensors:
-        if key.startswith(_PREFIX) and key.endswith((_A, _B)):
-            names.add(key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B))
-        elif "lora_" in key:
-            raise ConfigurationError(
-                f"{path} holds {key}, which is not a factor of a linear layer; only plain LoRA on linear layers is squeezed."
-            )
-    if not names:
-        raise ConfigurationError(f"{path} holds no LoRA factors (…{_A}, …{_B}); name a LoRA adapter.")
-    return sorted(names)
 
 
 def _layer(path: Path, name: str, tensors: dict[str, Tensor], settings: dict[str, Any]) -> LoraLayer:

@@ -7,7 +7,6 @@ import secrets
 import sys
 import threading
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from retrain.records.entries import GenerationRecord, StepRecord
@@ -165,31 +164,28 @@ class WandbTracker(ExternalTracker):
         return {_RUN_ID: self._run_id}
 
     def abandon(self) -> None:
-        _end_in_time(self._wandb)
+        """Wait for wandb's service process a limited time when Python exits: wandb does so without a limit, and with a traceback where
+        that process has died.
 
+        It is done before wandb's own hook comes to it (the last one registered is the first one called), in a thread that may be left
+        behind. A thread cannot be started as late as that, so it is started here.
+        """
+        exiting, ended = threading.Event(), threading.Event()
+        services: list[Any] = []
 
-def _end_in_time(wandb: ModuleType) -> None:
-    """wandb waits for its service process when Python exits: without a limit, and with a traceback where that process has died.
+        def end() -> None:
+            with contextlib.suppress(Exception):
+                services.append(self._wandb.setup()._connection._proc._process)  # it has no public name
+            exiting.wait()
+            with contextlib.suppress(Exception):
+                self._wandb.teardown()
+            ended.set()
 
-    So it is done before wandb's own hook comes to it (the last one registered is the first one called), in a thread that may be left
-    behind. A thread cannot be started as late as that, so it is started here.
-    """
-    exiting, ended = threading.Event(), threading.Event()
-    services: list[Any] = []
+        def at_exit() -> None:
+            exiting.set()
+            if not ended.wait(_EXIT_S):
+                for service in services:
+                    service.kill()  # else it ends by itself, but seconds later, and holds our output open until then
 
-    def end() -> None:
-        with contextlib.suppress(Exception):
-            services.append(wandb.setup()._connection._proc._process)  # it has no public name
-        exiting.wait()
-        with contextlib.suppress(Exception):
-            wandb.teardown()
-        ended.set()
-
-    def at_exit() -> None:
-        exiting.set()
-        if not ended.wait(_EXIT_S):
-            for service in services:
-                service.kill()  # else it ends by itself, but seconds later, and holds our output open until then
-
-    threading.Thread(target=end, name="wandb-exit", daemon=True).start()
-    atexit.register(at_exit)
+        threading.Thread(target=end, name="wandb-exit", daemon=True).start()
+        atexit.register(at_exit)

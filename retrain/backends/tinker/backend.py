@@ -155,7 +155,13 @@ class TinkerBackend(RemoteBackend):
         passed = self._service.result("a forward-backward pass", lambda: update.passed)
         stepped = self._service.result("an optimizer step", lambda: update.stepped)
         metrics = dict(stepped.metrics or {})
-        self._check_reduction(metrics)
+        if self.config.backend.tinker.loss_reduction == "sum" and not self._said_reduction:
+            self._said_reduction = True
+            if any(name.startswith("skyrl.ai/") for name in metrics):
+                self._say(
+                    "This service is SkyRL, whose JAX backend divides the loss by positions and rows: set [backend.options] "
+                    'loss_reduction = "mean", or eps and max_grad_norm act on gradients that are far too small.'
+                )
         norm = next((float(value) for name, value in metrics.items() if name.endswith("grad_norm")), np.nan)
         found = [action_logprobs(row.shifted, output) for row, output in zip(update.rows, passed.loss_fn_outputs, strict=True)]
         new = [logprobs for logprobs in found if logprobs is not None]
@@ -177,17 +183,6 @@ class TinkerBackend(RemoteBackend):
             clipped=float((clipped_tokens(flat_new, old, advantages, loss) & counted).sum()),
             clippable=float(counted.sum()),
         )
-
-    def _check_reduction(self, metrics: dict[str, float]) -> None:
-        """Say once that SkyRL's JAX backend takes means, where the configuration takes it for a service that adds up."""
-        if self._said_reduction or self.config.backend.tinker.loss_reduction != "sum":
-            return
-        self._said_reduction = True
-        if any(name.startswith("skyrl.ai/") for name in metrics):
-            self._say(
-                "This service is SkyRL, whose JAX backend divides the loss by positions and rows: set [backend.options] loss_reduction = "
-                '"mean", or eps and max_grad_norm act on gradients that are far too small.'
-            )
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:  # noqa: ARG002 - always 1
         """Return log-probs at temperature 1, the only one that the service's learner knows; another is refused before the run."""
