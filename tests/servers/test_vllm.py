@@ -245,7 +245,8 @@ def test_a_killed_server_costs_nothing_and_the_run_resumes_at_another_port(
 
     threading.Thread(target=kill_the_engine, daemon=True).start()
     with pytest.raises(
-        ServerFailure, match=rf"does not answer .* The run is saved after \d+ steps: continue with `retrain {tmp_path}/config.toml --resume {tmp_path}`"
+        ServerFailure,
+        match=rf"does not answer .* The run is saved after \d+ steps: continue with `retrain {tmp_path}/config.toml --resume {tmp_path}`",
     ) as caught:
         train(served(tmp_path, printed_vllm.url, training={"max_steps": 1000, "save_every": 1000}, **config), quiet=True)
     print(f"\n{caught.value}")
