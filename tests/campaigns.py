@@ -40,11 +40,12 @@ def write_run(
     before: Mapping[int, Sequence[EvaluationRecord]] | None = None,
     **sections: dict[str, Any],
 ) -> Path:
-    """A run with these correct rates, evaluated at its last step, and `before` it at others (step -> answers)."""
+    """A run with these correct rates, evaluated at its last step, and `before` it at others (step -> answers); it replaces one there."""
     training = {"seed": seed, "max_steps": max_steps or len(rates)} | sections.pop("training", {})
     config = small(folder, **{**JUDGED, **sections, "training": training})
     files = RunFolder(folder)
     files.create()
+    files.metrics.unlink(missing_ok=True)
     files.config.write_text(dump_toml(config), encoding="utf-8")
     files.environment.write_text(json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8")
     records = [StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate) for step, rate in enumerate(rates)]

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,26 @@ def test_a_folder_without_runs_is_said_and_one_that_is_not_there_is_refused(tmp_
     assert capsys.readouterr().out == f"No runs in {tmp_path}.\n"
     with pytest.raises(ConfigurationError):
         overview(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        (lambda first, second: first + second + second, r"metrics\.jsonl, line 3, holds step 1 a second time"),
+        (lambda first, second: second + first, r"metrics\.jsonl begins at step 1"),
+        (lambda first, second: first + second.replace('"step": 1', '"step": 5'), r"metrics\.jsonl, line 2, holds step 5 after step 0"),
+        (lambda first, second: first, r"metrics\.jsonl ends after 1 of the 2 steps that summary\.json counts"),
+        (lambda first, second: "", r"metrics\.jsonl holds none of the 2 steps"),
+        (None, r"metrics\.jsonl is missing, with the 2 steps"),
+    ],
+)
+def test_steps_that_are_missing_or_stand_twice_are_named(run: Path, changed: Callable[[str, str], str] | None, found: str) -> None:
+    (whole,) = overview(run).runs
+    assert "metrics.jsonl" not in whole.note
+    metrics = run / "metrics.jsonl"
+    if changed is None:
+        metrics.unlink()
+    else:
+        metrics.write_text(changed(*metrics.read_text(encoding="utf-8").splitlines(keepends=True)), encoding="utf-8")
+    (damaged,) = overview(run).runs
+    assert re.search(found + ".*put it back from a copy", damaged.note)
