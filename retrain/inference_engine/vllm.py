@@ -41,11 +41,15 @@ class VLLMDialect(Dialect):
             await self._check_kept_sets(server)
         server.facts["sleeps"] = False
         if urlsplit(server.url).hostname in LOOPBACK:  # where it shares this machine, and was started with --enable-sleep-mode
-            # Without pip or uv in vLLM's own environment /server_info fails and closes the connection: then it is not known to sleep.
-            with suppress(Refused, Unavailable, TypeError, KeyError):
+            try:
                 await server.get("/is_sleeping")  # which alone does not say so: it is there without the mode
                 settings = await server.get("/server_info?config_format=json")
                 server.facts["sleeps"] = bool(settings["vllm_config"]["model_config"]["enable_sleep_mode"])
+            except (Refused, Unavailable, TypeError, KeyError):
+                # Without pip or uv in vLLM's own environment /server_info fails and closes the connection: then it is not known to sleep,
+                # and the next request, which may meet the closed connection, must be one that nothing depends on.
+                with suppress(Refused, Unavailable):
+                    await server.get("/health")
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
