@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from retrain.model.float8 import Float8Linear, dequantised, scaled_product
 from retrain.model.packed import FrozenProduct, PackedWeight, fits_half, laid_out
 
+WEIGHTS: set[type[Tensor]] = {nn.Parameter}
+"""Types of the weights that may be laid side by side: not a DTensor, of which a process has a part."""
 _ALIGNED_ROWS = 16
 
 
@@ -87,7 +89,7 @@ def lora_parts(module: Any) -> tuple[nn.Linear, Any | None]:
 def fusable(module: nn.Module) -> bool:
     """True for a linear layer, plain or in 8 bits, bare or with one plain LoRA adapter, that is not sharded (its weight a DTensor)."""
     base, lora = lora_parts(module)
-    if type(base) not in (nn.Linear, Float8Linear) or type(base.weight) is not nn.Parameter or not base.weight.is_floating_point():
+    if type(base) not in (nn.Linear, Float8Linear) or type(base.weight) not in WEIGHTS or not base.weight.is_floating_point():
         return False
     return lora is None or (len(lora.lora_A) == 1 and not lora.merged and not any(getattr(lora, "use_dora", {}).values()))
 

@@ -1,0 +1,291 @@
+"""A CUDA device that is pretended: its tensors say `cuda:0` and hold their numbers on the CPU, so code for a GPU runs without one.
+
+It shows that every branch for CUDA runs, that no operator mixes devices, and that a captured step reads nothing but its buffers: a capture
+keeps the operators, puts back what they wrote and makes NaN of what they returned, as on a GPU, where nothing has run by then, and a copy
+between host and device in it is refused. It does not show kernels, their rounding or order, streams, or memory.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from retrain.model import projection, step_kernels
+from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
+
+DEVICE = torch.device("cuda:0")
+_INSIDE = torch.device("fpga:0")
+"""What torch's own code takes the device for: one whose gradients need no accelerator."""
+_FPGA = 7
+"""Its number among the types of devices."""
+_COPIES = {"aten::_to_copy", "aten::copy_"}
+_INDEXED_BY_HOST = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"}
+"""Operators that copy indices from the host by themselves."""
+
+
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::linear"}
+"""Operators that autocast computes in half precision."""
+
+
+class OnDevice(Tensor):
+    """A tensor of the pretended device, and the CPU's tensor with its numbers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=_INSIDE
+        )
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Return itself where nothing changes; torch's own code would see two devices."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **{name: value for name, value in kwargs.items() if name != "copy"})
+        stays = (device is None or device.type == "cuda") and dtype in (None, self.dtype) and not kwargs.get("copy")
+        return self if stays else super().to(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        assert isinstance(new, OnDevice)
+        self.held = new.held
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDevice({self.held!r})"
+
+
+class Factories(TorchDispatchMode):
+    """Makes the operators that name the device, and have no tensor on it, reach `run` too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on the numbers that its tensors hold; its results are on the device that a GPU's would be on."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    wrapped = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+    named = kwargs.get("device") and torch.device(kwargs["device"]).type
+    if kwargs.get("pin_memory"):
+        kwargs = kwargs | {"pin_memory": False}
+    if not wrapped and named not in ("cuda", _INSIDE.type):
+        return func(*args, **kwargs)
+    name = func._schema.name
+    hosts = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
+    if wrapped and hosts and name not in _COPIES | _INDEXED_BY_HOST:
+        raise RuntimeError(f"{name}: tensors on two devices, of shapes {[tuple(tensor.shape) for tensor in tensors]}")
+    to_host = named == "cpu" or (name == "aten::copy_" and not isinstance(args[0], OnDevice))
+    if Graph.capturing is not None and (hosts or to_host or name == "aten::_local_scalar_dense"):
+        raise RuntimeError(f"{name}: not permitted while a step is captured")
+    own = {id(tensor.held): tensor for tensor in wrapped}
+    args, kwargs = tree_map_only(OnDevice, lambda tensor: tensor.held, (args, dict(kwargs)))
+    kwargs |= {"device": torch.device("cpu")} if named is not None else {}
+    if Autocast.enabled and name in _PRODUCTS:
+        args = tree_map_only(Tensor, lambda tensor: tensor.to(torch.get_autocast_dtype("cuda")), args)
+    compute = KERNELS.get(name, func)
+    written = [value for argument, value in zip(func._schema.arguments, args, strict=False) if argument.is_write]
+    found = compute(*args, **kwargs) if Graph.capturing is None else Graph.capturing.record(compute, written, args, kwargs)
+    if to_host:
+        return found
+    return tree_map_only(Tensor, lambda out: own[id(out)] if id(out) in own else OnDevice(out), found)
+
+
+class Autocast:
+    """torch's flag, which it hides from operators."""
+
+    enabled = False
+    set_in_torch = staticmethod(torch.set_autocast_enabled)
+
+    @classmethod
+    def set_enabled(cls, device_type: str, enabled: bool) -> None:
+        cls.set_in_torch(device_type, enabled)
+        if device_type == "cuda":
+            cls.enabled = enabled
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`: the operators of a capture and the memory that each read and wrote."""
+
+    capturing: "Graph | None" = None
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._returned: list[Tensor] = []
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 0
+
+    def record(self, compute: Callable[..., Any], written: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """Compute, and keep what a replay needs; `written` are the tensors that it writes to."""
+        inputs = _tensors((args, kwargs))
+        self._before += [(value, value.clone()) for value in written]
+        found = compute(*args, **kwargs)
+        outputs = _tensors(found)
+        held = {value.untyped_storage().data_ptr() for value in inputs}
+        self._returned += [value for value in outputs if value.untyped_storage().data_ptr() not in held]
+        self._calls.append((compute, args, kwargs, outputs))
+        return found
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        assert Graph.capturing is None
+        Graph.capturing = self
+        try:
+            yield
+        finally:
+            Graph.capturing = None
+        for value, before in reversed(self._before):
+            value.copy_(before)
+        for value in self._returned:
+            value.fill_(float("nan") if value.is_floating_point() else 0)
+
+    def replay(self) -> None:
+        for compute, args, kwargs, outputs in self._calls:
+            for output, again in zip(outputs, _tensors(compute(*args, **kwargs)), strict=True):
+                if output.untyped_storage().data_ptr() != again.untyped_storage().data_ptr():
+                    output.copy_(again)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _flash(  # noqa: PLR0913 - torch's signature
+    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, most: int, longest: int, causal: bool, scale: float,
+    window_size: list[int], grouped: bool = False, lengths: Tensor | None = None, table: Tensor | None = None, splits: int | None = None,
+) -> Any:  # fmt: skip
+    """torch_attn::_varlen_attn by matrix products."""
+    spans, window = Spans(queries, keys, most, longest), _window(window_size)
+    if lengths is None or table is None:
+        out = plain(query, key, value, spans, scale, window)
+    else:
+        out = plain_paged(query, key, value, PagedRows(table, lengths, spans), scale, window)
+    return out, query.new_zeros(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+
+
+def _flash_backward(  # noqa: PLR0913 - torch's signature
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, queries: Tensor, keys: Tensor, most: int,
+    longest: int, causal: bool, rng_state: Tensor, scale: float, window_size: list[int],
+) -> Any:  # fmt: skip
+    """torch_attn::_varlen_attn_backward, by differentiating the same, in a thread: here autograd is switched off."""
+
+    def differentiated() -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        found = plain(*leaves, Spans(queries, keys, most, longest), scale, _window(window_size))
+        return torch.autograd.grad(found, leaves, grad)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(differentiated).result()
+
+
+def _window(window_size: list[int]) -> int | None:
+    before, after = window_size
+    assert after == 0, "the attention of a causal model"
+    return None if before < 0 else before + 1
+
+
+KERNELS: dict[str, Callable[..., Any]] = {"torch_attn::_varlen_attn": _flash, "torch_attn::_varlen_attn_backward": _flash_backward}
+"""Operators that have no form for the CPU."""
+
+
+def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Triton's interpreter take tensors of the device; it multiplies in float32, since it knows no product in bfloat16."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    interpret = InterpretedFunction.run
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if not all(isinstance(tensor, OnDevice) for tensor in _tensors((args, named))):
+            raise RuntimeError(f"{kernel.__name__}: Triton's kernels cannot read tensors on the CPU")
+        named |= {"FACTORS": tl.float32} if "FACTORS" in named else {}
+        held = [arg.held if isinstance(arg, OnDevice) else arg for arg in args]
+
+        def compute(*held: Any) -> None:
+            interpret(kernel, *held, grid=grid, warmup=warmup, **named)
+
+        compute(*held) if Graph.capturing is None else Graph.capturing.record(compute, _tensors(held), held, {})
+
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
+
+
+class _Stream:
+    def wait_stream(self, other: "_Stream") -> None: ...
+
+
+class _Event:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch, *, interprets: bool = False, gib: int = 24) -> Iterator[None]:
+    """Make torch say that there is one device, of compute capability 9.0. `interprets`: it has Triton's kernels, in the interpreter."""
+    library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libc10.*"))))
+    guards = (ctypes.c_void_p * (_FPGA + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[_FPGA] = guards[0]  # the CPU's, which guards nothing
+    card = SimpleNamespace(total_memory=gib << 30, name="pretended", multi_processor_count=132, major=9, minor=0)
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": card, "get_device_capability": (9, 0),
+        "get_device_name": card.name, "mem_get_info": (gib << 30, gib << 30), "max_memory_allocated": 0, "memory_allocated": 0,
+        "memory_reserved": 0, "reset_peak_memory_stats": None, "synchronize": None, "empty_cache": None, "_lazy_init": None,
+        "is_bf16_supported": True, "manual_seed_all": None, "device": nullcontext(), "stream": nullcontext(), "current_stream": _Stream(),
+        "is_current_stream_capturing": False,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    for name, stand_in in {"Stream": _Stream, "Event": _Event, "CUDAGraph": Graph, "graph": lambda graph, **_: graph.captured()}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch, "set_autocast_enabled", Autocast.set_enabled)
+    monkeypatch.setattr(projection, "WEIGHTS", {OnDevice})
+    if interprets:
+        _interpret_kernels(monkeypatch)
+    else:
+        monkeypatch.setattr(step_kernels, "TRITON_DEVICES", set())
+    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # torch.tensor(1, device="cuda") begins on the CPU
+    try:
+        with Factories(), torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
