@@ -12,7 +12,7 @@ from retrain.analysis.compare import ArmSummary, Comparison, Contrast
 from retrain.analysis.explanation import caveats, computed, explanation, looks_taken, sharing
 from retrain.analysis.headline import answer, difference_words, interval_words, name_of, p_words, size_words
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
-from retrain.records.printing import GAP, markdown_lines, table_lines
+from retrain.records.terminal import GAP, markdown_lines, table_lines
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """(head, rows)"""

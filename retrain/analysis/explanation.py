@@ -7,7 +7,7 @@ from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import difference_words, interval_words, p_words, size_words
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:

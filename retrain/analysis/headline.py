@@ -6,7 +6,7 @@ from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.measures import Metric
 from retrain.analysis.planned import ALPHA
 from retrain.analysis.verdict import Interval, Verdict
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 _VERBS = {
     Verdict.IMPROVEMENT: ("beats", "beat"),

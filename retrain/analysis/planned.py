@@ -15,7 +15,7 @@ from retrain.analysis.measures import choose_metric
 from retrain.analysis.runs import StoredRun
 from retrain.errors import RunFailed
 from retrain.parsing import read_object
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings

@@ -14,7 +14,7 @@ import numpy as np
 from retrain.analysis.e_process import adjust, capital
 from retrain.analysis.sign_flips import max_t_rows
 from retrain.analysis.statistics import Floats, seeds_to_reach
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 Correction = Literal["maxt", "holm", "evidence"]
 """How p is adjusted over a family: joint sign flips, Holm's procedure, or the e-process of a campaign that is looked at."""

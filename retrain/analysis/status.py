@@ -13,8 +13,8 @@ from retrain.analysis.planned import CampaignRecord, foreseen_lines
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
-from retrain.records.printing import duration
 from retrain.records.run_folder import MARKER, RunFolder
+from retrain.records.terminal import duration
 from retrain.records.writer import Liveness, Writer
 
 _WINDOW = 50

@@ -17,9 +17,8 @@ from retrain.campaign.launch import OUTPUT
 from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import CampaignPlan
 from retrain.errors import RetrainError
-from retrain.records.printing import duration
 from retrain.records.redact import Redactor
-from retrain.records.terminal import clean, encodable, one_line
+from retrain.records.terminal import clean, duration, encodable, one_line
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -23,7 +23,7 @@ from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.errors import ConfigurationError
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 _ENDED = (Status.DONE, Status.FAILED)
 

@@ -25,8 +25,8 @@ from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed, Untrained
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
-from retrain.records.printing import counted
 from retrain.records.run_folder import RunFolder
+from retrain.records.terminal import counted
 from retrain.run.interrupts import Interrupts
 from retrain.run.opening import stored_checkpoints
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze

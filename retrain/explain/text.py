@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from retrain.backends.declared import backend_words, engine_words
 from retrain.explain.caveats import POWER
 from retrain.parsing import toml_value
-from retrain.records.printing import GAP, counted, duration, table_lines
+from retrain.records.terminal import GAP, counted, duration, table_lines
 
 if TYPE_CHECKING:
     from retrain.explain.explanation import Explanation

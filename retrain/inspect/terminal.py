@@ -11,8 +11,7 @@ import numpy as np
 
 from retrain.inspect.credit import CompletionCredit, StepCredit
 from retrain.inspect.shading import LEVELS, Quantity, levels, scale_of, values_of
-from retrain.records.printing import counted, table_lines
-from retrain.records.terminal import one_line, without_escapes
+from retrain.records.terminal import counted, one_line, table_lines, without_escapes
 from retrain.types import Float32Array
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import read_object
-from retrain.records.atomic import replace_file
 from retrain.records.checkpoint import TrainerState
-from retrain.records.disk import delete
+from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, read_jsonl, truncate_to_step
 
 MARKER = ".retrain.json"

@@ -11,9 +11,9 @@ from retrain.config import TrainConfig
 from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
-from retrain.records.printing import counted
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
+from retrain.records.terminal import counted
 from retrain.run.session import Session
 from retrain.run.step_record import Step, StepClock
 

@@ -18,9 +18,8 @@ from retrain.config import TrainConfig, config_from_toml, config_hash, dump_toml
 from retrain.config.schema import Backend
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.parsing import is_path_text, read_object
-from retrain.records.atomic import put_back, replace_file
 from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState
-from retrain.records.disk import expanded
+from retrain.records.disk import expanded, put_back, replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
 from retrain.run.pressure import decided_by

@@ -19,8 +19,7 @@ from retrain.data import PromptSet, contamination_note, encode_prompts, load_exa
 from retrain.data.chat import ChatRenderer
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
-from retrain.environments.loading import load_environment
-from retrain.environments.problems import environment_name, load_problems
+from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row

@@ -17,9 +17,17 @@ from retrain.backends.base import TINKER, RemoteBackend
 from retrain.backends.result import Update, step_result
 from retrain.backends.rows import check_rows, learning_rate, minibatch_split, num_completions, row_weights
 from retrain.backends.tinker.archive import download_adapter
-from retrain.backends.tinker.datums import ShiftedRow, action_logprobs, policy_datum, scoring_datum
+from retrain.backends.tinker.datums import (
+    ShiftedRow,
+    Values,
+    action_logprobs,
+    clipped_tokens,
+    policy_datum,
+    policy_terms,
+    ratio_bounds,
+    scoring_datum,
+)
 from retrain.backends.tinker.engine import TinkerEngine
-from retrain.backends.tinker.loss import Values, clipped_tokens, policy_terms, ratio_bounds
 from retrain.backends.tinker.service import Service, without_deprecations
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.model.text import resolve_model
