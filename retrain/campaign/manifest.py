@@ -43,7 +43,7 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
     """Saved and stopped after a signal; `--resume` continues it."""
     SKIPPED = "skipped"
-    """Not needed any more: the evidence had decided its condition, or all of them."""
+    """No longer needed: the evidence had decided its condition, or all of them."""
 
 
 @dataclass

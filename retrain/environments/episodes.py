@@ -74,7 +74,7 @@ class DaemonThreads:
                 self._start()
 
     def spawn(self, call: Callable[[], Any]) -> Job:
-        """Run a call on a thread of its own, so that it takes no place from the others where it hangs."""
+        """Run a call on its own thread, so that a hang takes no place from the others."""
         job = Job(call)
         threading.Thread(target=job.run, name=f"{self._name}-spawned", daemon=True).start()
         return job
@@ -151,7 +151,7 @@ class EpisodeHost:
         return Score(verdict.outcome, verdict.reward, metrics=metrics, turn_rewards=tuple(map(float, result.turn_rewards)))
 
     def close(self) -> None:
-        """Close the environment; one that fails to close, or takes longer than a minute, costs a line on the screen."""
+        """Close the environment; print a line if that fails or takes longer than a minute."""
         job = self._threads.spawn(self.environment.close)
         try:
             failure = job.future.exception(_CLOSING_S)

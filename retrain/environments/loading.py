@@ -35,7 +35,7 @@ _AGAIN_S = 5.0
 def load_environment(config: "TrainConfig") -> Environment:
     """Build the environment of `[environment]`.
 
-    Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure where its library or its data are not here.
+    Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure if its library or data are missing.
     """
     settings = config.environment
     what = f'[environment] provider = "{settings.provider}": building it with args {sorted(settings.args)}'

@@ -406,7 +406,9 @@ def _reason(error: httpx.RequestError) -> str:
 
 
 def _status(answer: Answer) -> int:
-    """Return the status as sent; of a 200 whose body is an error, as some proxies send it, that of the error if it has one, else 400."""
+    """Return the response's status. For a 200 whose body is an error, as some proxies send, return the error's own status, or 400 if it has
+    none.
+    """
     content = answer.content
     if answer.status != 200 or not isinstance(content, dict) or not content.get("error") or "choices" in content:
         return answer.status

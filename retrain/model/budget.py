@@ -15,7 +15,7 @@ SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 PREFILL_TOKENS = 8192
 """Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
 PAGE_TOKENS = 256
-"""Of a page of keys and values: the smallest that torch's flash kernel reads."""
+"""Tokens in a page of keys and values: the smallest page that torch's flash kernel reads."""
 STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 _ROW_CAPS = {"cpu": 64, "cuda": 512}

@@ -28,7 +28,7 @@ class Dialogue:
         self.in_sight: Int32Array = prompt.token_ids
         """[P] what the next reply follows."""
         self.extends = 0
-        """Tokens in sight when the newest reply ended, where they are still there, unchanged; 0 before."""
+        """Length of `in_sight` when the newest reply ended, if these tokens are unchanged; else 0."""
         self.used = 0
         """Action tokens so far: the noise coordinate of the next one."""
         self.cut = False

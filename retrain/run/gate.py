@@ -47,7 +47,8 @@ far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base mo
 """
 
 _TRIAL_SHARE = 0.02
-"""Of the trial adapter's mean effect: half precision may be off by this on average, if it is more. Some seeds change the policy by nats."""
+"""Share of the trial adapter's mean effect by which half precision may be off on average, if that is more. Some seeds change the policy by
+nats."""
 
 _VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
 """Nats by which the trial adapter should change the log-probs on average: far above rounding, and still a language model."""

@@ -1,7 +1,7 @@
 """The training loop: one step is sample, score, assign credit, learn, observe.
 
 Everything that does not fit on this page is in the nouns that it calls: `session` opens the run and samples, `advantages` turns rewards
-into token credit, `backends` learn, `observer` writes the step down, `schedule` says what is due and `saver` writes checkpoints.
+into token credit, `backends` learn, `observer` writes the step down, and `saver` says what is due and writes checkpoints.
 """
 
 from dataclasses import dataclass

@@ -199,8 +199,8 @@ def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Seq
     """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even one completion would fit."""
     if config.backend.backend != "local":
         return
+    from retrain.model.load import shards_of
     from retrain.model.memory import NotPredictable, predict_memory  # torch, which other backends do without
-    from retrain.model.sharding import shards_of
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     try:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.backends.base import TINKER, RemoteBackend
-from retrain.backends.result import Update, step_result
-from retrain.backends.rows import check_rows, learning_rate, minibatch_split, num_completions, row_weights
+from retrain.backends.rows import Update, check_rows, learning_rate, minibatch_split, num_completions, row_weights, step_result
 from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import (
     ShiftedRow,
