@@ -205,7 +205,7 @@ def is_run(folder: Path) -> bool:
     return RunFolder(folder).config.is_file()
 
 
-def open_run(folder: Path) -> StoredRun:
+def stored_run(folder: Path) -> StoredRun:
     """Open a run's folder. Raises ConfigurationError for any other folder."""
     if not is_run(folder):
         raise ConfigurationError(f"{folder} holds no run of retrain (no config.toml); name a run's folder.")

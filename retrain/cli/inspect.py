@@ -37,11 +37,11 @@ def command(
     """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning mask, log-ratio."""
     from rich.console import Console
 
-    from retrain.analysis.runs import open_run
+    from retrain.analysis.runs import stored_run
     from retrain.inspect.credit import read_step
     from retrain.inspect.terminal import show
 
-    credit = read_step(open_run(run), step, against or [], detectors=detectors, planning_model=planning_model)
+    credit = read_step(stored_run(run), step, against or [], detectors=detectors, planning_model=planning_model)
     numbers = _chosen(credit, prompt, sample)
     if as_json or form is Format.JSON:
         print(json.dumps(to_json(credit, numbers)))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from retrain import noise
 from retrain.data.chat import encode_texts, messages_of, render_text
 from retrain.data.load import fingerprint
-from retrain.data.sources import ReadResult, counted
+from retrain.data.sources import ReadResult, dropped_words
 from retrain.errors import ConfigurationError
 from retrain.model.text import TextModel
 from retrain.types import Prompt
@@ -70,7 +70,7 @@ def encode_prompts(training: "Training", text: TextModel, loaded: ReadResult) ->
                 too_long.append(f"{example.example_id} with {len(token_ids):,} of {text.context:,} tokens")
             else:
                 prompts.append(Prompt(example, rendered, token_ids, tuple(messages_of(example, loaded.data))))
-    dropped = counted(len(too_long), "longer than the context", too_long[0]) if too_long else ""
+    dropped = dropped_words(len(too_long), "longer than the context", too_long[0]) if too_long else ""
     if not prompts:
         raise ConfigurationError(
             f'[data] source = "{loaded.data.source}" has no usable prompt: {dropped}; take a model with a longer context, or shorter '

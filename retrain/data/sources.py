@@ -27,7 +27,7 @@ class Reason(StrEnum):
     NO_ANSWER = "without an answer"
 
 
-def counted(count: int, reason: str, first: str) -> str:
+def dropped_words(count: int, reason: str, first: str) -> str:
     """Return the words of a message: `3 malformed (first: rows.jsonl line 2)`."""
     return f"{count:,} {reason} ({first if count == 1 else f'first: {first}'})"
 
@@ -52,7 +52,7 @@ class ReadResult:
 
     def dropped_rows(self) -> str:
         """Return the dropped rows by reason, in words; "" if there are none."""
-        return ", ".join(counted(count, reason, self.first[reason]) for reason, count in self.dropped.items())
+        return ", ".join(dropped_words(count, reason, self.first[reason]) for reason, count in self.dropped.items())
 
     def __len__(self) -> int:
         return len(self.examples)
