@@ -145,7 +145,8 @@ def present_devices() -> str:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Return the dtype in which the frozen weights are computed with, and held unless in 8 bits: auto is bf16 on CUDA and fp32 elsewhere.
+    """Return the dtype for computing with the frozen weights, and for holding them unless they are in 8 bits: auto is bf16 on CUDA and fp32
+    elsewhere.
 
     Adapter weights are fp32 always.
     """

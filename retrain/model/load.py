@@ -173,7 +173,7 @@ def choose_deterministic_experts(model: "PreTrainedModel") -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Silence transformers, which shows one over the tensors of a file, which load at once."""
+    """Silence the progress bar that transformers shows over a file's tensors, which load at once."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

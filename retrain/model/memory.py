@@ -135,9 +135,9 @@ def predict_memory(
 ) -> Memory:
     """Predict the memory of one process on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
 
-    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a run that goes on; `shards` are the
-    processes that hold the base in parts (`sharding.shards_of`).
-    Raises EnvironmentFailure where the device or the model's configuration is not there, or where one completion does not fit.
+    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a resumed run; `shards` are the processes that
+    hold the base in parts (`load.shards_of`). Raises EnvironmentFailure where the device or the model's configuration is not there, or
+    where one completion does not fit.
     """
     sampler: torch.device | None
     if memory_gib is None:

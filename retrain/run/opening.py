@@ -40,7 +40,7 @@ class OpenedRun:
     """The checkpoint to load; with None the run starts at step 0."""
     notes: tuple[str, ...]
     decided_by: Mapping[int, float] = field(default_factory=dict)
-    """Step -> seconds from which back pressure decided after it, for the steps that are made again."""
+    """Step -> seconds by which back pressure decided, for the steps that a resumed run makes again."""
 
 
 @contextmanager

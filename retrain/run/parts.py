@@ -114,7 +114,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
 
 
 def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
-    """Make sure, before a model is loaded, that an engine elsewhere can be reached and can do what it is wanted for."""
+    """Check, before a model is loaded, that an engine outside this process answers and can do what the run needs."""
     if config.backend.backend != "local" or config.inference.engine == "pytorch":
         return
     with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):

@@ -153,7 +153,7 @@ class Session:
         return rollout
 
     def turn_to_learning(self, used: int) -> None:
-        """The last point at which a signal stops this step, which used `used` prompts; in split mode the next one begins to be sampled.
+        """Stop for a signal, for the last time in this step, which used `used` prompts; in split mode start to sample the next step.
 
         Nothing is prefetched across a checkpoint or an evaluation, so a resumed run samples with the weights of the undisturbed one.
         Raises Interrupted in every process, if one of them got a signal.
