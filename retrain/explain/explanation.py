@@ -19,7 +19,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, campaign_power
 from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign
 from retrain.inference_engine.base import EngineCapabilities
-from retrain.records.disk import expanded
+from retrain.parsing import expanded
 from retrain.records.redact import Redactor
 from retrain.run.notes import notes
 

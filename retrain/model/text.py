@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.vocabulary import VocabularyTable
-from retrain.records.disk import expanded
+from retrain.parsing import expanded
 from retrain.types import Int32Array
 
 if TYPE_CHECKING:

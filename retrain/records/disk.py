@@ -42,15 +42,6 @@ def is_disk(error: OSError) -> bool:
     return error.errno in _FAILURES
 
 
-def expanded(path: str, key: str) -> Path:
-    """Expand ~ and ~user in the path given by `key`. Raises ConfigurationError for a user that this machine does not have."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        user = path.partition("/")[0]
-        raise ConfigurationError(f"{key} = {path!r}: this machine has no user {user.removeprefix('~')!r}; write the whole path.") from error
-
-
 def is_reader_gone(error: OSError) -> bool:
     """Return True for a write to a pipe whose reader went away, or to a terminal that was closed."""
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO

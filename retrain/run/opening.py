@@ -17,9 +17,9 @@ from filelock import FileLock, Timeout
 from retrain.config import TrainConfig, config_from_toml, config_hash, dump_toml, load_stored, replaced, resume_differences, with_drawn_seed
 from retrain.config.schema import Backend
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.parsing import is_path_text, read_object
+from retrain.parsing import expanded, is_path_text, read_object
 from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState
-from retrain.records.disk import expanded, put_back, replace_file
+from retrain.records.disk import put_back, replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
 from retrain.run.pressure import decided_by

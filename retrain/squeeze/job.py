@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from retrain.backends.tinker.archive import download_adapter
 from retrain.config.outcomes import squeezes_remote_adapter, unused_keys
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.records.disk import expanded, replace_file, safetensors_io, writing_to
+from retrain.parsing import expanded
+from retrain.records.disk import replace_file, safetensors_io, writing_to
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import GAP, clean, table_lines
 from retrain.run.notes import trust_note
