@@ -155,7 +155,7 @@ class ServerPool:
             headers["Authorization"] = f"Bearer {key}"
         self.servers = [_server(url, headers, timeout_s, lost, transport) for url in urls]
         self.came_back = False
-        """Set when a server was taken back; whoever checks servers clears it."""
+        """Set when a server was taken back; cleared by the caller that checks the servers."""
         self._turns = 0
         self._loop = asyncio.new_event_loop()
         self._looks: set[asyncio.Task[None]] = set()

@@ -1,4 +1,4 @@
-"""Text for a terminal or a page: made harmless whoever wrote it, numbers in words, rows in tables."""
+"""Text for a terminal or a page: made harmless, numbers in words, rows in tables."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -26,7 +26,7 @@ GAP = "  "
 
 
 def clean(text: str) -> str:
-    """Make a sentence or a table safe to print or store, whoever wrote the names and messages in it.
+    """Make a sentence or a table safe to print or store, whatever the names and messages in it contain.
 
     Escape sequences and controls are dropped, direction marks shown as <U+202E>; line breaks and tabs stay.
     """

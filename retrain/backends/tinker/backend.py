@@ -1,8 +1,8 @@
 """Learning on a Tinker service: rows become datums, each update is one forward-backward pass and one optimizer step.
 
-Requests of one training client are carried out in the order in which they are made, whoever waits for them. So a step asks for all of its
-updates and for a sampler of the weights after them in one go, and waits once: everything stays on policy, and the service is never idle
-between an update and the next. A step's own sampling begins when the sampler is there; nothing is sampled from older weights.
+Requests of one training client are carried out in the order in which they are made, in whatever order they are waited for. So a step asks
+for all of its updates and for a sampler of the weights after them in one go, and waits once: everything stays on policy, and the service is
+never idle between an update and the next. A step's own sampling begins when the sampler is there; nothing is sampled from older weights.
 """
 
 import json
