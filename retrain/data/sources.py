@@ -148,7 +148,7 @@ def _math(query: Query) -> ReadResult:
 
 
 def _math_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
-    from retrain.rewards.boxed import extract_boxed
+    from retrain.rewards.answers import extract_boxed
 
     match row:
         case {"problem": str(problem), "solution": str(solution), "type": str(subject), **info} if problem.strip():

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from retrain.data.chat import PLAIN_TEMPLATE
-from retrain.data.load import NoHeldOutSplit, subset
-from retrain.data.sources import ReadResult
+from retrain.data.prompts import subset
+from retrain.data.sources import NoHeldOutSplit, ReadResult
 from retrain.environments.base import Environment, Split, is_conversation
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.plugins import describe, load_plugin

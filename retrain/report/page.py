@@ -25,9 +25,8 @@ from retrain.records.redact import Redactor
 from retrain.records.terminal import duration, visible
 from retrain.report.curves import ConditionCurves
 from retrain.report.data import ReportData, ReportRequest, read_report_data
+from retrain.report.drawing import Drawn, to_png, to_svg
 from retrain.report.figures import draw_figures
-from retrain.report.panels import Drawn
-from retrain.report.theme import to_png, to_svg
 from retrain.report.token_view import token_view
 
 _TEMPLATES = "templates"

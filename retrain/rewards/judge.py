@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrain.errors import EnvironmentFailure
-from retrain.rewards.boxed import after_thought
+from retrain.rewards.answers import after_thought
 from retrain.rewards.chat import REPLY_TOKENS, ChatClient, ChatFailed, Reply
 from retrain.rewards.workers import Judgement
 from retrain.types import Example, JudgeUsage
