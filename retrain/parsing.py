@@ -1,4 +1,4 @@
-"""TOML and JSON: texts from outside become data whose depth and numbers every later step can hold, and values become TOML.
+"""TOML, JSON and paths: texts from outside become data whose depth and numbers every later step can hold, and values become TOML.
 
 The standard parsers raise RecursionError for deep nesting and a bare ValueError for an integer of more than 4,300 digits, and they let
 through nesting and integers on which a later step would fail. Here everything that is wrong with a text is one ParseError.
@@ -12,7 +12,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import RunFailed
+from retrain.errors import ConfigurationError, RunFailed
 
 MAX_DEPTH = 100
 MAX_INTEGER = 2**63 - 1
@@ -51,6 +51,15 @@ def read_object(path: Path) -> dict[str, Any]:
 def is_path_text(value: Any) -> bool:
     """Return True if a value from a file can name a file: a string without NUL, and without a name that no file system holds."""
     return isinstance(value, str) and "\0" not in value and all(len(name.encode(errors="replace")) <= 255 for name in value.split("/"))
+
+
+def expanded(path: str, key: str) -> Path:
+    """Expand ~ and ~user in the path given by `key`. Raises ConfigurationError for a user that this machine does not have."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = path.partition("/")[0]
+        raise ConfigurationError(f"{key} = {path!r}: this machine has no user {user.removeprefix('~')!r}; write the whole path.") from error
 
 
 def json_kind(value: Any) -> str:

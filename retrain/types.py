@@ -80,9 +80,8 @@ class Completion:
     kept_ids: tuple[Int32Array, ...] | None = None
     """[T] the ids of those tokens, if the engine returns them for a trainer elsewhere."""
     text: str | None = None
-    """In an evaluation, what a server wrote that says no token ids: `token_ids` are this text encoded again, to be counted, and `logprobs`
-    are NaN. None otherwise, since an engine knows token ids only.
-    """
+    """In an evaluation, the text from a server that returns no token ids: `token_ids` are this text encoded again, for counting, and
+    `logprobs` are NaN. None otherwise, since an engine knows token ids only."""
 
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -422,7 +421,7 @@ class MachineChoices:
     """Most tokens in one forward and backward pass of the learner."""
     gradient_checkpointing: bool
     offload_activations: bool = False
-    """With gradient checkpointing: the inputs of the layers wait in the host's memory for the backward pass."""
+    """With gradient checkpointing, the layers' inputs wait in the host's memory for the backward pass."""
     merge_adapter: bool = False
     """True if sampler and learner compute with a scratch copy of the weights that contains the adapter."""
     workers: int = field(default=1, compare=False)

@@ -11,8 +11,8 @@ from retrain.backends.local.backend import LocalBackend
 from retrain.distributed import World, joined
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.model.footprint import footprint
+from retrain.model.load import is_sharded, layers
 from retrain.model.memory import predict_memory
-from retrain.model.sharding import is_sharded, layers
 
 SMALL_PASSES = {"micro_batch_tokens": 24, "lr": 0.02}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

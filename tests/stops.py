@@ -85,7 +85,7 @@ _PLACED = (
     Placed("retrain.tracking.files", "RunFiles._write_step", 5, after=True),
     Placed("retrain.tracking.files", "RunFiles._write_evaluation", 2),
     Placed("retrain.rewards.guard", "FailureGuard.observe", 7),
-    Placed("retrain.records.atomic", "sync_folder", 9),
+    Placed("retrain.records.disk", "sync_folder", 9),
     Placed("retrain.records.checkpoint", "CheckpointStore.save", 2, after=True),
 )
 _RANDOM = tuple(Random(seed) for seed in range(40))

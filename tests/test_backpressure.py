@@ -22,7 +22,7 @@ from retrain.backpressure import (
     roofline,
 )
 from retrain.backpressure.controller import sweep_sizes
-from retrain.backpressure.roofline import step_flops
+from retrain.backpressure.throughput import step_flops
 from retrain.config.schema import Backpressure
 from retrain.records.entries import StepRecord
 

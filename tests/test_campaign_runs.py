@@ -19,8 +19,7 @@ import torch
 from retrain import load_runs, train
 from retrain.analysis.runs import find_runs
 from retrain.campaign import Manifest, Status, plan_campaign, run_campaign
-from retrain.campaign.devices import share_devices
-from retrain.campaign.subprocesses import start_worker
+from retrain.campaign.subprocesses import share_devices, start_worker
 from retrain.config import config_from_mapping, load_config, replaced
 from retrain.config.overrides import deep_merge
 from retrain.errors import ConfigurationError, RunFailed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.backends.throttle import Throttle, Unthrottled, throttle_of
+from retrain.backends.tinker.service import Throttle, Unthrottled, throttle_of
 from retrain.config import config_from_mapping
 
 FORK = multiprocessing.get_context("fork")

@@ -9,7 +9,7 @@ from tokenizers_for_tests import byte_level, render_prompt
 
 from retrain.config import TrainConfig
 from retrain.data import Example, PromptSet, ReadResult, encode_prompts
-from retrain.data.load import fingerprint
+from retrain.data.prompts import fingerprint
 from retrain.data.sources import Reason
 from retrain.errors import ConfigurationError
 from retrain.model.text import TextModel

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.inference_engine.sampling import draw
-from retrain.model import sums
+from retrain.model import head, truncation
 
 ONE = np.ones(1, dtype=np.float32)
 
@@ -94,7 +94,7 @@ def test_the_sums_of_devices_without_a_deterministic_cumsum_draw_the_same_tokens
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (500, 9000)).astype(np.float32))
     arguments = logits, np.full(500, 0.9, dtype=np.float32), np.random.default_rng(2).random(500)
     expected = draw(*arguments)
-    monkeypatch.setattr(sums, "BY_PRODUCT", {"cpu"})
+    monkeypatch.setattr(truncation, "BY_PRODUCT", {"cpu"})
     found = draw(*arguments)
     assert np.array_equal(found.tokens, expected.tokens)
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
@@ -115,6 +115,6 @@ def test_a_row_does_not_depend_on_the_chunk_it_is_in():
 def test_exponentials_are_zero_where_float32_has_no_normal_number(in_place: bool) -> None:
     x = torch.tensor([0.0, -1.5, -50.0, -86.0, -88.0, -103.0, -200.0, -1e4, -torch.inf, torch.nan])
     given = x.clone()
-    found = sums.exponentials(given, out=given if in_place else None)
+    found = head.exponentials(given, out=given if in_place else None)
     assert (found.data_ptr() == given.data_ptr()) is in_place and (in_place or given.nan_to_num().equal(x.nan_to_num()))
     assert found[:4].equal(x[:4].exp()) and found[4:9].eq(0).all() and found[9].isnan()

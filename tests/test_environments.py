@@ -330,7 +330,7 @@ def test_an_environment_that_fails_to_close_costs_a_line(capsys: pytest.CaptureF
 @pytest.mark.parametrize("what", ["hang", "hang twice"])
 def test_a_hanging_episode_costs_only_itself(what: str) -> None:
     """With one thread, the episode behind a hanging one is still judged, even where its close hangs too."""
-    from retrain.environments.threads import DaemonThreads
+    from retrain.environments.episodes import DaemonThreads
 
     host = EpisodeHost(Misbehaving(), max_turns=2, timeout_s=0.3, correct_threshold=0.5, threads=DaemonThreads(1, "test"))
     hanging, fine = (host.begin(Example("?", what), 0) for what in (what, "fine"))

@@ -16,7 +16,7 @@ from retrain.inference_engine.decoder import Decoder
 from retrain.inference_engine.fixed_step import BUCKETS, Variant, bucket_of
 from retrain.inference_engine.paged_run import PagedEngine, PagedRun
 from retrain.inference_engine.scheduler import Job
-from retrain.model import functions, sums
+from retrain.model import functions, truncation
 from retrain.model.budget import DecodeLimits
 from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
 
@@ -121,7 +121,7 @@ def test_a_row_computes_the_same_bits_whatever_its_neighbours() -> None:
 
 def test_a_step_in_split_mode_has_no_operator_that_the_learner_makes_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner's flag is the process's. torch says which operators raise under it on CUDA; on a processor they do not."""
-    monkeypatch.setattr(sums, "BY_PRODUCT", {"cpu"})
+    monkeypatch.setattr(truncation, "BY_PRODUCT", {"cpu"})
     manual = " ".join((torch.use_deterministic_algorithms.__doc__ or "").split())
     refused = set(re.findall(r"torch\.(?:Tensor\.)?(\w+)`", manual.partition("operations will throw a :class:`RuntimeError`")[2]))
     assert {"put_", "histc", "cumsum"} <= refused

@@ -17,8 +17,9 @@ from test_planning_semantic import Counter
 from retrain import train
 from retrain.analysis.runs import StoredRun
 from retrain.cli.main import main
+from retrain.inspect import Quantity
 from retrain.inspect.credit import StepCredit, agreement, read_step
-from retrain.inspect.shading import LEVELS, Quantity, levels
+from retrain.inspect.shading import LEVELS, levels
 from retrain.inspect.terminal import show, token_lines
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import visible, without_escapes

@@ -13,8 +13,8 @@ from learner_reference import reference_loss, row_scores
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.micro_batches import LearnerRow, pack
 from retrain.model.attention import FusedAttention
+from retrain.model.load import layers
 from retrain.model.recomputing import recomputed
-from retrain.model.sharding import layers
 from retrain.types import Row
 
 MODES: dict[str, dict[str, Any]] = {

@@ -8,8 +8,7 @@ import pytest
 from retrain.advantages.planning import RegexDetector
 from retrain.records.redact import Redactor
 from retrain.records.terminal import clean, one_line, visible, without_escapes
-from retrain.rewards.boxed import extract_boxed
-from retrain.rewards.match import answers_match
+from retrain.rewards.answers import answers_match, extract_boxed
 from retrain.rewards.math import decide_by_strings
 
 _SHORT, _LONG = 10_000, 40_000

@@ -3,7 +3,7 @@
 import pytest
 from rich.cells import cell_len
 
-from retrain.records.printing import counted, duration, markdown_lines, table_lines
+from retrain.records.terminal import counted, duration, markdown_lines, table_lines
 
 
 def test_one_is_singular_and_every_other_count_plural() -> None:

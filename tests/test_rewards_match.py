@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.rewards import hendrycks_is_equiv
-from retrain.rewards.match import answers_match
+from retrain.rewards.answers import answers_match
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from sharded import CASES, observe
 from retrain.config import TrainConfig, config_from_toml
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
-from retrain.model.sharding import shards_of
+from retrain.model.load import shards_of
 from retrain.run.loop import train
 from tests.commands import Ranks
 

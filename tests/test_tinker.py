@@ -24,7 +24,7 @@ from tinker_double import APIConnectionError, APIStatusError, Double
 
 from retrain import train
 from retrain.backends.local.loss import ActionTokens, clipped_tokens, policy_terms
-from retrain.backends.tinker import archive, loss
+from retrain.backends.tinker import archive, datums
 from retrain.backends.tinker.backend import STATE_FILE, TinkerBackend
 from retrain.backends.tinker.datums import ShiftedRow, policy_datum
 from retrain.campaign.runner import run_campaign
@@ -134,8 +134,8 @@ def test_the_reported_loss_and_clip_are_those_of_the_local_learner(settings: dic
     old, advantages = noise.normal(-2, 1, 200), noise.normal(size=200)
     new = old + noise.normal(0, 0.2, 200)
     tokens = ActionTokens(*(torch.tensor(values) for values in (new, old, old, advantages, np.ones(200))), lengths=[200])
-    np.testing.assert_allclose(loss.policy_terms(new, old, advantages, chosen), policy_terms(tokens, chosen).numpy())
-    np.testing.assert_array_equal(loss.clipped_tokens(new, old, advantages, chosen), clipped_tokens(tokens, chosen).numpy())
+    np.testing.assert_allclose(datums.policy_terms(new, old, advantages, chosen), policy_terms(tokens, chosen).numpy())
+    np.testing.assert_array_equal(datums.clipped_tokens(new, old, advantages, chosen), clipped_tokens(tokens, chosen).numpy())
 
 
 def test_clip_bounds_and_adam_reach_the_service(double: Double, tmp_path: Path) -> None:

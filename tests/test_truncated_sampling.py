@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.inference_engine.sampling import draw
-from retrain.model import sums
+from retrain.model import truncation
 from retrain.model.truncation import Cuts, FixedKeptSets, KeptSets
 
 OFF = (0, 1.0, 0.0)
@@ -143,8 +143,8 @@ def test_tokens_of_probability_zero_are_not_drawn_where_top_k_reaches_them():
 def test_running_sums_by_products_are_those_of_the_definition(monkeypatch):
     """Of 152k terms, as kept sets need them where a device's own sums are not deterministic."""
     x = torch.from_numpy(np.random.default_rng(4).random((2, 151_936)) ** 8)
-    expected = sums.running_sums(x)
-    monkeypatch.setattr(sums, "BY_PRODUCT", {"cpu"})
-    found = sums.running_sums(x)
+    expected = truncation.running_sums(x)
+    monkeypatch.setattr(truncation, "BY_PRODUCT", {"cpu"})
+    found = truncation.running_sums(x)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
     assert (found.diff(dim=-1) >= 0).all()

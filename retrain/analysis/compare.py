@@ -31,7 +31,7 @@ from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks,
 from retrain.analysis.two_way import TwoWay
 from retrain.analysis.verdict import Conclusion, TestSettings, conclude
 from retrain.errors import ConfigurationError
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 _SHOWN = 3
 """Names of left-out runs in the sentence of an error."""

@@ -10,9 +10,10 @@ from typing import Any
 
 from retrain.analysis.compare import ArmSummary, Comparison, Contrast
 from retrain.analysis.explanation import caveats, computed, explanation, looks_taken, sharing
-from retrain.analysis.headline import answer, difference_words, interval_words, name_of, p_words, size_words
+from retrain.analysis.headline import answer, name_of, p_words
+from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
-from retrain.records.printing import GAP, markdown_lines, table_lines
+from retrain.records.terminal import GAP, markdown_lines, table_lines
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """(head, rows)"""

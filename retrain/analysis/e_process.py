@@ -85,7 +85,7 @@ def evidence(family: Sequence[Mapping[int, float]], looks: int) -> list[float]:
 
 
 def anytime_p(value: float) -> float:
-    """min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at whatever look."""
+    """min(1, 1 / evidence): below alpha as soon as the evidence is above 1 / alpha, at any look."""
     return min(1.0, 1.0 / value) if value > 0 else 1.0
 
 

@@ -13,15 +13,15 @@ import numpy as np
 
 from retrain.analysis import statistics
 from retrain.analysis.arms import evaluation_words
-from retrain.analysis.headline import difference_words, interval_words, p_words
+from retrain.analysis.headline import p_words
 from retrain.analysis.held_out import AnswerDifference, Answers
-from retrain.analysis.measures import Metric
+from retrain.analysis.measures import Metric, difference_words, interval_words
 from retrain.config import TrainConfig, load_stored
 from retrain.config.judging import judge_words, judging_rewards
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
 from retrain.records.evaluation_folder import EvaluationFolder
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from retrain.analysis import statistics
 from retrain.analysis.compare import Comparison, Contrast
-from retrain.analysis.headline import difference_words, interval_words, p_words, size_words
+from retrain.analysis.headline import p_words
+from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:

@@ -1,12 +1,12 @@
-"""The answer of a comparison in one sentence, and its numbers in words."""
+"""The answer of a comparison in one sentence."""
 
 from collections.abc import Sequence
 
 from retrain.analysis.compare import Comparison, Contrast
-from retrain.analysis.measures import Metric
+from retrain.analysis.measures import difference_words, size_words
 from retrain.analysis.planned import ALPHA
-from retrain.analysis.verdict import Interval, Verdict
-from retrain.records.printing import counted
+from retrain.analysis.verdict import Verdict
+from retrain.records.terminal import counted
 
 _VERBS = {
     Verdict.IMPROVEMENT: ("beats", "beat"),
@@ -16,8 +16,6 @@ _VERBS = {
 }
 """For one condition and for several."""
 _SHORT = {Verdict.IMPROVEMENT: "better", Verdict.WORSE: "worse", Verdict.DIFFERENT: "different", Verdict.EQUIVALENT: "equivalent"}
-
-
 _WHY_UNSURE = {
     "": "",
     "unjudged": "; answers that could not be judged leave it open",
@@ -122,32 +120,6 @@ def difference_and_interval(contrast: Contrast, comparison: Comparison) -> str:
         low, high = (difference_words(end, metric).removesuffix(" pp") for end in found.interval)
         ends = f" [{low}, {high}]"
     return f"{difference_words(found.mean, metric)}{ends} ({counted(found.pairs, 'seed')})"
-
-
-# -- numbers in words ----------------------------------------------------------------------------------------------------
-
-
-def difference_words(value: float, metric: Metric) -> str:
-    """A difference in words, such as +13.2 pp; a small difference has two digits that say something, +0.042 pp."""
-    return f"{_points(value, '+')} pp" if metric.is_rate else f"{value:+.4g}"
-
-
-def size_words(value: float | None, metric: Metric) -> str:
-    if value is None:
-        return ""
-    return f"{_points(value, '')} pp" if metric.is_rate else f"{value:.4g}"
-
-
-def interval_words(interval: Interval | None, metric: Metric) -> str:
-    if interval is None:
-        return ""
-    low, high = interval
-    return f"{_points(low, '+')} to {_points(high, '+')} pp" if metric.is_rate else f"{low:+.4g} to {high:+.4g}"
-
-
-def _points(value: float, sign: str) -> str:
-    points = 100 * value
-    return f"{points:{sign}.2g}" if 1e-9 < abs(points) < 0.095 else f"{points:{sign}.1f}"
 
 
 def p_words(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The number by which runs are compared, chosen before looking at any: held-out accuracy, else the training correct rate.
+"""The number by which runs are compared, chosen before looking at any, and its words: held-out accuracy, else the training correct rate.
 
 `running_correct_rate` is not offered: a cumulative mean lags and favours early learning.
 """
@@ -112,3 +112,29 @@ def learning_curve_mean(points: Floats) -> float | None:
     if len(steps) < 2:
         return float(rates[0]) if len(steps) else None
     return float(np.sum(np.diff(steps) * (rates[1:] + rates[:-1]) / 2) / (steps[-1] - steps[0]))
+
+
+# -- numbers in words ----------------------------------------------------------------------------------------------------
+
+
+def difference_words(value: float, metric: Metric) -> str:
+    """A difference in words, such as +13.2 pp; a small difference has two digits that say something, +0.042 pp."""
+    return f"{_points(value, '+')} pp" if metric.is_rate else f"{value:+.4g}"
+
+
+def size_words(value: float | None, metric: Metric) -> str:
+    if value is None:
+        return ""
+    return f"{_points(value, '')} pp" if metric.is_rate else f"{value:.4g}"
+
+
+def interval_words(interval: tuple[float, float] | None, metric: Metric) -> str:
+    if interval is None:
+        return ""
+    low, high = interval
+    return f"{_points(low, '+')} to {_points(high, '+')} pp" if metric.is_rate else f"{low:+.4g} to {high:+.4g}"
+
+
+def _points(value: float, sign: str) -> str:
+    points = 100 * value
+    return f"{points:{sign}.2g}" if 1e-9 < abs(points) < 0.095 else f"{points:{sign}.1f}"

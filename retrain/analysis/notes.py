@@ -7,7 +7,7 @@ from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.pairs import Pairs
 from retrain.analysis.runs import StoredRun
 from retrain.analysis.verdict import TestSettings
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 
 def comparison_notes(

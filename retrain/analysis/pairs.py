@@ -22,17 +22,17 @@ class WideInterval:
 
     interval: Interval
     without_covariate: Interval | None
-    """Where the base model's pass rate per problem narrowed it: what it would be without; else None."""
+    """The interval without the base model's pass rates per problem, where these narrowed it; else None."""
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """How far pairing by seed made the differences less spread."""
+    """The effect of pairing by seed on the spread of the differences."""
 
     correlation: float
     """The correlation between the two runs of a seed."""
     unpaired_sd: float
-    """What the sd of the differences would be for independent arms."""
+    """The sd of the differences if the arms were independent."""
 
 
 @dataclass(frozen=True)

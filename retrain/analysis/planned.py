@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.analysis.futility import Forecast, forecasts
-from retrain.analysis.measures import choose_metric
+from retrain.analysis.measures import choose_metric, difference_words, interval_words
 from retrain.analysis.runs import StoredRun
 from retrain.errors import RunFailed
 from retrain.parsing import read_object
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 if TYPE_CHECKING:
     from retrain.analysis.verdict import TestSettings
@@ -197,8 +197,6 @@ def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[st
     following = next((seed for seed in record.seeds if seed not in record.looked), None)
     if following is None or record.plan is None:
         return []
-    from retrain.analysis.headline import difference_words, interval_words
-
     metric, found = choose_metric(record.plan.metric, []), record.foresee(runs, following)
     return [
         f"Foreseen: {condition}, seed {following}, {difference_words(last.difference, metric)} after {counted(last.step, 'step')}; at the "

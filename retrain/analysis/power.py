@@ -14,7 +14,7 @@ import numpy as np
 from retrain.analysis.e_process import adjust, capital
 from retrain.analysis.sign_flips import max_t_rows
 from retrain.analysis.statistics import Floats, seeds_to_reach
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 Correction = Literal["maxt", "holm", "evidence"]
 """How p is adjusted over a family: joint sign flips, Holm's procedure, or the e-process of a campaign that is looked at."""
@@ -172,11 +172,6 @@ def _joint_level(seeds: int, alpha: float, family: int) -> float:
 # -- a design, in words --------------------------------------------------------------------------------------------------
 
 
-def evaluation_sd(problems: int, samples: int) -> float:
-    """The most that the answers alone can give a paired difference of accuracies as its sd: independent arms, accuracy 1/2."""
-    return float(np.sqrt(0.5 / (problems * samples)))
-
-
 def design_line(
     seeds: int, comparisons: int, problems: int, samples: int, alpha: float = 0.05, power: float = 0.8, correction: Correction = "maxt"
 ) -> str:
@@ -198,7 +193,7 @@ def design_line(
     )
     if not problems:
         return found
-    sd = 100 * evaluation_sd(problems, samples)
+    sd = 100 * float(np.sqrt(0.5 / (problems * samples)))  # the most that answers alone can give: independent arms, accuracy 1/2
     return (
         f"{found} {problems:,} held-out problems x {counted(samples, 'sample')} alone give them an sd of up to {sd:.1f} pp: that makes "
         f"{units * sd:.1f} pp. More [evaluation] max_examples or samples make it smaller, down to the luck of the runs."

@@ -125,7 +125,7 @@ class StoredRun:
     def damage(self) -> str:
         """A sentence on what metrics.jsonl lacks or holds twice; "" if its steps are 0, 1, 2, ... and as many as summary.json counts."""
         path, counted = self.folder.metrics, self.summary.get("steps")
-        steps = step_numbers(path) if path.is_file() else []
+        steps = [int(step) for step in _STEP.findall(path.read_bytes())] if path.is_file() else []  # a torn last line is left out
         expected = counted if type(counted) is int else len(steps)
         wrong = next((index for index, step in enumerate(steps) if step != index), None)
         problem = ""
@@ -192,11 +192,6 @@ _STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
 """A whole line of metrics.jsonl, whose first field is the step; matched as bytes, since status looks at every line of every run."""
 
 
-def step_numbers(path: Path) -> list[int]:
-    """The step of each line of metrics.jsonl that begins as its lines do; a torn last line is left out."""
-    return [int(step) for step in _STEP.findall(path.read_bytes())]
-
-
 def is_campaign(folder: Path) -> bool:
     """True for a folder whose manifest.json lists runs; a checkpoint's manifest.json does not."""
     manifest = folder / MANIFEST
@@ -210,7 +205,7 @@ def is_run(folder: Path) -> bool:
     return RunFolder(folder).config.is_file()
 
 
-def open_run(folder: Path) -> StoredRun:
+def stored_run(folder: Path) -> StoredRun:
     """Open a run's folder. Raises ConfigurationError for any other folder."""
     if not is_run(folder):
         raise ConfigurationError(f"{folder} holds no run of retrain (no config.toml); name a run's folder.")

@@ -13,8 +13,8 @@ from retrain.analysis.planned import CampaignRecord, foreseen_lines
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
-from retrain.records.printing import duration
 from retrain.records.run_folder import MARKER, RunFolder
+from retrain.records.terminal import duration
 from retrain.records.writer import Liveness, Writer
 
 _WINDOW = 50
@@ -40,7 +40,7 @@ class State(StrEnum):
     FAILED = "failed"
     DONE = "done"
     SKIPPED = "skipped"
-    """Not needed any more by its campaign."""
+    """No longer needed by its campaign."""
     UNREADABLE = "unreadable"
 
 
@@ -189,7 +189,7 @@ def _found(folder: Path) -> Iterator[Path]:
 
 
 def _lost_its_config(folder: Path) -> bool:
-    """True for a run's folder whose config.toml is gone; one that has not begun left nothing else either."""
+    """Return True for a run's folder that lost its config.toml; a run that did not begin left no other file either."""
     try:
         return not is_run(folder) and RunFolder(folder).holds_run()
     except RunFailed:  # a marker of another program

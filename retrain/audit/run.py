@@ -30,7 +30,7 @@ class Judged:
     case: Case
     score: Score
     seconds: float
-    """The time from the request to the verdict, while as many others as there are workers were under way."""
+    """The time from the request to the verdict, with as many other requests under way as there are workers."""
 
     @property
     def is_error(self) -> bool:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from retrain.audit.run import Audit, Judged, Rate
-from retrain.records.printing import counted, table_lines
-from retrain.records.terminal import one_line
+from retrain.records.terminal import counted, one_line, table_lines
 
 HEAD = ("", "cases", "errors", "rate", "95% interval", "not judged", "median", "99%")
 _FORMS_SHOWN = 12

@@ -41,7 +41,7 @@ class BackendCapabilities:
 LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
 
 TINKER_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
-"""Log-probs are of softmax(logits), whatever temperature is asked for."""
+"""Log-probs are of softmax(logits), without the requested temperature."""
 TINKER = BackendCapabilities(
     per_token_advantages=True,
     synchronous_loss=True,

@@ -12,8 +12,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from retrain.backpressure.roofline import Roofline
-from retrain.backpressure.scaling_law import MIN_CONCURRENCIES, WINDOW, ScalingLaw, fit_scaling_law
+from retrain.backpressure.throughput import MIN_CONCURRENCIES, WINDOW, Roofline, ScalingLaw, fit_scaling_law
 
 if TYPE_CHECKING:
     from retrain.config.schema import Backpressure

@@ -17,9 +17,8 @@ from retrain.campaign.launch import OUTPUT
 from retrain.campaign.manifest import Manifest, RunEntry, Status
 from retrain.campaign.plan import CampaignPlan
 from retrain.errors import RetrainError
-from retrain.records.printing import duration
 from retrain.records.redact import Redactor
-from retrain.records.terminal import clean, encodable, one_line
+from retrain.records.terminal import clean, duration, encodable, one_line
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -188,7 +187,7 @@ class Board:
         for name in _COLUMNS:
             table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
         for name, *cells in rows:
-            table.add_row(*(Text(clean(self._mask(cell))) for cell in (shortened(name, names_width), *cells)))
+            table.add_row(*(Text(clean(self._mask(cell))) for cell in (shortened_name(name, names_width), *cells)))
         if len(shown) < len(runs):
             table.add_row(Text(f"and {len(runs) - len(shown)} more"))
         below = [Text(self._mask(reason), no_wrap=True, overflow="ellipsis") for reason in reasons]
@@ -229,7 +228,7 @@ class Board:
         return progress
 
 
-def shortened(name: str, width: int) -> str:
+def shortened_name(name: str, width: int) -> str:
     """`name` in at most `width` columns (at least 12), cut before the seed, which tells the runs of a condition apart."""
     width = max(12, width)
     if len(name) <= width:

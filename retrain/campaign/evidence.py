@@ -16,14 +16,14 @@ from math import ceil
 from retrain.analysis.compare import Comparison, compare_campaign
 from retrain.analysis.e_process import evidence
 from retrain.analysis.futility import FEWEST, chance_to_decide
-from retrain.analysis.headline import difference_words
+from retrain.analysis.measures import difference_words
 from retrain.analysis.planned import CampaignRecord, Look
 from retrain.analysis.runs import campaign_runs
 from retrain.analysis.verdict import TestSettings, Verdict
 from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun
 from retrain.errors import ConfigurationError
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 
 _ENDED = (Status.DONE, Status.FAILED)
 

@@ -32,7 +32,7 @@ class RunOutcome:
     reason: str = ""
     """One sentence saying why the run is not done."""
     lost: bool = False
-    """The worker ended without an answer: it was killed, or its machine is gone. A restart may help."""
+    """The worker ended without an answer: it was killed, or its machine was lost. A restart may help."""
     stopped_by: int | None = None
     """The signal that the campaign's own process received while the run had installed its handlers."""
 

@@ -22,7 +22,7 @@ from retrain.config.load import given_values
 from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed
 from retrain.parsing import toml_value
-from retrain.records.atomic import replace_file
+from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import RunFolder, mark
 from retrain.records.terminal import clean
@@ -43,7 +43,7 @@ class Status(StrEnum):
     INTERRUPTED = "interrupted"
     """Saved and stopped after a signal; `--resume` continues it."""
     SKIPPED = "skipped"
-    """Not needed any more: the evidence had decided its condition, or all of them."""
+    """No longer needed: the evidence had decided its condition, or all of them."""
 
 
 @dataclass

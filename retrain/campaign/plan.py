@@ -89,7 +89,7 @@ def settings_of(config: TrainConfig) -> Campaign:
 
 
 def planned_seeds(settings: Campaign) -> tuple[int, ...]:
-    """The seeds of the file; with stop = "evidence" then those that count on from the largest, up to max_seeds."""
+    """The seeds of the file; with stop = "evidence" followed by those counted on from the largest, up to max_seeds."""
     more = max(0, settings.max_seeds - len(settings.seeds)) if settings.stop == "evidence" else 0
     return *settings.seeds, *range(max(settings.seeds) + 1, max(settings.seeds) + 1 + more)
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from retrain.campaign.plan import CampaignPlan
 from retrain.config import TrainConfig, replaced
-from retrain.data.load import NoHeldOutSplit, load_examples
-from retrain.environments.loading import load_environment
-from retrain.environments.problems import environment_name, load_problems
+from retrain.data.prompts import load_examples
+from retrain.data.sources import NoHeldOutSplit
+from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.run.notes import notes, preflight_lines
 
 

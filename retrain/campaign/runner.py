@@ -14,19 +14,19 @@ from signal import Signals
 
 from retrain.analysis.runs import StoredRun
 from retrain.campaign.board import Board
-from retrain.campaign.devices import share_devices
 from retrain.campaign.evidence import EvidenceRule
 from retrain.campaign.launch import OUTPUT, InProcess, Job, Launcher, RunOutcome, unwritable
 from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_campaign
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
+from retrain.campaign.subprocesses import share_devices
 from retrain.config import TrainConfig, replaced
 from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed, Untrained
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
-from retrain.records.printing import counted
 from retrain.records.run_folder import RunFolder
+from retrain.records.terminal import counted
 from retrain.run.interrupts import Interrupts
 from retrain.run.opening import stored_checkpoints
 from retrain.tracking.build import SQUEEZE_RUN, track_squeeze

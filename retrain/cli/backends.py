@@ -45,7 +45,7 @@ def _one(entry: "Entry") -> Iterator[str]:
     """Print one engine or backend with what becomes of each key."""
     from retrain.config.names import bracketed
     from retrain.parsing import toml_value
-    from retrain.records.printing import GAP, table_lines
+    from retrain.records.terminal import GAP, table_lines
 
     yield from _lines(entry)
     yield ""
@@ -57,7 +57,7 @@ def _one(entry: "Entry") -> Iterator[str]:
 
 
 def _lines(entry: "Entry") -> Iterator[str]:
-    from retrain.records.printing import GAP, table_lines
+    from retrain.records.terminal import GAP, table_lines
 
     here = [f"{name} {found}" for name, found in entry.installed.items() if found]
     yield f"{GAP}{entry.name}: {entry.what}"
@@ -74,7 +74,7 @@ def _markdown(entries: "Sequence[Entry]") -> Iterator[str]:
     """Print two tables for docs/engines.md: what each can do, and the keys that it does not simply use."""
     from retrain.config.names import bracketed
     from retrain.parsing import toml_value
-    from retrain.records.printing import markdown_lines
+    from retrain.records.terminal import markdown_lines
 
     what = [(f"`{entry.name}`", entry.what, entry.words, entry.verified) for entry in entries]
     yield from markdown_lines(("name", "what it is", "what it can do", "verified against"), what)

@@ -127,7 +127,7 @@ def _compare(
     targets: list[Path], baseline: list[str], control: bool, metric: str | None, test: "TestSettings", pairs: list[tuple[str, str]]
 ) -> "Comparison":
     from retrain.analysis.compare import compare_campaign, compare_runs
-    from retrain.analysis.runs import is_campaign, open_run
+    from retrain.analysis.runs import is_campaign, stored_run
 
     if control and baseline:
         raise ConfigurationError(f"--control and --baseline {baseline[0]} both name the baseline; give one of them.")
@@ -144,4 +144,4 @@ def _compare(
     if not baseline:
         needs = "--control takes a campaign" if control else "runs need --baseline RUN... to be compared with"
         raise ConfigurationError(f"{targets[0]} is not a campaign (it has no manifest.json with runs), and {needs}.")
-    return compare_runs([open_run(target) for target in targets], [open_run(Path(run)) for run in baseline], test, metric)
+    return compare_runs([stored_run(target) for target in targets], [stored_run(Path(run)) for run in baseline], test, metric)

@@ -14,7 +14,10 @@ def command(
     output: Annotated[Path, typer.Option(help="The file to write; an existing one is never touched.")] = Path("retrain.toml"),
 ) -> None:
     """Write a configuration to start from."""
-    text = template_text(template)
+    names = template_names()
+    if template not in names:
+        raise ConfigurationError(f"--template {template!r} is not known; allowed are {', '.join(names)}.")
+    text = (resources.files("retrain.assets") / "templates" / f"{template}.toml").read_text(encoding="utf-8")
     try:
         with output.open("x", encoding="utf-8") as file:  # "x" refuses an existing file without a gap between look and write
             file.write(text)
@@ -25,13 +28,6 @@ def command(
     except OSError as error:
         raise EnvironmentFailure(f"--output {output} cannot be written: {error.strerror}.") from error
     print(f"Wrote {output} (template {template}). Next: retrain {output if output != Path('retrain.toml') else ''}".rstrip())
-
-
-def template_text(name: str) -> str:
-    names = template_names()
-    if name not in names:
-        raise ConfigurationError(f"--template {name!r} is not known; allowed are {', '.join(names)}.")
-    return (resources.files("retrain.assets") / "templates" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def template_names() -> list[str]:

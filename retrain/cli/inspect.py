@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from retrain.errors import ConfigurationError
+from retrain.inspect import Quantity
 
 if TYPE_CHECKING:
     from retrain.inspect.credit import StepCredit
@@ -18,15 +19,6 @@ class Format(StrEnum):
     JSON = "json"
 
 
-class By(StrEnum):
-    """The quantity that colours a token; it repeats retrain.inspect.shading.Quantity, whose module imports numpy."""
-
-    ADVANTAGE = "advantage"
-    SURPRISAL = "surprisal"
-    ENTROPY = "entropy"
-    LOG_RATIO = "log-ratio"
-
-
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder with tokens in it ([logging] tokens_every).")],
     step: Annotated[int | None, typer.Option(help="The step; by default the last one stored.")] = None,
@@ -35,7 +27,7 @@ def command(
     ] = None,
     prompt: Annotated[int | None, typer.Option(help="Position of the prompt in the step; by default one with advantages.")] = None,
     sample: Annotated[int | None, typer.Option(help="One completion of the prompt; by default all.")] = None,
-    by: Annotated[By, typer.Option(help="What colours a token.")] = By.ADVANTAGE,
+    by: Annotated[Quantity, typer.Option(help="What colours a token.")] = Quantity.ADVANTAGE,
     detectors: Annotated[bool, typer.Option("--detectors", help="Show the masks of both planning detectors side by side.")] = False,
     planning_model: Annotated[str, typer.Option(help="With --detectors: the sentence encoder, in place of the run's own.")] = "",
     table: Annotated[bool, typer.Option("--table", help="One line per token; the default where there is no colour.")] = False,
@@ -45,19 +37,18 @@ def command(
     """Show the credit of single tokens: advantage after each stage, surprisal, entropy, planning mask, log-ratio."""
     from rich.console import Console
 
-    from retrain.analysis.runs import open_run
+    from retrain.analysis.runs import stored_run
     from retrain.inspect.credit import read_step
-    from retrain.inspect.shading import Quantity
     from retrain.inspect.terminal import show
 
-    credit = read_step(open_run(run), step, against or [], detectors=detectors, planning_model=planning_model)
+    credit = read_step(stored_run(run), step, against or [], detectors=detectors, planning_model=planning_model)
     numbers = _chosen(credit, prompt, sample)
     if as_json or form is Format.JSON:
         print(json.dumps(to_json(credit, numbers)))
         return
     console = Console()
     shades = not console.no_color and console.color_system in ("256", "truecolor")
-    show(credit, numbers, Quantity(by.value), console, table=table or not shades)
+    show(credit, numbers, by, console, table=table or not shades)
 
 
 def _chosen(credit: "StepCredit", prompt: int | None, sample: int | None) -> list[int]:

@@ -16,7 +16,7 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import InlineTable, Item, Table
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.records.atomic import replace_file
+from retrain.records.disk import replace_file
 
 BACKEND = "backend"
 LEGACY_PREFIX = "prime_rl_"

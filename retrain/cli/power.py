@@ -63,7 +63,7 @@ def _check(plan: "SeedPlan", comparisons: int | None) -> None:
 
 
 def _lines(plan: "SeedPlan", pilot: "Pilot | None") -> Iterator[str]:
-    from retrain.records.printing import counted, table_lines
+    from retrain.records.terminal import counted, table_lines
 
     family = f"{counted(plan.comparisons, 'comparison')}{f' ({plan.correction})' if plan.comparisons > 1 else ''}"
     yield f"Paired by seed, two-sided, alpha {plan.alpha:g} over {family}, power {100 * plan.power:g}%."

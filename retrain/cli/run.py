@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from retrain.cli.shared import load_dotenv
 from retrain.errors import ConfigurationError
-from retrain.records.disk import expanded
+from retrain.parsing import expanded
 
 if TYPE_CHECKING:
     from retrain.config.overrides import Overrides

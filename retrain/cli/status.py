@@ -69,7 +69,7 @@ def lines(seen: "Overview", width: int | None = None) -> list[str]:
 
 
 def campaign_line(campaign: "CampaignStatus") -> str:
-    from retrain.records.printing import counted, duration
+    from retrain.records.terminal import counted, duration
 
     counts = ", ".join(f"{count} {state}" for state, count in sorted(campaign.counts.items()))
     line = f"Campaign {campaign.path}: {counted(len(campaign.runs), 'run')} ({counts}), step {campaign.steps:,} of {campaign.max_steps:,}"
@@ -80,7 +80,7 @@ def campaign_line(campaign: "CampaignStatus") -> str:
 
 def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[str]:
     """Name and state on the left, numbers on the right; as many expendable columns are left out as the width requires."""
-    from retrain.records.printing import table_lines
+    from retrain.records.terminal import table_lines
 
     rows = [_HEADER, *(_cells(run, root) for run in runs)]
     for dropped in range(len(_EXPENDABLE) + 1):
@@ -92,8 +92,7 @@ def _table(runs: Sequence["RunStatus"], root: Path, width: int | None) -> list[s
 
 
 def _cells(run: "RunStatus", root: Path) -> tuple[str, ...]:
-    from retrain.records.printing import duration
-    from retrain.records.terminal import one_line
+    from retrain.records.terminal import duration, one_line
 
     below = run.path.is_relative_to(root) and run.path != root
     return (

@@ -1,8 +1,6 @@
 """The rewards that judge answers in training and in held-out evaluation.
 
 Two accuracies are comparable only if the same reward decided in both what is right; `judge_words` is equal exactly if the judges are.
-
-Two accuracies compare only if one reward said what is right in both.
 """
 
 from retrain.config.keys import all_keys

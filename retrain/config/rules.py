@@ -523,7 +523,7 @@ def _prime_rl_trains_one_run(config: "TrainConfig") -> Iterator[Violation]:
 
 @_rule
 def _options_are_known(config: "TrainConfig") -> Iterator[Violation]:
-    """The options of every backend are checked whatever the backend, so that a file can be switched over."""
+    """Check the options of every backend, whichever is chosen, so that a file can switch backends."""
     if config.backend.backend not in builtin_names("backend") or not config.backend.options:
         return
     from retrain.config.schema import BACKEND_OPTIONS

@@ -338,7 +338,7 @@ ABSENT: dict[str, str] = {
 """Names in other trainers that no key takes the place of -> what is done instead, as a clause."""
 
 NAME_CUTOFF = 0.75
-"""How like a key's name a mistyped one must be. Below it, a guess names another thing more often than the one that was meant."""
+"""Least similarity between a mistyped name and a key. Below it, most guesses name a key that was not meant."""
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -13,7 +13,7 @@ from retrain.config.names import DATA_FILE_SUFFIXES, builtin_names, register_nam
 from retrain.data import lab
 from retrain.data.readers import HubData, NoSplit, RawRow, Split, find_files, read_files, read_hub
 from retrain.errors import ConfigurationError
-from retrain.records.disk import expanded
+from retrain.parsing import expanded
 from retrain.types import ChatMessage, Example
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Reason(StrEnum):
     NO_ANSWER = "without an answer"
 
 
-def counted(count: int, reason: str, first: str) -> str:
+def dropped_words(count: int, reason: str, first: str) -> str:
     """Return the words of a message: `3 malformed (first: rows.jsonl line 2)`."""
     return f"{count:,} {reason} ({first if count == 1 else f'first: {first}'})"
 
@@ -52,7 +52,7 @@ class ReadResult:
 
     def dropped_rows(self) -> str:
         """Return the dropped rows by reason, in words; "" if there are none."""
-        return ", ".join(counted(count, reason, self.first[reason]) for reason, count in self.dropped.items())
+        return ", ".join(dropped_words(count, reason, self.first[reason]) for reason, count in self.dropped.items())
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -148,7 +148,7 @@ def _math(query: Query) -> ReadResult:
 
 
 def _math_row(row: dict[str, Any], example_id: str) -> Example | Reason | None:
-    from retrain.rewards.boxed import extract_boxed
+    from retrain.rewards.answers import extract_boxed
 
     match row:
         case {"problem": str(problem), "solution": str(solution), "type": str(subject), **info} if problem.strip():

@@ -26,7 +26,7 @@ class NumberGuessing(Environment):
         self.largest, self.turns, self.num_examples = largest, turns, examples
 
     def examples(self, split: Split) -> list[Example]:
-        """Return every number once for the evaluation; as many problems as were asked for to train on."""
+        """Return every number once for the evaluation, and the configured number of problems for training."""
         count = self.largest if split == "evaluation" else self.num_examples
         opening = ChatMessage(role="user", content=f"guess my number from 1 to {self.largest}")
         numbers = [1 + index % self.largest for index in range(count)]

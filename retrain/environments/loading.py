@@ -1,18 +1,24 @@
-"""Where environments come from, the built-in providers and plugins, and how their code runs before its first episode."""
+"""Loading of an environment: the built-in providers and plugins, the guard around their code, and their problems as examples of a run."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from retrain.environments.base import Environment
+from retrain.data.chat import PLAIN_TEMPLATE
+from retrain.data.prompts import subset
+from retrain.data.sources import NoHeldOutSplit, ReadResult
+from retrain.environments.base import Environment, Split, is_conversation
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.plugins import describe, load_plugin
+from retrain.types import Example
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.config.schema import Environment as Settings
 
 PROVIDERS = {
     "verifiers": "retrain.environments.verifiers",
@@ -29,7 +35,7 @@ _AGAIN_S = 5.0
 def load_environment(config: "TrainConfig") -> Environment:
     """Build the environment of `[environment]`.
 
-    Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure where its library or its data are not here.
+    Raises ConfigurationError for one that cannot be loaded or built, EnvironmentFailure if its library or data are missing.
     """
     settings = config.environment
     what = f'[environment] provider = "{settings.provider}": building it with args {sorted(settings.args)}'
@@ -88,3 +94,38 @@ def _limited(seconds: float) -> Iterator[None]:
         for number, handler in handlers.items():
             if handler is not None:  # None: set by another language, and not to be set from here
                 signal.signal(number, handler)
+
+
+def environment_name(settings: "Settings") -> str:
+    """Return the environment's name in sentences: verifiers "my-env"."""
+    return f'{settings.provider} "{settings.id}"' if settings.id else f'"{settings.provider}"'
+
+
+def load_problems(environment: Environment, config: "TrainConfig", split: Split) -> ReadResult:
+    """Return the problems of one split, the training ones cut to `[training] max_examples`.
+
+    Raises ConfigurationError if none is left, NoHeldOutSplit if the environment has no evaluation set.
+    """
+    name = environment_name(config.environment)
+    with environment_code(f"[environment] {name}: reading its {split} set", config.environment.timeout_s):
+        examples = list(environment.examples(split))
+    if not examples and split == "evaluation":
+        raise NoHeldOutSplit(
+            f"[environment] {name} has no evaluation set, and an evaluation was asked for: switch off every, at_start and at_end in "
+            "[evaluation], or choose an environment that has one."
+        )
+    if not examples:
+        raise ConfigurationError(
+            f"[environment] {name} has no training set, so it can evaluate and not train: choose another environment, or look among its "
+            "args for one that selects a training split."
+        )
+    for example in examples:
+        if not (isinstance(example, Example) and (isinstance(example.prompt, str) or is_conversation(example.prompt))):
+            shown = " ".join(repr(example).split())[:80]
+            raise ConfigurationError(
+                f"[environment] {name}: its {split} set holds {shown}, and must hold retrain.types.Example with prompts that are text or "
+                "lists of messages {role, content}."
+            )
+    named = [example if example.example_id else replace(example, example_id=f"{split}-{i}") for i, example in enumerate(examples)]
+    data = type(config.data)(prompt_template=PLAIN_TEMPLATE, chat_template_args=config.data.chat_template_args)
+    return ReadResult(data, subset(named, config.training.max_examples if split == "train" else 0))

@@ -28,8 +28,8 @@ class TextArena(Environment):
     """The seed of the game is part of the problem, so that a group plays the same game."""
 
     def __init__(self, game: str, args: dict[str, Any]) -> None:
-        """`args`: size, evaluation_size, and the parameters of the game itself. The game is started once, so that one that needs a
-        download, another player or a missing file is refused here.
+        """`args`: size, evaluation_size, and the parameters of the game itself. The game is started once, so that a game that needs a
+        download, a second player or a missing file is refused here.
         """
         try:
             import textarena

@@ -42,7 +42,7 @@ class Power:
         return asdict(self) | {"alpha": ALPHA, "power": POWER}
 
 
-def power_of(campaign: "Campaign | None", conditions: int, pilot: Path | None) -> Power | None:
+def campaign_power(campaign: "Campaign | None", conditions: int, pilot: Path | None) -> Power | None:
     """Compute what a campaign can detect; None unless it has two conditions or more."""
     if campaign is None or conditions < 2:
         return None
@@ -79,10 +79,10 @@ def campaign_caveats(config: "TrainConfig", schedule: "Schedule | None", memory:
     sharing = config.campaign.workers_per_device
     if memory is None or memory.machine.device_type != "cuda" or schedule.effective_parallelism < 2 or sharing < 2:
         return
-    from retrain.model.memory import size_words
+    from retrain.model.memory import byte_words
 
     if sharing * memory.peak > memory.machine.memory:
         yield (
-            f"[campaign] workers_per_device = {sharing}: together they take up to {size_words(sharing * memory.peak)} of "
-            f"{size_words(memory.machine.memory)} on one device, since each run sizes its KV cache for the whole device."
+            f"[campaign] workers_per_device = {sharing}: together they take up to {byte_words(sharing * memory.peak)} of "
+            f"{byte_words(memory.machine.memory)} on one device, since each run sizes its KV cache for the whole device."
         )

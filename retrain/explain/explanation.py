@@ -16,10 +16,10 @@ from retrain.config.keys import all_keys
 from retrain.config.outcomes import unused_keys
 from retrain.config.schema import Condition, Squeeze
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.explain.caveats import Power, campaign_caveats, power_of
+from retrain.explain.caveats import Power, campaign_caveats, campaign_power
 from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign
 from retrain.inference_engine.base import EngineCapabilities
-from retrain.records.disk import expanded
+from retrain.parsing import expanded
 from retrain.records.redact import Redactor
 from retrain.run.notes import notes
 
@@ -126,7 +126,7 @@ def explain(
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities = _capabilities([run.config for run in one_per_condition])
     run_notes = notes(config) if plan is None else condition_notes(plan)
-    power = power_of(config.campaign, len(config.conditions), pilot)
+    power = campaign_power(config.campaign, len(config.conditions), pilot)
     differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
     return Explanation(
         kind=config.kind,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from retrain.backends.declared import backend_words, engine_words
 from retrain.explain.caveats import POWER
 from retrain.parsing import toml_value
-from retrain.records.printing import GAP, counted, duration, table_lines
+from retrain.records.terminal import GAP, counted, duration, table_lines
 
 if TYPE_CHECKING:
     from retrain.explain.explanation import Explanation
@@ -134,12 +134,12 @@ def _memory(seen: "Explanation") -> Iterator[str]:
     if seen.memory is None:
         yield from ([GAP + seen.memory_unknown] if seen.memory_unknown else [])
         return
-    from retrain.model.memory import size_words
+    from retrain.model.memory import byte_words
 
-    rows = [(part.name, size_words(part.bytes), part.note) for part in seen.memory.parts]
+    rows = [(part.name, byte_words(part.bytes), part.note) for part in seen.memory.parts]
     turns = "" if len(seen.memory.peaks) > 1 else "; KV cache and activations take turns"
     for device, peak in seen.memory.peaks.items():
-        rows.append(("peak", size_words(peak), f"of {size_words(seen.memory.machine.memory)} on {device}{turns}"))
+        rows.append(("peak", byte_words(peak), f"of {byte_words(seen.memory.machine.memory)} on {device}{turns}"))
     yield from table_lines(rows, right=(1,), indent=GAP)
 
 

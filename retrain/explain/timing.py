@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.devices import room_on_gpus, share_devices
+from retrain.campaign.subprocesses import room_on_gpus, share_devices
 from retrain.errors import ConfigurationError
 
 if TYPE_CHECKING:

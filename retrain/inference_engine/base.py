@@ -28,7 +28,7 @@ class NoiseKey:
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that the sampled distribution keeps (`truncation.py` has the definition); it is renormalised over them."""
+    """The tokens that the sampled distribution keeps (`model/truncation.py` has the definition); it is renormalised over them."""
 
     top_k: int = 0
     """0 is off."""
@@ -126,7 +126,7 @@ VLLM = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampl
 """The kept set only where the server was started with --return-sampling-mask, which is checked when a run begins."""
 
 OPENAI = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="sampled")
-"""What the training needs; a server that lacks any of it is refused when a run begins, and serves an evaluation through text."""
+"""The requirements of training; a server that lacks one is refused at the start of a run, and can still serve an evaluation as text."""
 
 MLX = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw", token_ids_in=False, n=False, prefix_cache=True)
 

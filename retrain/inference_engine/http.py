@@ -155,7 +155,7 @@ class ServerPool:
             headers["Authorization"] = f"Bearer {key}"
         self.servers = [_server(url, headers, timeout_s, lost, transport) for url in urls]
         self.came_back = False
-        """Set when a server was taken back; whoever checks servers clears it."""
+        """Set when a server was taken back; cleared by the caller that checks the servers."""
         self._turns = 0
         self._loop = asyncio.new_event_loop()
         self._looks: set[asyncio.Task[None]] = set()
@@ -406,7 +406,9 @@ def _reason(error: httpx.RequestError) -> str:
 
 
 def _status(answer: Answer) -> int:
-    """Return the status as sent; of a 200 whose body is an error, as some proxies send it, that of the error if it has one, else 400."""
+    """Return the response's status. For a 200 whose body is an error, as some proxies send, return the error's own status, or 400 if it has
+    none.
+    """
     content = answer.content
     if answer.status != 200 or not isinstance(content, dict) or not content.get("error") or "choices" in content:
         return answer.status

@@ -1,7 +1,7 @@
 """From logits to a token, its log-prob and the entropy, in one place and one pass over chunks of rows.
 
 The sampled distribution is softmax(logits / temperature), over the whole vocabulary or renormalised over the tokens that the cuts
-of `truncation.py` keep; the token is its inverse CDF at a uniform from the counter-based noise, so a completion's tokens do not
+of `model/truncation.py` keep; the token is its inverse CDF at a uniform from the counter-based noise, so a completion's tokens do not
 depend on what else is in the batch.
 Shape letters: R rows, V vocabulary, N blocks of the vocabulary.
 """
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.model.budget import SAMPLING_CHUNK_BYTES
-from retrain.model.sums import exponentials, running_sums
-from retrain.model.truncation import Cuts, KeptSets
+from retrain.model.head import exponentials
+from retrain.model.truncation import Cuts, KeptSets, running_sums
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -158,7 +158,7 @@ class ServedEngine(InferenceEngine):
         self.replicas = len(self._pool.servers)
         try:
             self._pool.run(self._pool.connect(self._look))
-        except BaseException:  # a signal too: whoever could close this engine has not got it yet
+        except BaseException:  # a signal too: no caller holds this engine yet, so none could close it
             self.close()
             raise
 

@@ -182,8 +182,7 @@ def read_step(
     Each of `against` is a transform or "advantage+transform". With `detectors` the masks of both planning detectors are computed, with
     the sentence encoder `planning_model` in place of the run's own where it is given.
 
-    Raises ConfigurationError for an unknown step or condition,
-    EnvironmentFailure if the model's tokenizer cannot be loaded.
+    Raises ConfigurationError for an unknown step or condition, EnvironmentFailure if the model's tokenizer cannot be loaded.
     """
     step = _chosen_step(run, step)
     table = read_tokens(run.folder.step_tokens(step))

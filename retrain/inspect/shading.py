@@ -1,11 +1,11 @@
 """The shade of a token: a signed or unsigned quantity in a few levels, the same in the terminal and on the page."""
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from retrain.inspect import Quantity
 from retrain.inspect.credit import CompletionCredit, StepCredit
 
 LEVELS = 5
@@ -13,15 +13,6 @@ LEVELS = 5
 _STRONGEST = 0.98
 """Quantile that gets the strongest shade; with the maximum, one token of tiny probability would make all others pale."""
 Values = npt.NDArray[np.floating] | None
-
-
-class Quantity(StrEnum):
-    """The quantities that can colour a token. Advantages and log-ratios have a sign; the others are 0 or more."""
-
-    ADVANTAGE = "advantage"
-    SURPRISAL = "surprisal"
-    ENTROPY = "entropy"
-    LOG_RATIO = "log-ratio"
 
 
 def values_of(completion: CompletionCredit, quantity: Quantity, label: str) -> Values:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from retrain.inspect import Quantity
 from retrain.inspect.credit import CompletionCredit, StepCredit
-from retrain.inspect.shading import LEVELS, Quantity, levels, scale_of, values_of
-from retrain.records.printing import counted, table_lines
-from retrain.records.terminal import one_line, without_escapes
+from retrain.inspect.shading import LEVELS, levels, scale_of, values_of
+from retrain.records.terminal import counted, one_line, table_lines, without_escapes
 from retrain.types import Float32Array
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ SAMPLING_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 PREFILL_TOKENS = 8192
 """Prompt tokens of one packed pass; a longer prompt has a pass of its own."""
 PAGE_TOKENS = 256
-"""Of a page of keys and values: the smallest that torch's flash kernel reads."""
+"""Tokens in a page of keys and values: the smallest page that torch's flash kernel reads."""
 STORE_SHARE = 8
 """Prompts kept for redraws take at most this part (1/8) of the KV budget on top of it."""
 _ROW_CAPS = {"cpu": 64, "cuda": 512}
-"""On a CPU the rows of a piece, of which each worker decodes one at a time: of more rows there would be too few pieces for the workers, and
-fewer take nearly as long. On a GPU more rows do not decode faster, since it waits for the KV cache."""
+"""On a CPU the rows of a piece; a worker decodes one piece at a time. Larger pieces would be too few for all workers, and smaller ones take
+nearly as long. On a GPU more rows decode no faster, since it waits for the KV cache."""
 _STORE_ALLOWANCE = 1.25
 """Prompts kept for their groups and for redraws, beside the rows' own keys and values."""
 _SCALE_BYTES = 4

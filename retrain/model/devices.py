@@ -105,8 +105,8 @@ class DeviceChoice(NamedTuple):
 def choose_device(backend: "Backend", world: World = ALONE) -> DeviceChoice:
     """Return the devices of `[backend] devices`: one, or in split mode the sampler's and then the learner's.
 
-    The unset default falls back to cpu; a named device that is absent is refused.
-    In a parallel run each process of a computer takes the GPU of its own number.
+    The unset default falls back to cpu; a named device that is absent is refused. In a parallel run each process takes the GPU of its local
+    rank.
     """
     names = backend.device_list
     if len(names) > 1 and world.size > 1:
@@ -145,7 +145,8 @@ def present_devices() -> str:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Return the dtype in which the frozen weights are computed with, and held unless in 8 bits: auto is bf16 on CUDA and fp32 elsewhere.
+    """Return the dtype for computing with the frozen weights, and for holding them unless they are in 8 bits: auto is bf16 on CUDA and fp32
+    elsewhere.
 
     Adapter weights are fp32 always.
     """

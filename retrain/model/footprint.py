@@ -21,9 +21,8 @@ from retrain.model.devices import attention_of
 from retrain.model.float8 import hold_layers_in_float8, widened_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
-from retrain.model.load import BaseModel
+from retrain.model.load import BaseModel, held_bytes
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.sharding import held_bytes
 from retrain.model.text import load_model_config
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ class Machine:
 def choose(config: "TrainConfig", base: "BaseModel", world: World = ALONE, stored: MachineChoices | None = None) -> MachineChoices:
     """Return `plan`, with one worker of several threads in place of several of one thread where these measure better.
 
-    `stored` are those of a resumed run, which stand, but for the number of workers.
+    `stored` holds the choices of a resumed run, which are kept, except the number of workers.
     """
     size, machine = footprint(base, config), Machine.of(base.device)
     choices = plan(config, base.model.config, size, machine, world)

@@ -31,7 +31,7 @@ from retrain.types import MachineChoices
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
-__all__ = ["GIB", "Memory", "NotPredictable", "Part", "predict_memory", "size_words"]
+__all__ = ["GIB", "Memory", "NotPredictable", "Part", "byte_words", "predict_memory"]
 
 GIB = 2**30
 _FLOAT = 4
@@ -105,8 +105,8 @@ class Memory:
 
     def line(self) -> str:
         """Return one line for the start of a run."""
-        parts = ", ".join(f"{part.name} {size_words(part.bytes)}" for part in self.parts)
-        peaks = " and ".join(f"{size_words(peak)} of {size_words(self.machine.memory)} on {device}" for device, peak in self.peaks.items())
+        parts = ", ".join(f"{part.name} {byte_words(part.bytes)}" for part in self.parts)
+        peaks = " and ".join(f"{byte_words(peak)} of {byte_words(self.machine.memory)} on {device}" for device, peak in self.peaks.items())
         return f"Predicted memory of tensors: {parts}; peak {peaks}; Python and the allocator take more."
 
     def to_json(self) -> dict[str, Any]:
@@ -135,9 +135,9 @@ def predict_memory(
 ) -> Memory:
     """Predict the memory of one process on the local backend, at its longest completions after the longest prompt of `prompt_tokens`.
 
-    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a run that goes on; `shards` are the
-    processes that hold the base in parts (`sharding.shards_of`).
-    Raises EnvironmentFailure where the device or the model's configuration is not there, or where one completion does not fit.
+    `memory_gib` stands for a device that need not be here; `choices` are the stored ones of a resumed run; `shards` are the processes that
+    hold the base in parts (`load.shards_of`). Raises EnvironmentFailure where the device or the model's configuration is not there, or
+    where one completion does not fit.
     """
     sampler: torch.device | None
     if memory_gib is None:
@@ -267,13 +267,13 @@ class _Estimate:
             wanted = prompts + self.completions * (longest + PAGE_TOKENS)
             tokens = min(self.choices.decode_tokens, wanted)
             rows = min(self.completions, tokens // longest)
-            note = f"{tokens:,} tokens in pages at {size_words(per_token)}: {rows:,} of {self.completions:,} completions"
+            note = f"{tokens:,} tokens in pages at {byte_words(per_token)}: {rows:,} of {self.completions:,} completions"
             if rows < self.completions:
                 note += " at their longest, more while they are shorter"
             return Part("KV cache", tokens * per_token, note)
         kept = prompts * kv_bytes_per_token(self.model_config, plain) if inference.prefix_caching else 0
         turns = f"; {self.completions:,} completions take turns" if self.rows < self.completions else ""
-        note = f"{self.rows:,} x {longest:,} tokens at {size_words(per_token)}{turns}"
+        note = f"{self.rows:,} x {longest:,} tokens at {byte_words(per_token)}{turns}"
         return Part("KV cache", self.rows * longest * per_token + kept, note)
 
     def activations(self) -> Part:
@@ -281,10 +281,10 @@ class _Estimate:
         size, checkpointing, offloading = self.size, self.choices.gradient_checkpointing, self.choices.offload_activations
         tokens = min(max(self.choices.micro_batch_tokens, self.longest) * self.choices.workers, self.longest * self.completions)
         per_token = size.gradients_per_token + size.activations_per_token(checkpointing=checkpointing, offloading=offloading)
-        note = f"{tokens:,} tokens at a time at {size_words(per_token)}{', checkpointed' if checkpointing else ''}"
+        note = f"{tokens:,} tokens at a time at {byte_words(per_token)}{', checkpointed' if checkpointing else ''}"
         if offloading:
             waiting = tokens * (size.checkpointed_per_token - size.offloaded_per_token)
-            note += f", the layers' inputs offloaded ({size_words(waiting)} of the host's memory)"
+            note += f", the layers' inputs offloaded ({byte_words(waiting)} of the host's memory)"
         return Part("activations", tokens * per_token, note)
 
     def logits(self) -> Part:
@@ -303,7 +303,7 @@ class _Estimate:
 # -- words ---------------------------------------------------------------------------------------------------------------
 
 
-def size_words(count: int) -> str:
+def byte_words(count: int) -> str:
     """Write bytes as a person reads them: 7.49 GiB, 96.1 MiB, 144 KiB."""
     if count >= GIB:
         return f"{count / GIB:,.2f} GiB"

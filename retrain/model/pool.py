@@ -1,8 +1,8 @@
-"""Worker processes that compute the pieces of a step, each with one thread, and meet once a step.
+"""Worker processes that compute the pieces of a step, each with one thread, and meet once per step.
 
 Threads inside an operator meet at every operator, and where another process takes one of the cores, all of them wait for the thread that it
 displaced. Here the rows of a step are cut into pieces by a rule that knows nothing of the workers. A worker takes the next piece when it
-has none, so one that is displaced computes fewer, and a piece's result is the same bytes whoever computes it.
+has none, so one that is displaced computes fewer, and a piece's result is the same bytes in every process.
 
 Workers are forked from this process when they are first needed. They share its frozen weights, read the trained ones in memory that this
 process writes, leave signals to it, and die with it.
@@ -130,7 +130,7 @@ class Pool:
 
 
 _DONE: list[Any] = []
-"""Stands for the results of a piece that has no more."""
+"""Marks the end of a piece's results."""
 
 
 @dataclass(frozen=True)

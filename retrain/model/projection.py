@@ -1,10 +1,10 @@
 """Linear layers that read the same input as one matrix product, with their LoRA adapters.
 
-The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and the model's own parameters become
-views of it: one copy, shared with whoever else uses the model. The adapter is never added to them. A sampler on a CPU may read a scratch
-copy made from the pristine weights (`refresh`): in float32 with the adapter merged in; in 16 bits, which would round it away, without.
-Further adapters can be held beside the model's own (`load`), for batches whose rows are under different ones.
-Shape letters: N tokens, I inputs, O outputs of all layers together, R ranks of an adapter's parts together.
+The frozen weights of q, k and v (or gate and up) are laid one after the other in one tensor, and the model's own parameters become views of
+it: one copy, shared with every other user of the model. The adapter is never added to them. A sampler on a CPU may read a scratch copy made
+from the pristine weights (`refresh`): in float32 with the adapter merged in; in 16 bits, which would round it away, without. Further
+adapters can be held beside the model's own (`load`), for batches whose rows are under different ones. Shape letters: N tokens, I inputs, O
+outputs of all layers together, R ranks of an adapter's parts together.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
 from retrain.model import hub
 from retrain.model.vocabulary import VocabularyTable
-from retrain.records.disk import expanded
+from retrain.parsing import expanded
 from retrain.types import Int32Array
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def resolve_model(name: str) -> str:
 def load_text_model(model: "Model") -> TextModel:
     """Load tokenizer, vocabulary, end-of-turn tokens and context length of `[model] model`.
 
-    Raises EnvironmentFailure where there is no such folder and the hub does not have or give it.
+    Raises EnvironmentFailure if there is no such folder and the hub does not provide the model.
     """
     if find_spec("torch") is None:  # transformers advises to install it, and its tokenizers do without
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

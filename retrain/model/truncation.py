@@ -22,10 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.model.sums import running_sums
-
+BY_PRODUCT = {"cuda"}
+"""Devices whose `cumsum` of floats raises under `torch.use_deterministic_algorithms`, which is set for the whole process while a learner
+on another device takes a step."""
+_WIDEST, _BLOCK = 1024, 256
 _FIRST_LOOK = 128
 _GROWTH = 16
 """Most kept sets are small: the 128 largest z are searched first, then 16 times as many in the rows that need more."""
@@ -189,3 +192,15 @@ def keep_only(z: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
     z.scatter_(-1, targets, torch.inf)
     z.masked_fill_(KeptSets.of_counts(z, counts.clamp(max=z.shape[1])).beyond(z), -torch.inf)
     return z.scatter_(-1, targets, own)
+
+
+def running_sums(x: Tensor) -> Tensor:
+    """[r, n] sums of x [r, n] >= 0 up to each place, never falling."""
+    if x.device.type not in BY_PRODUCT:
+        return x.cumsum(-1)
+    count = x.shape[-1]
+    if count <= _WIDEST:
+        return (x @ torch.ones(count, count, dtype=x.dtype, device=x.device).triu_()).cummax(-1).values
+    inner = running_sums(F.pad(x, (0, -count % _BLOCK)).view(-1, _BLOCK)).view(len(x), -1, _BLOCK)
+    before = F.pad(running_sums(inner[:, :, -1]), (1, -1))
+    return (inner + before[:, :, None]).flatten(1)[:, :count].cummax(-1).values

@@ -1,7 +1,7 @@
 """From token ids to text, without the tokenizer's own decoder: what each token contributes to a completion.
 
-A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token wrote which characters:
-planning detection needs it) and its text, at millions of tokens a second. Special tokens contribute nothing.
+A token stands for bytes. A table of them, made once, gives the pieces of a completion (which token wrote which characters: planning
+detection needs it) and its text, at millions of tokens per second. Special tokens contribute nothing.
 
 The bytes come from the decoder that tokenizer.json declares: ByteLevel (GPT-2, Llama 3, Qwen, SmolLM), Metaspace or
 Replace + ByteFallback (sentencepiece: Llama 2, Gemma, Mistral), Fuse (characters), or none (words joined with spaces).

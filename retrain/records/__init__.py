@@ -6,6 +6,7 @@
 - `environment`: environment.json
 - `checkpoint`: checkpoints and the state in them
 - `writer`: which process is writing a run
-- `jsonl`, `atomic`: how lines and whole files reach the disk; `disk`: what a disk that refuses them says
-- `redact`, `terminal`: secrets masked, and text of a model made harmless, before either is written or printed
+- `jsonl`, `disk`: how lines and whole files reach the disk, and what a disk that refuses them says
+- `redact`: secrets masked before anything is written or printed
+- `terminal`: text made harmless for a terminal, numbers in words, rows in tables
 """

@@ -16,8 +16,7 @@ from typing import Any
 
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.parsing import parse_json
-from retrain.records.atomic import TEMPORARY, replacing_folder, write_synced
-from retrain.records.disk import delete
+from retrain.records.disk import TEMPORARY, delete, replacing_folder, write_synced
 from retrain.types import MachineChoices
 
 SCHEMA_VERSION = 1

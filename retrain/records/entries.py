@@ -209,8 +209,8 @@ class StepRecord(_Record):
     bp_action: str | None = None
     """The action of back pressure: sweep (while it warms up), hold, increase or throttle."""
     bp_regime: str | None = None
-    """Where the batch size stands beside p*, which is the reason of the action; while the batch may grow, what bounds the step by the
-    roofline, if its two keys are set."""
+    """The batch size compared with p*, which is the reason for the action; while the batch may grow, the roofline's bound, if its two keys
+    are set."""
     bp_optimal_concurrency: float | None = better(None)
     """Concurrency of the highest throughput by the fitted scaling law (p*), in completions."""
     bp_sigma: float | None = better(None)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 
 from retrain.errors import RunFailed
 from retrain.parsing import ParseError, json_kind, parse_json
-from retrain.records.atomic import replace_file
+from retrain.records.disk import replace_file
 
 Json = dict[str, Any]
 

@@ -10,9 +10,8 @@ from typing import Any
 from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import read_object
-from retrain.records.atomic import replace_file
 from retrain.records.checkpoint import TrainerState
-from retrain.records.disk import delete
+from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, read_jsonl, truncate_to_step
 
 MARKER = ".retrain.json"
@@ -128,13 +127,10 @@ class RunFolder:
         """The files of JSON lines."""
         return (self.metrics, self.evaluation, self.emergence_steps, self.generations)
 
-    def remains(self) -> list[Path]:
-        """Return the files that a run left here, except the pointer to its checkpoints, which is written before the run begins."""
-        return [path for path in self.written() if path != self.checkpoint_pointer and os.path.lexists(path)]
-
     def holds_run(self) -> bool:
         """Return True if our marker and any of a run's files are there. No single file is required: a damaged run may lack it."""
-        return kind_of(self.path) == "run" and bool(self.remains())
+        files = (path for path in self.written() if path != self.checkpoint_pointer)  # which is written before the run begins
+        return kind_of(self.path) == "run" and any(map(os.path.lexists, files))
 
     def links(self) -> list[Path]:
         """Return symbolic links in place of files that a resume cuts, deletes or continues."""

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from retrain.records.atomic import replacing_file
-from retrain.records.disk import safetensors_io
+from retrain.records.disk import replacing_file, safetensors_io
 
 _STAGE = "advantages."
 _TURNS = "turns."

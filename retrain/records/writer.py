@@ -1,4 +1,4 @@
-"""The process that is writing a run: the one that the run's lock names, if it runs on this machine."""
+"""The process that is writing a run, as the run's lock names it, and whether it is alive where it runs on this machine."""
 
 import os
 import re
@@ -34,7 +34,7 @@ class Writer:
 
     @classmethod
     def of(cls, folder: RunFolder) -> Self | None:
-        """Return the process that holds a run's folder; None if there is none, since a run removes its name when it ends by itself."""
+        """Return the process that holds a run's folder; None if no process does: a run that ends by itself removes its name."""
         try:
             text = folder.lock_owner.read_text(encoding="utf-8")
             since = folder.lock_owner.stat().st_mtime

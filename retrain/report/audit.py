@@ -8,7 +8,7 @@ from markupsafe import Markup
 from retrain.audit.run import Audit, Judged, Rate
 from retrain.audit.text import HEAD, judge_lines, milliseconds, rate_row, rate_rows
 from retrain.errors import EnvironmentFailure
-from retrain.records.atomic import replace_file
+from retrain.records.disk import replace_file
 from retrain.report.page import asset, content_policy, environment
 
 _LONGEST = 200

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from retrain.analysis.compare import Comparison, check_sizes, compare_campaign, compare_runs
 from retrain.analysis.likeness import differing_keys
 from retrain.analysis.measures import choose_metric
@@ -16,10 +18,14 @@ from retrain.analysis.verdict import TestSettings
 from retrain.errors import ConfigurationError, RetrainError
 from retrain.inspect.credit import StepCredit, read_step, stored_steps
 from retrain.parsing import is_path_text, read_object
+from retrain.records.entries import GenerationRecord
+from retrain.records.jsonl import read_jsonl
 from retrain.report.curves import ConditionCurves, curves_by_condition
-from retrain.report.samples import SampledRun, sampled_runs
 
 _MOST_TOKEN_RUNS = 3
+_MOST_SAMPLED_RUNS = 6
+_LONGEST = 4000
+"""Characters of a completion's text that are shown."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,40 @@ class InspectedRun:
     label: str
     name: str
     credit: StepCredit
+
+
+@dataclass(frozen=True)
+class Sample:
+    record: GenerationRecord
+
+    @property
+    def prompt(self) -> str:
+        return _cut(self.record.prompt)
+
+    @property
+    def completion(self) -> str:
+        return _cut(self.record.completion)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} more characters)"
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    step: int
+    samples: Sequence[Sample]
+
+    @property
+    def right(self) -> int:
+        return sum(sample.record.outcome == "right" for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class SampledRun:
+    label: str
+    name: str
+    steps: Sequence[SampledStep]
 
 
 @dataclass(frozen=True)
@@ -206,3 +246,28 @@ def _tokens(arms: Sequence[ConditionCurves], against: Sequence[str], notes: list
             f"--against needs a run with tokens, and {', '.join(arm.label for arm in arms)} stored none; train with --tokens-every 1."
         )
     return found
+
+
+# -- completions, from generations.jsonl ----------------------------------------------------------------------------------
+
+
+def sampled_runs(arms: Sequence[ConditionCurves], steps_per_run: int) -> list[SampledRun]:
+    """The first run with completions of each condition; in a campaign these share a seed and therefore their prompts."""
+    found = []
+    for arm in arms[:_MOST_SAMPLED_RUNS]:
+        run = next((run for run in arm.runs if run.folder.generations.is_file()), None)
+        steps = sampled_steps(run, steps_per_run) if run else []
+        if run and steps:
+            found.append(SampledRun(arm.label, run.name, steps))
+    return found
+
+
+def sampled_steps(run: StoredRun, count: int) -> list[SampledStep]:
+    """Choose `count` steps, evenly spaced between the first and the last step with completions."""
+    steps = sorted({line["step"] for line in read_jsonl(run.folder.generations)})
+    wanted = {steps[index] for index in np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)}
+    by_step: dict[int, list[Sample]] = {step: [] for step in sorted(wanted)}
+    for line in read_jsonl(run.folder.generations):
+        if line["step"] in by_step:
+            by_step[line["step"]].append(Sample(GenerationRecord.from_json(line, run.folder.generations)))
+    return [SampledStep(step, samples) for step, samples in by_step.items()]

@@ -10,7 +10,10 @@ import numpy as np
 from retrain.analysis.verdict import Verdict
 from retrain.report.curves import PHASES, ConditionCurves
 from retrain.report.data import ReportData, SqueezeCurve
-from retrain.report.panels import (
+from retrain.report.drawing import (
+    GRID,
+    INK,
+    MUTED,
     ROW_HEIGHT,
     Drawn,
     Lines,
@@ -18,13 +21,15 @@ from retrain.report.panels import (
     as_percentages,
     draw_band,
     draw_row,
+    drawing,
     empty_figure,
     line_figure,
     row_label,
     sd_words,
+    series,
+    to_png,
     without_scale,
 )
-from retrain.report.theme import GRID, INK, MUTED, drawing, series, to_png
 
 _SQUEEZE = "squeeze"
 _TRAINING = Lines("training", "Training accuracy", {"correct_rate": ""}, percent=True, single_label="training")

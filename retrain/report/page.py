@@ -20,15 +20,13 @@ from retrain.analysis.headline import answer, name_of
 from retrain.analysis.measures import WINDOW
 from retrain.analysis.status import RunStatus
 from retrain.errors import EnvironmentFailure
-from retrain.records.atomic import replace_file
-from retrain.records.printing import duration
+from retrain.records.disk import replace_file
 from retrain.records.redact import Redactor
-from retrain.records.terminal import visible
+from retrain.records.terminal import duration, visible
 from retrain.report.curves import ConditionCurves
 from retrain.report.data import ReportData, ReportRequest, read_report_data
+from retrain.report.drawing import Drawn, to_png, to_svg
 from retrain.report.figures import draw_figures
-from retrain.report.panels import Drawn
-from retrain.report.theme import to_png, to_svg
 from retrain.report.token_view import token_view
 
 _TEMPLATES = "templates"

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from retrain.inspect import Quantity
 from retrain.inspect.credit import CompletionCredit, StepCredit
-from retrain.inspect.shading import Quantity, levels, scale_of, values_of
+from retrain.inspect.shading import levels, scale_of, values_of
 from retrain.inspect.terminal import heading
 from retrain.report.data import InspectedRun
 

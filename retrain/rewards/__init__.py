@@ -1,8 +1,7 @@
 """Rewards: match, math, custom, random, and weighted sums of them. Importing this imports no symbolic mathematics."""
 
-from retrain.rewards.boxed import extract_boxed
+from retrain.rewards.answers import extract_boxed, hendrycks_is_equiv
 from retrain.rewards.guard import FailureGuard
-from retrain.rewards.match import hendrycks_is_equiv
 from retrain.rewards.scoring import Scorer, ScoreRequest, build_scorer, gold_response
 
 __all__ = [

@@ -130,7 +130,7 @@ class ChatClient:
 
 
 def _wait_after(error: Exception) -> bool | float:
-    """stamina's question about an error: retry, and after how many seconds if not by its own schedule."""
+    """Tell stamina whether to retry after this error, and after how many seconds if not by its own schedule."""
     if not isinstance(error, _Transient):
         return False
     return True if error.wait_s is None else error.wait_s

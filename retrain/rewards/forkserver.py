@@ -27,7 +27,7 @@ STARTUP_LIMIT_S = 120.0
 _REQUEST = struct.Struct("<ci")
 """A request: operation and process id."""
 _REPLY = struct.Struct("<i")
-"""A reply: the process id of a new worker, or the exit code of one that was ended."""
+"""A reply: the process id of the new worker, or the exit code of the ended one."""
 _SPAWN, _END = b"s", b"e"
 _PARENT_POLL_S = 1.0
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.forkserver import main; main(sys.argv[2:])"

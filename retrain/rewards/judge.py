@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrain.errors import EnvironmentFailure
-from retrain.rewards.boxed import after_thought
+from retrain.rewards.answers import after_thought
 from retrain.rewards.chat import REPLY_TOKENS, ChatClient, ChatFailed, Reply
 from retrain.rewards.workers import Judgement
 from retrain.types import Example, JudgeUsage
@@ -62,7 +62,7 @@ _UNREADABLE_ATTEMPTS = 2
 _PROBE = ("What is 2 + 2?", "4", "2 + 2 = 4, so the answer is 4.")
 
 
-def fill_template(template: str, question: str, reference: str, completion: str) -> str:
+def judge_message(template: str, question: str, reference: str, completion: str) -> str:
     """Return the template with its places filled in one pass, so that a completion cannot name a place itself. Other braces stay.
 
     Of a completion's lines of dashes four are left, so that it cannot end the student's work. A lone surrogate becomes a question mark.
@@ -135,7 +135,7 @@ class LanguageModelJudge:
         """
         model = self._reward.judge_model
         try:
-            reply = self._run(self._client.ask(fill_template(self._template, *_PROBE))).result()
+            reply = self._run(self._client.ask(judge_message(self._template, *_PROBE))).result()
         except ChatFailed as error:
             raise EnvironmentFailure(
                 f'[reward] type = "judge": {error}; check judge_base_url, judge_model = "{model}", and the key in the variable '
@@ -181,7 +181,7 @@ class LanguageModelJudge:
         reference = (request.reference or "").strip()
         if not completion.strip() or (not reference and "{reference}" in self._template):
             return Judgement(0.0)
-        message = fill_template(self._template, question_of(request.example), reference, completion.strip())
+        message = judge_message(self._template, question_of(request.example), reference, completion.strip())
         if not self._reward.judge_cache:
             return await self._ask(message)
         key = hashlib.sha256(json.dumps([self._reward.judge_model, message]).encode()).hexdigest()

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from retrain.rewards.boxed import closing_brace
+from retrain.rewards.answers import closing_brace
 
 MAX_LENGTH = 1000
 MAX_NESTING = 8

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Self
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.noise import Stream, uniform
-from retrain.rewards.boxed import extract_boxed
+from retrain.rewards.answers import answers_match, extract_boxed
 from retrain.rewards.channel import Message
-from retrain.rewards.match import answers_match
 from retrain.rewards.math import bare, decide_by_strings
 from retrain.rewards.workers import Judgement, WorkerPool, WorkerSetup, automatic_workers
 from retrain.types import Example, Outcome, Score

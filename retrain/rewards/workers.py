@@ -28,7 +28,7 @@ _TICK_S = 0.05
 """Interval at which the parent checks the memory of a worker that has not answered."""
 _MAX_AUTOMATIC_WORKERS = 16
 _LONGEST_REPLY = 1 << 16
-"""Most bytes of a reply; a reward and the reason why there is none take a few hundred."""
+"""Most bytes of a reply; a reward, or the reason for its absence, takes a few hundred."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,23 @@
-"""One conversation as it is sampled: what the model has in sight, the turns so far, and what is said next."""
+"""One conversation as it is sampled: what the model has in sight, the turns so far, and what answers a reply."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Protocol
 
 import numpy as np
 
 from retrain.data.chat import ChatRenderer
 from retrain.environments.base import Observation
-from retrain.types import ChatMessage, Completion, FinishReason, Int32Array, Prompt, Trajectory, Turn
+from retrain.rewards import Scorer, ScoreRequest
+from retrain.types import ChatMessage, Completion, FinishReason, Int32Array, Prompt, Score, Trajectory, Turn
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
 DialogueKey = tuple[int, int]
 """(slot, sample): names a dialogue within a draw."""
+_PATIENCE_S = 0.5
+"""How often a process that waits for a score looks for a signal."""
 
 
 class Dialogue:
@@ -21,7 +28,7 @@ class Dialogue:
         self.in_sight: Int32Array = prompt.token_ids
         """[P] what the next reply follows."""
         self.extends = 0
-        """Tokens in sight when the newest reply ended, where they are still there, unchanged; 0 before."""
+        """Length of `in_sight` when the newest reply ended, if these tokens are unchanged; else 0."""
         self.used = 0
         """Action tokens so far: the noise coordinate of the next one."""
         self.cut = False
@@ -91,3 +98,61 @@ class Dialogue:
 def _opening(prompt: Prompt) -> list[ChatMessage]:
     opening = prompt.example.prompt
     return [ChatMessage(role="user", content=opening)] if isinstance(opening, str) else list(opening)
+
+
+# -- what answers a reply -----------------------------------------------------------------------------------------------
+
+
+class Exchange(Protocol):
+    """The other side of one dialogue. A `RunningEpisode` is one."""
+
+    def reply(self, text: str, *, last: bool) -> None:
+        """Pass on the model's reply, without waiting. `last`: the tokens have run out."""
+
+    def end(self) -> None:
+        """Ask for the verdict without a further reply."""
+
+    @property
+    def ready(self) -> bool:
+        """True if `answer` would return at once."""
+        ...
+
+    def answer(self, check: Callable[[], None]) -> Observation | Score:
+        """Wait for what came of the newest call, first of all for the opening; `check` raises to stop the run."""
+
+
+class ScoredReply:
+    """A problem of the data: nothing is said before the reply, and its score is all that follows."""
+
+    def __init__(self, scorer: Scorer, dialogue: Dialogue, step: int) -> None:
+        self._scorer, self._dialogue, self._step = scorer, dialogue, step
+        self._score: Future[Score] | None = None
+
+    def reply(self, text: str, *, last: bool) -> None:
+        prompt = self._dialogue.prompt
+        self._score = self._scorer.submit(
+            ScoreRequest(
+                response=text,
+                reference=prompt.example.reference,
+                prompt=prompt.text,
+                example=prompt.example,
+                step=self._step,
+                slot=self._dialogue.slot,
+                sample=self._dialogue.sample,
+            )
+        )
+
+    def end(self) -> None:
+        """One reply is the end already."""
+
+    @property
+    def ready(self) -> bool:
+        return self._score is None or self._score.done()
+
+    def answer(self, check: Callable[[], None]) -> Observation | Score:
+        check()
+        if self._score is None:
+            return Observation([])
+        while not wait([self._score], _PATIENCE_S).done:  # a judge may take minutes, and a signal should not
+            check()
+        return self._score.result()

@@ -12,8 +12,7 @@ from retrain.environments.episodes import EpisodeHost, could_not_judge
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import WHOLE_VOCABULARY, NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream, philox
-from retrain.run.dialogue import Dialogue, DialogueKey
-from retrain.run.exchange import Exchange
+from retrain.run.dialogue import Dialogue, DialogueKey, Exchange
 from retrain.types import Completion, Int32Array, Score, Scored
 
 _LEFT_OPEN = 8

@@ -47,7 +47,8 @@ far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base mo
 """
 
 _TRIAL_SHARE = 0.02
-"""Of the trial adapter's mean effect: half precision may be off by this on average, if it is more. Some seeds change the policy by nats."""
+"""Share of the trial adapter's mean effect by which half precision may be off on average, if that is more. Some seeds change the policy by
+nats."""
 
 _VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
 """Nats by which the trial adapter should change the log-probs on average: far above rounding, and still a language model."""
@@ -70,7 +71,8 @@ _HOTTER = 1.1
 _WRONG_TEMPERATURE = 0.5
 """Share of that effect which the differences may contain: 5% of the temperature."""
 _ONE_TOKEN = 0.9
-"""Share of the sum of squares above which one token decides a fit, which is then as good as its rounding, whatever the standard error."""
+"""Share of the sum of squares above which one token decides a fit, which is then only as accurate as that token's rounding, whatever its
+standard error."""
 _FITTED = 24
 """Tokens that a fit needs in half precision: of fewer, a standard error says nothing."""
 
@@ -208,7 +210,7 @@ def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> Gate
 
 
 def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
-    """Make the first of the checks alone, with the adapter that the engine serves. Raises RunFailed."""
+    """Run only the first check, with the adapter that the engine serves. Raises RunFailed."""
     prompts = prompts[:_PROMPTS]
     sampled = _sampled(inputs, [prompts[0], _long_prompt(inputs, prompts)], _FEW_TOKENS)
     _check_differences(inputs, _differences(sampled), "after a server woke up or came back, ")
@@ -292,7 +294,7 @@ def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) ->
 
 
 def _room(inputs: GateInputs, prompt_tokens: int) -> int:
-    """Return the number of tokens that fit after a prompt: of the model's context, and of what a server was started for."""
+    """Return the number of tokens that fit after a prompt in the model's context, and in the length for which a server was started."""
     positions, _ = inputs.backend.reach
     most = positions if inputs.backend.engine.capabilities.in_process else min(positions, max(inputs.longest_row, _SERVED_ROOM))
     return max(inputs.max_tokens, most - prompt_tokens)
@@ -440,7 +442,7 @@ class _Fit:
 def _fits(difference: Float32Array, effects: Mapping[str, Float32Array], half_precision: bool) -> list[_Fit]:
     """Fit a share for each group of `effects`, [n] like `difference`.
 
-    Rounding moves a token's log-prob as much as the token is sensitive, which the effects show, and few tokens of a sharp policy are:
+    Rounding moves a token's log-prob in proportion to its sensitivity, which the effects show. Few tokens of a sharp policy are sensitive:
     unweighted, their rounding alone would decide the fit, and look like the effect of some group.
     """
     if not np.isfinite(difference).all():

@@ -1,7 +1,7 @@
 """The training loop: one step is sample, score, assign credit, learn, observe.
 
 Everything that does not fit on this page is in the nouns that it calls: `session` opens the run and samples, `advantages` turns rewards
-into token credit, `backends` learn, `observer` writes the step down, `schedule` says what is due and `saver` writes checkpoints.
+into token credit, `backends` learn, `observer` writes the step down, and `saver` says what is due and writes checkpoints.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from retrain.config import TrainConfig
 from retrain.errors import Interrupted, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
-from retrain.records.printing import counted
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
+from retrain.records.terminal import counted
 from retrain.run.session import Session
 from retrain.run.step_record import Step, StepClock
 

@@ -10,7 +10,7 @@ from retrain.distributed import World
 def refuse_lone_sharding(backend: Backend, world: World) -> None:
     """Raise ConfigurationError if [backend] shard_base is set and this process has no other to share the base with."""
     if backend.shard_base:
-        from retrain.model.sharding import shards_of  # torch comes with it
+        from retrain.model.load import shards_of  # torch comes with it
 
         shards_of(backend, world)
 

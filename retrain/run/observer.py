@@ -8,7 +8,7 @@ from retrain.distributed import World
 from retrain.errors import RunFailed
 from retrain.records.checkpoint import TrainerState
 from retrain.records.entries import StepRecord
-from retrain.records.printing import counted
+from retrain.records.terminal import counted
 from retrain.run.opening import OpenedRun
 from retrain.run.parts import Parts, is_rounded
 from retrain.run.pressure import Pressure

@@ -17,10 +17,9 @@ from filelock import FileLock, Timeout
 from retrain.config import TrainConfig, config_from_toml, config_hash, dump_toml, load_stored, replaced, resume_differences, with_drawn_seed
 from retrain.config.schema import Backend
 from retrain.errors import ConfigurationError, RunFailed
-from retrain.parsing import is_path_text, read_object
-from retrain.records.atomic import put_back, replace_file
+from retrain.parsing import expanded, is_path_text, read_object
 from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState
-from retrain.records.disk import expanded
+from retrain.records.disk import put_back, replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
 from retrain.run.pressure import decided_by
@@ -41,7 +40,7 @@ class OpenedRun:
     """The checkpoint to load; with None the run starts at step 0."""
     notes: tuple[str, ...]
     decided_by: Mapping[int, float] = field(default_factory=dict)
-    """Step -> seconds from which back pressure decided after it, for the steps that are made again."""
+    """Step -> seconds by which back pressure decided, for the steps that a resumed run makes again."""
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from retrain.data import PromptSet, contamination_note, encode_prompts, load_exa
 from retrain.data.chat import ChatRenderer
 from retrain.distributed import ALONE, World
 from retrain.environments.episodes import EpisodeHost
-from retrain.environments.loading import load_environment
-from retrain.environments.problems import environment_name, load_problems
+from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.model.budget import longest_row
@@ -115,7 +114,7 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
 
 
 def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:
-    """Make sure, before a model is loaded, that an engine elsewhere can be reached and can do what it is wanted for."""
+    """Check, before a model is loaded, that an engine outside this process answers and can do what the run needs."""
     if config.backend.backend != "local" or config.inference.engine == "pytorch":
         return
     with user_code(f'connecting [inference] engine = "{config.inference.engine}"', EnvironmentFailure):
@@ -200,8 +199,8 @@ def say_memory(config: TrainConfig, choices: MachineChoices | None, prompts: Seq
     """Predict the run's memory before the weights are loaded. Raises EnvironmentFailure if not even one completion would fit."""
     if config.backend.backend != "local":
         return
+    from retrain.model.load import shards_of
     from retrain.model.memory import NotPredictable, predict_memory  # torch, which other backends do without
-    from retrain.model.sharding import shards_of
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     try:

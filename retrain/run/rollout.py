@@ -10,9 +10,8 @@ from retrain.distributed import ALONE, World
 from retrain.errors import Interrupted
 from retrain.inference_engine.base import InferenceEngine
 from retrain.rewards import Scorer
-from retrain.run.dialogue import Dialogue, DialogueKey
+from retrain.run.dialogue import Dialogue, DialogueKey, Exchange, ScoredReply
 from retrain.run.dialogues import Dialogues, SamplingPlan, Stage, Watcher, environment_seed
-from retrain.run.exchange import Exchange, ScoredReply
 from retrain.types import Group, Int32Array, Prompt
 
 

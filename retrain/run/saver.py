@@ -1,8 +1,12 @@
-"""Saving of checkpoints: each is written beside the one before, and tried again after the next step if the disk refuses it."""
+"""What is due between two steps, and the saving of checkpoints."""
 
+from dataclasses import dataclass
+
+from retrain.config import schema
 from retrain.errors import EnvironmentFailure
-from retrain.records.atomic import replace_file
-from retrain.records.printing import counted
+from retrain.records.checkpoint import TrainerState
+from retrain.records.disk import replace_file
+from retrain.records.terminal import counted
 from retrain.run.opening import OpenedRun
 from retrain.run.parts import Parts
 from retrain.run.pressure import Pressure
@@ -10,6 +14,32 @@ from retrain.tracking import Tracker
 
 _ATTEMPTS = 3
 _BYTES_PER_PARAMETER = 12  # fp32 weight and two AdamW moments
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The evaluations and checkpoints that are due in a run, and its end. `step` counts completed steps."""
+
+    training: schema.Training
+    evaluation: schema.Evaluation
+
+    def is_finished(self, state: TrainerState) -> bool:
+        return state.step >= self.training.max_steps or self.is_out_of_time(state)
+
+    def is_out_of_time(self, state: TrainerState) -> bool:
+        """Return True if the run has used up `[training] max_hours`; 0 sets no limit."""
+        return 0 < self.training.max_hours * 3600 <= state.seconds
+
+    def evaluates_at(self, step: int) -> bool:
+        evaluation = self.evaluation
+        return (
+            (evaluation.at_start and step == 0)
+            or (evaluation.every > 0 and step > 0 and step % evaluation.every == 0)
+            or (evaluation.at_end and step == self.training.max_steps)
+        )
+
+    def saves_at(self, step: int, state: TrainerState) -> bool:
+        return step > 0 and (step % self.training.save_every == 0 or step >= self.training.max_steps or self.is_out_of_time(state))
 
 
 class Saver:

@@ -10,7 +10,7 @@ from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError
 from retrain.parsing import read_object
-from retrain.records.atomic import replace_file
+from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
@@ -24,8 +24,7 @@ from retrain.run.opening import OpenedRun, open_run
 from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
-from retrain.run.saver import Saver
-from retrain.run.schedule import Schedule
+from retrain.run.saver import Saver, Schedule
 from retrain.tracking import Tracker, build_tracker
 from retrain.tracking.base import GroupScored, Progress, Started
 from retrain.types import Prompt
@@ -154,7 +153,7 @@ class Session:
         return rollout
 
     def turn_to_learning(self, used: int) -> None:
-        """The last point at which a signal stops this step, which used `used` prompts; in split mode the next one begins to be sampled.
+        """Stop for a signal, for the last time in this step, which used `used` prompts; in split mode start to sample the next step.
 
         Nothing is prefetched across a checkpoint or an evaluation, so a resumed run samples with the weights of the undisturbed one.
         Raises Interrupted in every process, if one of them got a signal.

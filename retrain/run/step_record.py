@@ -134,7 +134,7 @@ def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
 
 
 def judge_fields(groups: Iterable[Group]) -> dict[str, Any]:
-    """Return what the judge took for these groups, as the judge_ fields of their record; nothing where none is used."""
+    """Return the judge's usage for these groups, as the judge_ fields of their record; nothing without a judge."""
     usages = [member.score.usage for group in groups for member in group.members if member.score.usage is not None]
     return {f"judge_{name}": value for name, value in asdict(sum(usages, JudgeUsage())).items()} if usages else {}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.parsing import read_object
-from retrain.records.atomic import replacing_folder, write_synced
+from retrain.records.disk import replacing_folder, write_synced
 from retrain.records.run_folder import MARKER, mark
 from retrain.squeeze.adapter import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, LoraLayer, read_adapter, weight_names
 from retrain.squeeze.analysis import svd_device

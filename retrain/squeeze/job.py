@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from retrain.backends.tinker.archive import download_adapter
 from retrain.config.outcomes import squeezes_remote_adapter, unused_keys
 from retrain.errors import ConfigurationError, EnvironmentFailure
-from retrain.records.atomic import replace_file
-from retrain.records.disk import expanded, safetensors_io, writing_to
-from retrain.records.printing import GAP, table_lines
+from retrain.parsing import expanded
+from retrain.records.disk import replace_file, safetensors_io, writing_to
 from retrain.records.run_folder import RunFolder
-from retrain.records.terminal import clean
+from retrain.records.terminal import GAP, clean, table_lines
 from retrain.run.notes import trust_note
 from retrain.run.parts import Say
 from retrain.squeeze.accuracy import Accuracy, check_evaluable, measure_accuracy

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.parsing import read_object
-from retrain.records.atomic import replace_file, sync_folder
+from retrain.records.disk import replace_file, sync_folder
 from retrain.records.entries import EMERGENCE_FIELDS, GenerationRecord, StepRecord
 from retrain.records.environment import describe_environment
 from retrain.records.evaluation import Evaluation

@@ -12,7 +12,7 @@ import torch
 from retrain.backends.base import LOCAL, Backend, FrozenWeights, TrialAdapter
 from retrain.backends.declared import engine_class, is_raw
 from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
-from retrain.backends.local.trial import LocalTrialAdapter, positions_and_window
+from retrain.backends.local.trial import LocalTrialAdapter
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine
@@ -152,7 +152,11 @@ class LocalBackend(Backend):
 
     @property
     def reach(self) -> tuple[int, int]:
-        return positions_and_window(self._base.model.config)
+        text: Any = self._base.model.config.get_text_config()
+        layers = getattr(text, "layer_types", None)
+        windowed = getattr(text, "use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
+        window = getattr(text, "sliding_window", None) if windowed else None
+        return int(getattr(text, "max_position_embeddings", None) or 1 << 30), int(window or 0)
 
     # -- learning ---------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,7 @@ from retrain.backends.local.micro_batches import (
     split_rows,
 )
 from retrain.backends.local.optimizer import AdapterOptimizer
-from retrain.backends.result import Update, step_result
-from retrain.backends.rows import check_rows, minibatch_split, num_completions, row_weights
+from retrain.backends.rows import Update, check_rows, minibatch_split, num_completions, row_weights, step_result
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.model.adapter import Adapter
@@ -33,10 +32,9 @@ from retrain.model.attention import Kernel, missing, plugged_in
 from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import TokenScores, score_tokens
-from retrain.model.load import BaseModel
+from retrain.model.load import BaseModel, layers
 from retrain.model.pool import Pool, in_order
 from retrain.model.recomputing import recomputed
-from retrain.model.sharding import layers
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 if TYPE_CHECKING:

@@ -69,12 +69,3 @@ class _Layer:
 
     def change(self, strength: float) -> None:
         self.up.copy_(torch.add(self._saved, self._trial, alpha=strength) if strength else self._saved)
-
-
-def positions_and_window(config: Any) -> tuple[int, int]:
-    """Return (positions that the model knows, its shortest sliding window or 0)."""
-    text = config.get_text_config()
-    layers = getattr(text, "layer_types", None)
-    windowed = getattr(text, "use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
-    window = getattr(text, "sliding_window", None) if windowed else None
-    return int(getattr(text, "max_position_embeddings", None) or 1 << 30), int(window or 0)

@@ -57,7 +57,7 @@ class PrimeRLBackend(RemoteBackend):
                 broadcasts=self._broadcasts,
                 ready=self._prepare,
             )
-        except BaseException:  # a signal too: whoever could close this backend has not got it yet
+        except BaseException:  # a signal too: no caller holds this backend yet, so none could close it
             self._sender.close()
             raise
 

@@ -67,7 +67,7 @@ class PrimeDialect(VLLMDialect):
         return _GENERATE, {"model": model, "token_ids": prompt, "sampling_params": settings, "cache_salt": adapter.salt}
 
     async def load(self, server: Server, adapter: ServedAdapter) -> None:
-        """An adapter is exchanged in place; for whole weights the server stands still meanwhile, and is resumed whatever happens."""
+        """Exchange an adapter in place; for whole weights the server pauses, and is resumed even after a failure."""
         assert isinstance(adapter, ServedPolicy)
         if adapter.name:
             try:

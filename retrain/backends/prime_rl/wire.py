@@ -133,7 +133,7 @@ def _sampling_mask(pack: Sequence[Sample]) -> list[bytes] | None:
 
 
 def trained_samples(rows: Sequence[Row]) -> Iterator[Sample]:
-    """Return the rows that the loss has a term for; where there is none, one without actions: the trainer waits for every step's batch."""
+    """Return the rows with a term in the loss, or one row without actions if there is none: the trainer waits for every step's batch."""
     trained = [row for row in rows if row.trained]
     yield from (Sample.of(row) for row in trained)
     if not trained:

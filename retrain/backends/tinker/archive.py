@@ -31,7 +31,7 @@ _FILES = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 32 << 30}
 _MOST_BYTES = sum(_FILES.values())
 """Bytes of the archive, packed and unpacked: a service must not fill the disk."""
 _MOST_AT_ONCE = 1 << 20
-"""Bytes. tarfile reads the long name of a file into memory, however long it says that it is."""
+"""Bytes. tarfile reads a file's long name into memory at its declared length, without a limit."""
 _MOST_MEMBERS = 1000
 """Files in an archive: one of nothing but empty files would have millions."""
 
@@ -88,7 +88,7 @@ def _origin(url: "httpx.URL") -> tuple[str, str, int | None]:
 
 
 def _unpack(content: IO[bytes], path: str, folder: Path) -> None:
-    """Unpack only the two files, whatever else the archive holds and wherever it wants to put it; links and sparse files are skipped."""
+    """Unpack only the two files, to our own paths; other entries, links and sparse files are skipped."""
     from safetensors import SafetensorError
 
     missing, unpacked = set(_FILES), 0

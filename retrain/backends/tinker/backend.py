@@ -1,8 +1,8 @@
 """Learning on a Tinker service: rows become datums, each update is one forward-backward pass and one optimizer step.
 
-Requests of one training client are carried out in the order in which they are made, whoever waits for them. So a step asks for all of its
-updates and for a sampler of the weights after them in one go, and waits once: everything stays on policy, and the service is never idle
-between an update and the next. A step's own sampling begins when the sampler is there; nothing is sampled from older weights.
+Requests of one training client are carried out in the order in which they are made, in whatever order they are waited for. So a step asks
+for all of its updates and for a sampler of the weights after them in one go, and waits once: everything stays on policy, and the service is
+never idle between an update and the next. A step's own sampling begins when the sampler is there; nothing is sampled from older weights.
 """
 
 import json
@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.backends.base import TINKER, RemoteBackend
-from retrain.backends.result import Update, step_result
-from retrain.backends.rows import check_rows, learning_rate, minibatch_split, num_completions, row_weights
+from retrain.backends.rows import Update, check_rows, learning_rate, minibatch_split, num_completions, row_weights, step_result
 from retrain.backends.tinker.archive import download_adapter
-from retrain.backends.tinker.datums import ShiftedRow, action_logprobs, policy_datum, scoring_datum
+from retrain.backends.tinker.datums import (
+    ShiftedRow,
+    Values,
+    action_logprobs,
+    clipped_tokens,
+    policy_datum,
+    policy_terms,
+    ratio_bounds,
+    scoring_datum,
+)
 from retrain.backends.tinker.engine import TinkerEngine
-from retrain.backends.tinker.loss import Values, clipped_tokens, policy_terms, ratio_bounds
 from retrain.backends.tinker.service import Service, without_deprecations
 from retrain.errors import EnvironmentFailure, RunFailed
 from retrain.model.text import resolve_model

@@ -1,8 +1,8 @@
-"""Rows as the service reads them: shifted by one, with one value per position.
+"""Rows as the service reads them, shifted by one with one value per position, and the loss of a step from the log-probs it returns.
 
 Position i of `inputs` predicts position i of `targets`, which is the next token of the row. Log-probs and advantages stand where an action
 is predicted, and 0 everywhere else, so the prompt and an environment's tokens have no term in the loss.
-Shape letters: N positions of a row, T action tokens.
+Shape letters: N positions of a row, T action tokens; in the loss N are action tokens.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from retrain.types import Float32Array, Int32Array, Row
 
 if TYPE_CHECKING:
     from tinker import types
+
+    from retrain.config.schema import Loss
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,41 @@ def action_logprobs(row: ShiftedRow, output: Any) -> Float32Array | None:
         return None
     found: Float32Array = np.asarray(output["logprobs"].to_numpy(), np.float32)[row.predictors]
     return found
+
+
+# -- the loss ------------------------------------------------------------------------------------------------------------
+#
+# importance_sampling: -rho A, ppo: -min(rho A, clip(rho, 1 - low, 1 + high) A), cispo: -clip(rho, low, high) A log pi, with
+# rho = exp(log pi - log pi of the sampler). The service sums them over all tokens of all rows, and reports at most the sum.
+
+Values = npt.NDArray[np.float64]
+
+
+def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
+    """Return lowest and highest ratio, as the service takes them; None where nothing is clipped."""
+    low, high = loss.clips
+    if loss.mode == "importance_sampling":
+        return None
+    return (1 - low, 1 + high) if loss.mode == "ppo" else (low, high)
+
+
+def policy_terms(new: Values, old: Values, advantages: Values, loss: "Loss") -> Values:
+    """[N] per-token loss."""
+    ratio, bounds = np.exp(new - old), ratio_bounds(loss)
+    if bounds is None:
+        return -ratio * advantages
+    clipped: Values = np.clip(ratio, bounds[0], bounds[1])
+    if loss.mode == "cispo":
+        return -clipped * advantages * new
+    return -np.minimum(ratio * advantages, clipped * advantages)
+
+
+def clipped_tokens(new: Values, old: Values, advantages: Values, loss: "Loss") -> npt.NDArray[np.bool_]:
+    """[N] the clip removed the token's gradient, or in cispo bounded its weight."""
+    ratio, bounds = np.exp(new - old), ratio_bounds(loss)
+    if bounds is None:
+        return np.zeros(len(ratio), bool)
+    above, below = ratio > bounds[1], ratio < bounds[0]
+    if loss.mode == "cispo":
+        return above | below
+    return ((advantages > 0) & above) | ((advantages < 0) & below)

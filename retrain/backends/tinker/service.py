@@ -1,27 +1,33 @@
-"""The connection to a Tinker service: its key, its address, how long an answer may take, and its errors as one sentence each.
+"""The connection to a Tinker service: its key, its address, its time limits, its errors as one sentence each, and the campaign's throttle.
 
 The SDK retries status 429, 5xx and lost connections by itself, for up to 300 s per call, so nothing here tries a call again.
 """
 
 import logging
 import os
+import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from retrain.backends.throttle import throttle_of
 from retrain.config.stored import run_command
 from retrain.errors import EnvironmentFailure, ServerFailure, first_line
 
 if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
     from retrain.config import TrainConfig
+    from retrain.config.schema import Backend
 
 KEY = "TINKER_API_KEY"
 INSTALL = 'pip install "retrain[tinker]", or without torch as docs/tinker.md describes'
 _REACH_S = 10.0
 _CLOSE_S = 10.0
+_POLL_S = 0.05
+_OPEN = nullcontext()
 
 
 class Service:
@@ -138,3 +144,58 @@ def _detail(error: BaseException) -> str:
     body = getattr(error, "body", None)
     detail = body.get("detail") if isinstance(body, dict) else None
     return str(detail) if detail else first_line(error)
+
+
+# -- the campaign's throttle ---------------------------------------------------------------------------------------------
+
+
+class Gate(Protocol):
+    def slot(self) -> AbstractContextManager[None]:
+        """Wait for a slot, hold it inside the context."""
+
+
+class Unthrottled:
+    """Every call may go: no file is touched."""
+
+    def slot(self) -> AbstractContextManager[None]:
+        return _OPEN
+
+
+class Throttle:
+    """At most `limit` calls at a time over every process and thread that names the same folder. Any thread may call it.
+
+    A counting semaphore of file locks, one file per slot: the kernel releases a lock when its holder dies, however it dies, so a killed
+    worker never keeps a slot.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files = [folder / f"slot_{number:03d}.lock" for number in range(limit)]
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        lock = self._acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _acquire(self) -> "BaseFileLock":
+        from filelock import FileLock, Timeout
+
+        # Each holder begins elsewhere, and waits for a while of its own: else all would ask for the same slot at the same moments.
+        files = random.sample(self._files, len(self._files))
+        while True:
+            for file in files:
+                lock = FileLock(file, thread_local=False)
+                try:
+                    lock.acquire(blocking=False)
+                except Timeout:
+                    continue
+                return lock
+            time.sleep(_POLL_S * (0.5 + random.random()))
+
+
+def throttle_of(backend: "Backend") -> Gate:
+    """Return the campaign's throttle, where `[backend] throttle_dir` names its folder; a run of its own has none."""
+    return Throttle(Path(backend.throttle_dir), backend.max_concurrent) if backend.throttle_dir else Unthrottled()
