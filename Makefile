@@ -44,9 +44,9 @@ test: $(STAMP) ## all tests and the ten slowest, one process per core
 coverage: $(STAMP) ## the same, and which lines of the package no test runs (slower)
 	$(PYTEST) --cov --cov-report=term:skip-covered
 
-test-kernels: $(STAMP) ## the Triton kernels, on a GPU or in Triton's interpreter (installs it in RETRAIN_CACHE, 290 MB)
+test-kernels: $(STAMP) ## the Triton kernels, on a GPU or in Triton's interpreter, and compiled (installs it in RETRAIN_CACHE, 290 MB)
 	@test -d "$(CACHE)/triton/triton" || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$(CACHE)/triton" triton
-	PYTHONPATH="$(CACHE)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTEST) tests/test_decode_kernels.py
+	PYTHONPATH="$(CACHE)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTEST) tests/test_decode_kernels.py tests/test_compiled_kernels.py tests/test_cuda_device.py -k "kernels or triton"
 
 test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
 	$(BIN)/python scripts/test_servers.py
@@ -70,7 +70,7 @@ docs: $(STAMP) ## write the documents that are made from the code: keys, metrics
 docs-check: $(STAMP) ## commands, files and configurations in the documents; generated files
 	$(BIN)/python scripts/docs_check.py
 
-check: lint types docs-check test test-environments test-servers ## everything that .ci/run does
+check: lint types docs-check test test-kernels test-environments test-servers ## everything that .ci/run does
 
 clean: ## caches and the environment; never a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -33,7 +33,7 @@ _INDEXED_BY_HOST = {"aten::index", "aten::index_put_", "aten::_index_put_impl_",
 
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::linear"}
-"""Operators that autocast computes in half precision."""
+"""Operators that autocast computes in half precision, and which meet two dtypes nowhere else; autocast itself does not know the device."""
 
 
 class OnDevice(Tensor):
@@ -119,27 +119,14 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     own = {id(tensor.held): tensor for tensor in wrapped}
     args, kwargs = tree_map_only(OnDevice, lambda tensor: tensor.held, (args, dict(kwargs)))
     kwargs |= {"device": torch.device("cpu")} if named is not None else {}
-    if Autocast.enabled and name in _PRODUCTS:
-        args = tree_map_only(Tensor, lambda tensor: tensor.to(torch.get_autocast_dtype("cuda")), args)
+    if name in _PRODUCTS and {tensor.dtype for tensor in tensors} == {torch.bfloat16, torch.float32}:
+        args = tree_map_only(Tensor, lambda tensor: tensor.bfloat16(), args)
     compute = KERNELS.get(name, func)
     written = [value for argument, value in zip(func._schema.arguments, args, strict=False) if argument.is_write]
     found = compute(*args, **kwargs) if Graph.capturing is None else Graph.capturing.record(compute, written, args, kwargs)
     if to_host:
         return found
     return tree_map_only(Tensor, lambda out: own[id(out)] if id(out) in own else OnDevice(out), found)
-
-
-class Autocast:
-    """torch's flag, which it hides from operators."""
-
-    enabled = False
-    set_in_torch = staticmethod(torch.set_autocast_enabled)
-
-    @classmethod
-    def set_enabled(cls, device_type: str, enabled: bool) -> None:
-        cls.set_in_torch(device_type, enabled)
-        if device_type == "cuda":
-            cls.enabled = enabled
 
 
 class Graph:
@@ -277,7 +264,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, interprets: bool = False, gib:
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     for name, stand_in in {"Stream": _Stream, "Event": _Event, "CUDAGraph": Graph, "graph": lambda graph, **_: graph.captured()}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(torch, "set_autocast_enabled", Autocast.set_enabled)
     monkeypatch.setattr(projection, "WEIGHTS", {OnDevice})
     if interprets:
         _interpret_kernels(monkeypatch)

@@ -19,7 +19,7 @@ from runs import small
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
-from retrain.inference_engine.base import NoiseKey, SampleRequest
+from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.fixed_step import FixedStep
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model import step_kernels as steps
@@ -94,6 +94,31 @@ def test_weights_in_eight_bits_in_triton_are_one_policy_for_sampler_and_learner(
     rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
     difference = np.concatenate([own - row.logprobs for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)])
     assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "sections"),
+    [
+        ("llama", {}),
+        ("gemma2", {}),
+        ("opt", {}),
+        ("qwen3", {"model": {"dtype": "fp32"}}),
+        ("qwen3", {"inference": {"kv_cache_dtype": "int8"}}),
+        ("qwen3", {"inference": {"attention_kernel": "cutlass"}}),
+        ("qwen3", {"lora": {"dropout": 0.1}}),
+    ],
+    ids=str,
+)
+def test_models_and_choices_of_every_kind_sample_and_learn(family: str, sections: dict[str, Any]) -> None:
+    """Soft caps, norms and windows of other families, the engine without pages, rows that are cut, greedy, or without the adapter."""
+    backend = LocalBackend(config_for(family, training={"lr": 0.01}, **sections, **ON_GPU), eos_ids=[3])
+    first, second, third = requests()
+    changed = [replace(first, truncation=Truncation(top_k=5)), replace(second, temperature=0.0), replace(third, adapter_slot=BASE_MODEL)]
+    assert len(list(backend.engine.sample(changed))) == 3 * SAMPLES
+    rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
+    difference = np.concatenate([own - row.logprobs for own, row in zip(backend.logprobs(rows, TEMPERATURE), rows, strict=True)])
+    assert np.abs(difference).mean() < 0.02 and np.abs(difference).max() < 0.5
+    assert backend.train(rows, 0).updates == 1
 
 
 def test_offloaded_activations_change_no_bit() -> None:
