@@ -175,3 +175,13 @@ def test_a_broken_dotenv_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
     Path("run.toml").touch()
     assert main(["run.toml"]) == 2
     assert ".env cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_exit_code_and_no_file_takes_their_place(closed: str) -> None:
+    """Descriptors 0 to 2 are taken before any file of the run is opened, else what a library prints would land in that file."""
+    code = (
+        "import os, sys; from retrain.cli.main import main; code = main(['version']); "
+        "free = os.open('free', os.O_CREAT); raise SystemExit(code if free > 2 else 'a file became a standard stream')"
+    )
+    assert subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" {closed}'], check=False).returncode == 0
