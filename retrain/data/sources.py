@@ -49,10 +49,10 @@ class ReadResult:
     """Sentences for the start of the run."""
 
     def keep(self, example: Example, where: str) -> None:
-        """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON can hold half a character as \\ud800."""
-        texts = [example.prompt] if isinstance(example.prompt, str) else [message["content"] for message in example.prompt]
+        """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON may escape half of a surrogate pair."""
+        texts = (example.prompt,) if isinstance(example.prompt, str) else (message["content"] for message in example.prompt)
         try:
-            "".join([*texts, example.reference]).encode()
+            "".join((*texts, example.reference)).encode()
         except UnicodeEncodeError:
             self.drop(Reason.SURROGATE, where)
         else:
