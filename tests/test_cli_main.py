@@ -185,3 +185,10 @@ def test_closed_streams_change_no_exit_code_and_no_file_takes_their_place(closed
         "free = os.open('free', os.O_CREAT); raise SystemExit(code if free > 2 else 'a file became a standard stream')"
     )
     assert subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" {closed}'], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_under_standard_output_is_named() -> None:
+    command = f"{sys.executable} -m retrain help config > /dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 3 and "Standard output, or a file, cannot be used: No space left" in result.stderr

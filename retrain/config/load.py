@@ -99,6 +99,8 @@ def read_toml(file: Path, named: bool = True) -> Sections:
         return _parse_toml(file.read_text(encoding="utf-8-sig"), str(file))
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from error
+    except IsADirectoryError as error:
+        raise ConfigurationError(f"{file} is a folder, and a TOML file is expected; name the file.") from error
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
 
