@@ -99,6 +99,9 @@ WRONG: list[tuple[str, str, str]] = [
     ("no seeds", "[campaign]\nseeds = []", "[campaign] seeds = [] is empty"),
     ("empty list of rewards", "[reward]\ntype = []", "[reward] type = [] is empty"),
     ("syntax", "[training\nlr = 1", "is not valid TOML: "),
+    ("no quotes", "[model]\nmodel = lab", "(at line 2, column 9); the line is `model = lab`."),
+    ("key given again", "[training]\nlr = 1.0\nseed = 1\nlr = 2.0\n", "the line is `lr = 2.0`."),
+    ("end of a text", '[model]\nmodel = """lab', "(at end of document)."),
     ("repeated key", "[training]\nlr = 1.0\nlr = 2.0\n", "(at line 3, column"),
 ]
 
