@@ -197,7 +197,7 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         load_examples(config(source=str(tmp_path / "rows.parquet"))).examples == load_examples(config(source=str(tmp_path / "a"))).examples
     )
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
-    with pytest.raises(ConfigurationError, match="not a readable parquet file: .*[^.]; write it again"):
+    with pytest.raises(ConfigurationError, match=r"not a readable parquet file: .*[^.]; write it again"):
         load_examples(config(source=str(tmp_path / "torn.parquet")))
 
 
