@@ -51,6 +51,7 @@ class Case:
 ROW = '{"prompt": "1+1=?", "answer": "2"}\n'
 MODULE = "plugins_for_test.py"
 CAMPAIGN_MARK = '{"kind": "campaign", "format": 1}'
+RUN_MARK = '{"kind": "run", "format": 1}'
 CONDITION = """[campaign]
 [[campaign.conditions]]
 advantage_mode = "grpo"
@@ -123,6 +124,7 @@ CASES = [
         '[data]\nsource = "rows.jsonl"',
         files={"rows.jsonl": '{"prompt": "1+1=?"}\n'},
     ),
+    Case("data in CSV", 2, "one JSON object per line", '[data]\nsource = "rows.csv"', files={"rows.csv": "prompt,answer\n1+1=?,2\n"}),
     Case("the wrong column", 2, "answer_column", '[data]\nsource = "rows.jsonl"\nanswer_column = "gold"', files={"rows.jsonl": ROW}),
     Case("an unknown data source", 2, "gsm8k", '[data]\nsource = "gms8k"'),
     Case(
@@ -173,7 +175,7 @@ CASES = [
         2,
         "--overwrite",
         '[logging]\nlog_dir = "old"',
-        files={"old/.retrain.json": '{"kind": "run", "format": 1}', "old/metrics.jsonl": ""},
+        files={"old/.retrain.json": RUN_MARK, "old/metrics.jsonl": ""},
     ),
     Case(
         "results that retrain did not make",
@@ -184,6 +186,23 @@ CASES = [
         {"old/metrics.jsonl": ""},
     ),
     Case("resuming a folder without a run", 2, "holds no run", "", ("run.toml", "--resume", "old"), {"old/notes.txt": ""}),
+    Case(
+        "resuming a checkpoint",
+        2,
+        "a part of the run old: name that",
+        "",
+        ("run.toml", "--resume", "old/checkpoints/step_000020"),
+        {"old/.retrain.json": RUN_MARK, "old/checkpoints/step_000020/adapter_config.json": "{}"},
+    ),
+    Case("a run in place of a file", 2, "retrain old/config.toml --resume old", None, ("old",), {"old/.retrain.json": RUN_MARK}),
+    Case("a run to resume and no file", 2, "old/config.toml", None, ("--resume", "old"), {"old/.retrain.json": RUN_MARK}),
+    Case("a folder in place of a file", 2, "name the file", None, ("old",), {"old/notes.txt": ""}),
+    Case(
+        "a run resumed and overwritten", 2, "leave one", "", ("run.toml", "--resume", "old", "--overwrite"), {"old/.retrain.json": RUN_MARK}
+    ),
+    Case(
+        "a run resumed elsewhere", 2, "--log-dir", "", ("run.toml", "--resume", "old", "--log-dir", "new"), {"old/.retrain.json": RUN_MARK}
+    ),
     Case("evaluating a folder without a run", 2, "holds no run", "", ("eval", "old"), {"old/notes.txt": ""}),
     # -- squeezing and looking -------------------------------------------------------------------------------------------
     Case("squeezing a folder without an adapter", 2, "no adapter_config.json", '[squeeze]\nadapter_path = "old"', ("run.toml",)),
@@ -212,7 +231,7 @@ CASES = [
     Case("going on with a campaign that is not there", 2, "holds no campaign", "[campaign]", ("run.toml", "--resume", "absent")),
     Case("a run in a campaign's folder", 2, "holds a campaign", "", ("run.toml", "--log-dir", "old"), {"old/.retrain.json": CAMPAIGN_MARK}),
     # -- comparing -------------------------------------------------------------------------------------------------------
-    Case("comparing a folder that is no campaign", 2, "--baseline", "", ("compare", "old"), {"old/notes.txt": ""}),
+    Case("comparing a folder that is not a campaign", 2, "--baseline", "", ("compare", "old"), {"old/notes.txt": ""}),
     Case("comparing with a folder without a run", 2, "holds no run", "", ("compare", "old", "--baseline", "old"), {"old/notes.txt": ""}),
     Case("planning without a spread", 2, "--sd", "", ("power", "--effect", "0.02")),
     Case("planning for no effect", 2, "--effect 0", "", ("power", "--effect", "0", "--sd", "0.02")),

@@ -175,3 +175,20 @@ def test_a_broken_dotenv_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
     Path("run.toml").touch()
     assert main(["run.toml"]) == 2
     assert ".env cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_exit_code_and_no_file_takes_their_place(closed: str) -> None:
+    """Descriptors 0 to 2 are taken before any file of the run is opened, else what a library prints would land in that file."""
+    code = (
+        "import os, sys; from retrain.cli.main import main; code = main(['version']); "
+        "free = os.open('free', os.O_CREAT); raise SystemExit(code if free > 2 else 'a file became a standard stream')"
+    )
+    assert subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" {closed}'], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_under_standard_output_is_named() -> None:
+    command = f"{sys.executable} -m retrain help config > /dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 3 and "Standard output, or a file, cannot be used: No space left" in result.stderr

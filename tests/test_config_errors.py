@@ -99,6 +99,9 @@ WRONG: list[tuple[str, str, str]] = [
     ("no seeds", "[campaign]\nseeds = []", "[campaign] seeds = [] is empty"),
     ("empty list of rewards", "[reward]\ntype = []", "[reward] type = [] is empty"),
     ("syntax", "[training\nlr = 1", "is not valid TOML: "),
+    ("no quotes", "[model]\nmodel = lab", "(at line 2, column 9); the line is `model = lab`."),
+    ("key given again", "[training]\nlr = 1.0\nseed = 1\nlr = 2.0\n", "the line is `lr = 2.0`."),
+    ("end of a text", '[model]\nmodel = """lab', "(at end of document)."),
     ("repeated key", "[training]\nlr = 1.0\nlr = 2.0\n", "(at line 3, column"),
 ]
 
@@ -154,7 +157,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path, monkeypatch: pytest.M
         load_config(environ={})
     with pytest.raises(ConfigurationError, match=r"absent\.toml does not exist; check the path"):
         load_config("absent.toml", environ={})
-    with pytest.raises(ConfigurationError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigurationError, match="is a folder, and a TOML file is expected"):
         load_config(tmp_path, environ={})
     (tmp_path / "latin.toml").write_bytes(b'[model]\nmodel = "\xe9"')
     with pytest.raises(ConfigurationError, match=r"latin\.toml is not UTF-8 text \(byte 17\)"):

@@ -118,9 +118,6 @@ def test_a_prompt_can_be_a_conversation(tmp_path):
 
 
 BAD_ROWS = {
-    "no JSON": '{"prompt": "x", ',
-    "no object": "[1, 2]",
-    "not UTF-8": None,
     "no prompt": {"answer": "1"},
     "an empty prompt": {"prompt": " ", "answer": "1"},
     "a number as prompt": {"prompt": 5, "answer": "1"},
@@ -133,13 +130,38 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_a_malformed_row_is_counted_and_named_and_not_fatal(tmp_path, bad):
-    path = write_jsonl(tmp_path / "rows.jsonl", [rows(1)[0], BAD_ROWS[bad] or "MARK", rows(1, 5)[0]])
-    if BAD_ROWS[bad] is None:
-        path.write_bytes(path.read_bytes().replace(b"MARK", b'{"prompt": "\xff", "answer": "1"}'))
+    path = write_jsonl(tmp_path / "rows.jsonl", [rows(1)[0], BAD_ROWS[bad], rows(1, 5)[0]])
     loaded = load_examples(config(source=str(path)))
     assert [example.example_id for example in loaded.examples] == ["rows-0", "rows-2"]
     assert loaded.dropped == {"malformed": 1}
     assert "Dropped rows: 1 malformed (rows.jsonl line 2)" in loaded.notes
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"prompt": "x", ', "not a JSON object"),
+        (b"[1, 2]", "not a JSON object"),
+        (b'{"prompt": "\xff", "answer": "1"}', "not a JSON object"),
+        (b'{"prompt": "\\ud83d", "answer": "1"}', "with an unpaired surrogate"),
+        (b'{"prompt": [{"role": "user", "content": "\\ud83d"}], "answer": "1"}', "with an unpaired surrogate"),
+        (b'{"prompt": "x", "answer": "\\udc00"}', "with an unpaired surrogate"),
+    ],
+)
+def test_a_line_that_holds_no_text_for_an_example_is_counted_by_its_reason(tmp_path, line, reason):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "1+1=?", "answer": "2"}\n' + line + b"\n")
+    loaded = load_examples(config(source=str(path)))
+    assert prompts_of(loaded) == ["1+1=?"] and loaded.dropped == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    "text", ["prompt,answer\n1+1=?,2\n", '[{"prompt": "1+1=?", "answer": "2"}]', '[\n  {\n    "prompt": "x"\n  }\n]\n']
+)
+def test_csv_and_a_json_list_are_answered_with_the_form_that_is_read(tmp_path, text):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"not a JSON object \(.*line 1\); convert it: .* one JSON object per line"):
+        load_examples(config(source=str(tmp_path / "rows.csv")))
 
 
 @pytest.mark.parametrize("answer", [None, "", "  \n"])
@@ -175,7 +197,7 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         load_examples(config(source=str(tmp_path / "rows.parquet"))).examples == load_examples(config(source=str(tmp_path / "a"))).examples
     )
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
-    with pytest.raises(ConfigurationError, match="not a readable parquet file"):
+    with pytest.raises(ConfigurationError, match=r"not a readable parquet file: .*[^.]; write it again"):
         load_examples(config(source=str(tmp_path / "torn.parquet")))
 
 

@@ -177,6 +177,12 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         train(small(tmp_path / "x", resume={"from": str(tmp_path)}), quiet=True)
 
 
+def test_a_run_without_a_step_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(small(tmp_path, training={"max_steps": 1}), quiet=True)
+    train(small(tmp_path, training={"max_steps": 1}, resume={"from": str(tmp_path)}))
+    assert "No step is left: [training] max_steps = 1 is reached; raise it to train on." in capsys.readouterr().out
+
+
 def test_a_credential_in_a_url_is_stored_masked_and_is_no_difference_at_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     url = {"model": {"base_url": "https://me:hunter2secret@example.org"}}

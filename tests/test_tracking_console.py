@@ -1,14 +1,18 @@
 """The screen: the lines of the documentation, and text of a model that stays text."""
 
+import errno
 import io
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.errors import EnvironmentFailure
+from retrain.records.disk import writing_to
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
@@ -130,6 +134,15 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
     sink = console(Gone())
     sink.message("one")
     sink.message("two")
+
+
+def test_a_full_disk_under_standard_output_is_not_taken_for_the_runs() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(EnvironmentFailure, match="Standard output or error cannot be written"), writing_to(Path("run"), "start it again"):
+        console(Full()).message("a line")
 
 
 def test_the_bar_stands_on_standard_error_of_a_terminal_only() -> None:

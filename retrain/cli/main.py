@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An exception that is a bug propagates: Python prints it and exits with 1."""
+    _replace_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the encoding lacks is shown as its escape, and ends no run
             stream.reconfigure(errors="backslashreplace")
@@ -120,6 +121,16 @@ def shortened(sentence: str) -> str:
     if len(sentence) <= _LONGEST_SENTENCE:
         return sentence
     return f"{sentence[: _LONGEST_SENTENCE - 200]} ... {sentence[-195:]}"
+
+
+def _replace_missing_streams() -> None:
+    """Open /dev/null for each standard stream that the caller closed (`retrain my.toml >&-`), which Python sets to None.
+
+    In this order each takes the lowest free descriptor, so that no file of the run becomes descriptor 1 or 2, where libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w", encoding="utf-8"))
 
 
 def _let_go_of_closed_streams() -> None:

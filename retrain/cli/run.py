@@ -12,7 +12,7 @@ from retrain.parsing import expanded
 
 if TYPE_CHECKING:
     from retrain.config.overrides import Overrides
-    from retrain.config.schema import Squeeze
+    from retrain.config.schema import Squeeze, TrainConfig
     from retrain.squeeze.job import Squeezed
 
 _SWITCHES = {"--overwrite": False, "--quiet": False, "--skip-parity": False}
@@ -35,7 +35,9 @@ def run_file(arguments: Sequence[str]) -> int:
         print("Loaded .env", flush=True)
     from retrain.config import load_config
 
+    _refuse_run_as_file(parsed)
     config = load_config(parsed.path, parsed.overrides)  # before the trainer's seconds of imports: a typo is answered at once
+    _refuse_two_intents(parsed, config)
     if config.kind == "squeeze":
         from retrain.records.terminal import clean
         from retrain.squeeze import run_squeeze
@@ -62,6 +64,38 @@ def run_file(arguments: Sequence[str]) -> int:
 
         train(config, overwrite=parsed.overwrite, quiet=parsed.quiet, skip_parity=parsed.skip_parity)
     return 0
+
+
+def _refuse_run_as_file(parsed: RunArguments) -> None:
+    """Raise ConfigurationError for `retrain RUN_DIR`, and for `retrain --resume RUN_DIR` where there is no retrain.toml."""
+    from retrain.config.load import DEFAULT_FILE
+
+    folder = parsed.path
+    if folder is None and not Path(DEFAULT_FILE).exists():
+        folder = next((Path(given.value) for given in parsed.overrides.given if given.path == "resume.from"), None)
+    if folder is None or not folder.is_dir():
+        return
+    from retrain.records.run_folder import RunFolder, kind_of
+
+    if kind_of(folder) == "run":
+        raise ConfigurationError(
+            f"{folder} is a run's folder, and no configuration file is given; continue it with `{RunFolder(folder).resume_command}`."
+        )
+
+
+def _refuse_two_intents(parsed: RunArguments, config: "TrainConfig") -> None:
+    """Raise ConfigurationError for a command line that both continues a run and starts one."""
+    resumed = config.resume.from_
+    if not resumed:
+        return
+    if parsed.overwrite:
+        raise ConfigurationError(f"--overwrite starts a run anew, and [resume] from = {resumed!r} continues one; leave one of them out.")
+    given = config.logging.log_dir
+    if config.origins["logging.log_dir"].startswith("flag") and Path(given).resolve() != Path(resumed).resolve():
+        raise ConfigurationError(
+            f"--log-dir {given} is not the folder of [resume] from = {resumed!r}, in which a resumed run continues; leave --log-dir out, "
+            f"or copy the folder and resume the copy."
+        )
 
 
 def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "Squeezed") -> str:

@@ -4,6 +4,7 @@ Later sources win: defaults, file, RETRAIN_<SECTION>_<KEY>, flags. Nothing but t
 """
 
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from retrain.parsing import ParseError, parse_toml
 
 DEFAULT_FILE = "retrain.toml"
 Sections = dict[str, Any]
+_SHOWN = 100
+"""Characters of a line that an error quotes."""
 
 
 def load_config(
@@ -99,6 +102,8 @@ def read_toml(file: Path, named: bool = True) -> Sections:
         return _parse_toml(file.read_text(encoding="utf-8-sig"), str(file))
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from error
+    except IsADirectoryError as error:
+        raise ConfigurationError(f"{file} is a folder, and a TOML file is expected; name the file.") from error
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
 
@@ -106,8 +111,10 @@ def read_toml(file: Path, named: bool = True) -> Sections:
 def _parse_toml(text: str, name: str) -> Sections:
     try:
         return parse_toml(text)
-    except ParseError as error:
-        raise ConfigurationError(f"{name} {error}.") from error
+    except ParseError as error:  # the parser names no key, so the line itself shows which quote or comma is meant
+        found = re.search(r"\(at line (\d+), ", str(error))
+        line = f"; the line is `{text.split(chr(10))[int(found[1]) - 1].strip()[:_SHOWN]}`" if found else ""
+        raise ConfigurationError(f"{name} {error}{line}.") from error
 
 
 def _flags_only(argv: Sequence[str]) -> Overrides:

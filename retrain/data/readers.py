@@ -107,7 +107,8 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
         for index, row in enumerate(rows):
             yield RawRow(f"{file.name} row {index}", f"{file.stem}-{index}", row)
     except (ArrowException, OSError) as error:
-        raise ConfigurationError(f"{file} is not a readable parquet file: {first_line(error)}") from error
+        reason = first_line(error).rstrip(".")
+        raise ConfigurationError(f"{file} is not a readable parquet file: {reason}; write it again, or give the rows as .jsonl.") from error
 
 
 # ---- the hub -----------------------------------------------------------------------------------------------------------------------

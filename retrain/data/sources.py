@@ -24,6 +24,8 @@ class Reason(StrEnum):
     """The reason why a row became no example."""
 
     MALFORMED = "malformed"
+    NOT_JSON = "not a JSON object"
+    SURROGATE = "with an unpaired surrogate"
     NO_ANSWER = "without an answer"
 
 
@@ -45,6 +47,16 @@ class ReadResult:
     """The first row of each reason, as a line of a file or an example's id."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the start of the run."""
+
+    def keep(self, example: Example, where: str) -> None:
+        """Append an example, unless its text has no UTF-8 form, which a tokenizer needs: JSON may escape half of a surrogate pair."""
+        texts = (example.prompt,) if isinstance(example.prompt, str) else (message["content"] for message in example.prompt)
+        try:
+            "".join((*texts, example.reference)).encode()
+        except UnicodeEncodeError:
+            self.drop(Reason.SURROGATE, where)
+        else:
+            self.examples.append(example)
 
     def drop(self, reason: Reason, where: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -246,13 +258,15 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
     columns: dict[str, None] = {}
     for row in rows:
         columns |= dict.fromkeys(row.columns or ())
-        example = Reason.MALFORMED if row.columns is None else read_row(row.columns, row.example_id)
+        example = Reason.NOT_JSON if row.columns is None else read_row(row.columns, row.example_id)
         if isinstance(example, Example):
-            result.examples.append(example)
+            result.keep(example, row.where)
         elif example is not None:
             result.drop(example, row.where)
     if not result.examples and columns:
         result.notes.append(f"its columns are {', '.join(columns)}")
+    if not result.examples and Reason.NOT_JSON in result.dropped:
+        result.notes.append("convert it: a .jsonl file is UTF-8 text with one JSON object per line, not CSV and not a JSON list")
     return result
 
 
@@ -302,7 +316,7 @@ def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:
         elif not example.reference.strip():
             result.drop(Reason.NO_ANSWER, where)
         else:
-            result.examples.append(example)
+            result.keep(example, where)
     return result
 
 

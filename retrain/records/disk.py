@@ -29,7 +29,7 @@ _REPLACED = f"{TEMPORARY}replaced-"
 
 def path_error(error: OSError) -> RetrainError | None:
     """The error to show for an OSError that concerns a path or a disk; None for any other, which may be a fault of this program."""
-    where = str(error.filename or "A file")
+    where = str(error.filename or "Standard output, or a file,")  # a write, unlike an open, does not know its name
     if error.errno in _PATH_PROBLEMS:
         return ConfigurationError(f"{where} cannot be used: {_PATH_PROBLEMS[error.errno]}.")
     if error.errno in _DENIED:

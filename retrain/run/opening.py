@@ -64,7 +64,9 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
     if kind not in ("", "run"):
         raise ConfigurationError(f"{folder.path} is a folder of {kind} made by retrain and contains no run; name another folder.")
     if resuming and not kind:
-        raise ConfigurationError(f"[resume] from = {str(folder.path)!r} holds no run of retrain (no {MARKER}); name a run's folder.")
+        around = next((parent for parent in folder.path.parents if kind_of(parent) == "run"), None)
+        advice = f"it is a part of the run {around}: name that" if around else "name a run's folder"
+        raise ConfigurationError(f"[resume] from = {str(folder.path)!r} holds no run of retrain (no {MARKER}); {advice}.")
     if not kind and (taken := [path.name for path in folder.written() if path.exists()]):
         raise ConfigurationError(
             f"{folder.path} holds {', '.join(taken)} and was not made by retrain (no {MARKER}), so nothing in it is overwritten; "
@@ -140,6 +142,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
     if checkpoint:
         state = checkpoint.state()
         notes.append(f"Resuming {folder.path} after {state.step} steps.")
+        if state.step >= (steps := config.training.max_steps):
+            notes.append(f"No step is left: [training] max_steps = {steps} is reached; raise it to train on.")
         folder.cut_to(state, notes.append)
     else:
         state = TrainerState(seed=config.training.seed, config_hash=config_hash(config), batch_size=config.training.batch_size)

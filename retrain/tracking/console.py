@@ -83,6 +83,7 @@ class Console(Tracker):
             yield
         except OSError as error:
             if not is_reader_gone(error):
+                error.filename = "Standard output or error"  # a full disk under `> log.txt`, and not the run's
                 raise
             self._quiet, self._bar = True, None
 
