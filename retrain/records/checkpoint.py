@@ -181,7 +181,7 @@ class CheckpointStore:
                 os.fsync(file.fileno())
         except OSError as error:
             raise EnvironmentFailure(
-                f"A checkpoint of {num_bytes / 2**20:.0f} MiB cannot be written to {self.folder}: {error.strerror or error}; "
+                f"A checkpoint of {num_bytes / 2**20:.1f} MiB cannot be written to {self.folder}: {error.strerror or error}; "
                 "free space there, or set [backend] adapter_path to another volume."
             ) from error
         finally:
