@@ -1,11 +1,12 @@
-"""A CUDA device that is pretended: its tensors say `cuda:0` and hold their numbers on the CPU, so code for a GPU runs without one.
+"""CUDA devices that are pretended: their tensors say `cuda:0` and hold their numbers on the CPU, so code for a GPU runs without one.
 
-It shows that every branch for CUDA runs, that no operator mixes devices, and that a captured step reads nothing but its buffers: a capture
+They show that every branch for CUDA runs, that no operator mixes devices, and that a captured step reads nothing but its buffers: a capture
 keeps the operators, puts back what they wrote and makes NaN of what they returned, as on a GPU, where nothing has run by then, and a copy
-between host and device in it is refused. It does not show kernels, their rounding or order, streams, or memory.
+between host and device in it is refused. They do not show kernels, their rounding or order, streams, or memory.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -22,8 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from retrain.model import projection, step_kernels
 from retrain.model.varlen import PagedRows, Spans, plain, plain_paged
 
-DEVICE = torch.device("cuda:0")
-_INSIDE = torch.device("fpga:0")
+_INSIDE = "fpga"
 """What torch's own code takes the device for: one whose gradients need no accelerator."""
 _FPGA = 7
 """Its number among the types of devices."""
@@ -39,22 +39,20 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::badd
 class OnDevice(Tensor):
     """A tensor of the pretended device, and the CPU's tensor with its numbers."""
 
-    held: Tensor
-
     @staticmethod
-    def __new__(cls, held: Tensor) -> Self:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=_INSIDE
-        )
+    def __new__(cls, held: Tensor, index: int) -> Self:
+        layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        inside = torch.device(_INSIDE, index)
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, device=inside, **layout)  # type: ignore[attr-defined, no-any-return]
 
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
+    def __init__(self, held: Tensor, index: int) -> None:
+        self.held, self.index = held, index
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
+        return torch.device("cuda", self.index)
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -63,7 +61,7 @@ class OnDevice(Tensor):
     def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Return itself where nothing changes; torch's own code would see two devices."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **{name: value for name, value in kwargs.items() if name != "copy"})
-        stays = (device is None or device.type == "cuda") and dtype in (None, self.dtype) and not kwargs.get("copy")
+        stays = device in (None, torch.device("cuda"), self.device) and dtype in (None, self.dtype) and not kwargs.get("copy")
         return self if stays else super().to(*args, **kwargs)
 
     def tolist(self) -> Any:
@@ -102,20 +100,23 @@ class Factories(TorchDispatchMode):
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on the numbers that its tensors hold; its results are on the device that a GPU's would be on."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = _tensors((args, kwargs))
     wrapped = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
-    named = kwargs.get("device") and torch.device(kwargs["device"]).type
+    named = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
     if kwargs.get("pin_memory"):
         kwargs = kwargs | {"pin_memory": False}
-    if not wrapped and named not in ("cuda", _INSIDE.type):
+    if not wrapped and (named is None or named.type not in ("cuda", _INSIDE)):
         return func(*args, **kwargs)
     name = func._schema.name
-    hosts = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
-    if wrapped and hosts and name not in _COPIES | _INDEXED_BY_HOST:
+    reads_host = any(tensor.dim() and not isinstance(tensor, OnDevice) for tensor in tensors)
+    mixes = len({tensor.index for tensor in wrapped}) > 1 or (bool(wrapped) and reads_host and name not in _INDEXED_BY_HOST)
+    if mixes and name not in _COPIES:
         raise RuntimeError(f"{name}: tensors on two devices, of shapes {[tuple(tensor.shape) for tensor in tensors]}")
-    to_host = named == "cpu" or (name == "aten::copy_" and not isinstance(args[0], OnDevice))
-    if Graph.capturing is not None and (hosts or to_host or name == "aten::_local_scalar_dense"):
+    to_host = (named is not None and named.type == "cpu") or (name == "aten::copy_" and not isinstance(args[0], OnDevice))
+    graph = Graph.capturing()
+    if graph is not None and (mixes or reads_host or to_host or name == "aten::_local_scalar_dense"):
         raise RuntimeError(f"{name}: not permitted while a step is captured")
+    index = (named.index or 0) if named is not None else wrapped[0].index
     own = {id(tensor.held): tensor for tensor in wrapped}
     args, kwargs = tree_map_only(OnDevice, lambda tensor: tensor.held, (args, dict(kwargs)))
     kwargs |= {"device": torch.device("cpu")} if named is not None else {}
@@ -123,16 +124,21 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         args = tree_map_only(Tensor, lambda tensor: tensor.bfloat16(), args)
     compute = KERNELS.get(name, func)
     written = [value for argument, value in zip(func._schema.arguments, args, strict=False) if argument.is_write]
-    found = compute(*args, **kwargs) if Graph.capturing is None else Graph.capturing.record(compute, written, args, kwargs)
+    found = compute(*args, **kwargs) if graph is None else graph.record(compute, written, args, kwargs)
     if to_host:
         return found
-    return tree_map_only(Tensor, lambda out: own[id(out)] if id(out) in own else OnDevice(out), found)
+    return tree_map_only(Tensor, lambda out: own[id(out)] if id(out) in own else OnDevice(out, index), found)
 
 
 class Graph:
     """Stands for `torch.cuda.CUDAGraph`: the operators of a capture and the memory that each read and wrote."""
 
-    capturing: "Graph | None" = None
+    _of_thread = threading.local()
+
+    @classmethod
+    def capturing(cls) -> "Graph | None":
+        """Return the graph that this thread captures."""
+        return getattr(cls._of_thread, "graph", None)
 
     def __init__(self) -> None:
         self._calls: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
@@ -155,12 +161,12 @@ class Graph:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        assert Graph.capturing is None
-        Graph.capturing = self
+        assert Graph.capturing() is None
+        Graph._of_thread.graph = self
         try:
             yield
         finally:
-            Graph.capturing = None
+            Graph._of_thread.graph = None
         for value, before in reversed(self._before):
             value.copy_(before)
         for value in self._returned:
@@ -231,7 +237,8 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         def compute(*held: Any) -> None:
             interpret(kernel, *held, grid=grid, warmup=warmup, **named)
 
-        compute(*held) if Graph.capturing is None else Graph.capturing.record(compute, _tensors(held), held, {})
+        graph = Graph.capturing()
+        compute(*held) if graph is None else graph.record(compute, _tensors(held), held, {})
 
     monkeypatch.setattr(InterpretedFunction, "run", launch)
 
@@ -247,14 +254,14 @@ class _Event:
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch, *, interprets: bool = False, gib: int = 24) -> Iterator[None]:
-    """Make torch say that there is one device, of compute capability 9.0. `interprets`: it has Triton's kernels, in the interpreter."""
+def pretended(monkeypatch: pytest.MonkeyPatch, *, devices: int = 1, interprets: bool = False, gib: int = 24) -> Iterator[None]:
+    """Make torch say that there are `devices` of compute capability 9.0. `interprets`: with Triton's kernels, in the interpreter."""
     library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libc10.*"))))
     guards = (ctypes.c_void_p * (_FPGA + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     guards[_FPGA] = guards[0]  # the CPU's, which guards nothing
     card = SimpleNamespace(total_memory=gib << 30, name="pretended", multi_processor_count=132, major=9, minor=0)
     answers = {
-        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": card, "get_device_capability": (9, 0),
+        "is_available": True, "device_count": devices, "current_device": 0, "get_device_properties": card, "get_device_capability": (9, 0),
         "get_device_name": card.name, "mem_get_info": (gib << 30, gib << 30), "max_memory_allocated": 0, "memory_allocated": 0,
         "memory_reserved": 0, "reset_peak_memory_stats": None, "synchronize": None, "empty_cache": None, "_lazy_init": None,
         "is_bf16_supported": True, "manual_seed_all": None, "device": nullcontext(), "stream": nullcontext(), "current_stream": _Stream(),
@@ -269,7 +276,21 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, interprets: bool = False, gib:
         _interpret_kernels(monkeypatch)
     else:
         monkeypatch.setattr(step_kernels, "TRITON_DEVICES", set())
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # torch.tensor(1, device="cuda") begins on the CPU
+    run_thread = threading.Thread.run
+
+    def run_with_modes(thread: threading.Thread) -> None:
+        with _modes():
+            run_thread(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run_with_modes)
+    with _modes():
+        yield
+
+
+@contextmanager
+def _modes() -> Iterator[None]:
+    """What torch holds for each thread."""
+    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # torch.tensor(1, device="cuda:0") begins on the CPU
     try:
         with Factories(), torch.autograd.set_multithreading_enabled(False):
             yield

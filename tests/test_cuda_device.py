@@ -38,7 +38,7 @@ ON_GPU: dict[str, Any] = {"backend": {"devices": "gpu:0"}}
 def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """A GPU, or one that is pretended; there Triton's interpreter, which is slow, runs where it must."""
     interprets = "triton" in request.node.name or not reads_pages()
-    with nullcontext() if HAS_GPU else pretended(monkeypatch, interprets=interprets):
+    with nullcontext() if HAS_GPU else pretended(monkeypatch, devices=2, interprets=interprets):
         yield
 
 
@@ -158,6 +158,15 @@ def test_sampler_and_learner_are_one_policy_and_an_update_is_the_same_bytes_twic
         weights = (parameter.detach().cpu().numpy().tobytes() for parameter in backend._adapter.parameters.values())
         digests.append(hashlib.sha256(b"".join(weights)).hexdigest())
     assert digests[0] == digests[1]
+
+
+@pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_that_sample_ahead_learn_what_one_does(tmp_path: Path) -> None:
+    """With a checkpoint at every step nothing is sampled ahead, so the runs differ in the devices alone."""
+    for devices in ("gpu:0", "gpu:0,gpu:1"):
+        train(small(tmp_path / devices, training={"max_steps": 2, "save_every": 1}, backend={"devices": devices}))
+    one, two = (next((tmp_path / name).rglob("final/adapter_model.safetensors")).read_bytes() for name in ("gpu:0", "gpu:0,gpu:1"))
+    assert one == two
 
 
 def test_a_resumed_run_has_the_bytes_of_one_that_went_on(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pretended_cuda import Graph, pretended
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with pretended(monkeypatch):
+    with pretended(monkeypatch, devices=2):
         yield
 
 
@@ -20,9 +20,12 @@ def test_tensors_are_on_the_device_and_so_are_their_gradients() -> None:
     assert factor.to("cuda:0") is factor and factor.cpu().numpy().tolist() == [0, 1, 2]
 
 
-def test_two_devices_in_one_operator_are_refused() -> None:
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+def test_two_devices_in_one_operator_are_refused_and_copies_are_not(other: str) -> None:
+    here, there = torch.ones(3, device="cuda:0"), torch.zeros(3, device=other)
     with pytest.raises(RuntimeError, match="two devices"):
-        torch.ones(3, device="cuda") + torch.ones(3)
+        here + there
+    assert there.copy_(here).device == torch.device(other) and there.tolist() == [1, 1, 1] and there.to("cuda:0").device == here.device
 
 
 @pytest.mark.parametrize(
