@@ -124,7 +124,8 @@ def call_all(rows: int) -> None:
     rotary.turn_and_store(
         apart(sum(HEADS) * SIZE), HEADS, (half(rows, 1, SIZE), half(rows, 1, SIZE)), (half(sum(HEADS[:2]), SIZE), 1e-6), pages, index
     )
-    attention.attend(half(rows, HEADS[0], SIZE), *pages, torch.zeros(rows, 8, dtype=torch.int32), ones.int(), SIZE**-0.5, None)
+    for width in (4, 8):  # pages of rows of one part, and of two
+        attention.attend(half(rows, HEADS[0], SIZE), *pages, torch.zeros(rows, width, dtype=torch.int32), ones.int(), SIZE**-0.5, None)
     activation.gate(apart(2 * INNER))
     stack = AdapterStack.of({slot: (half(16, HIDDEN), half(16, HIDDEN)) for slot in range(2)}, 1)
     adapters.add_row_updates(half(rows, HIDDEN), half(rows, 32), stack.up, stack.first, stack.counts, index)

@@ -110,6 +110,8 @@ def count(rows: int, length: int, *, joined: bool) -> tuple[Counter[str], dict[s
 
     def attend(query: Tensor, *rest: Any) -> Tensor:
         counting.kernels["attention"] += 1
+        if joined:  # rows of up to 2,048 tokens are attended in parts
+            counting.kernels["join"] += 1
         return torch.empty_like(query)
 
     with patch.object(fused, "TRITON_DEVICES", {"meta"} if joined else set()):

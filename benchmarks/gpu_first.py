@@ -44,7 +44,7 @@ from retrain.model.head import Head, score_tokens
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.projection import AdapterStack
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
-from retrain.model.varlen import PagedRows, Spans, flash_paged, has_flash, plain, plain_paged, reads_pages
+from retrain.model.varlen import PagedKernel, PagedRows, Spans, flash_paged, has_flash, plain, plain_paged, reads_pages
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -137,27 +137,28 @@ def environment(machine: Machine) -> Found:
 
 
 def attention(machine: Machine) -> Found:
-    """torch's flash kernels beside the plain form: whole rows, windows, and decoding over pages; a row alone gives the same bits."""
+    """Flash kernels beside the plain form: whole rows, windows, and decoding over pages; a row alone gives the same bits."""
     heads, key_heads, size = machine.shape["num_attention_heads"], machine.shape["num_key_value_heads"], machine.shape["head_dim"]
     make = lambda *shape: torch.randn(*shape, device=machine.device, dtype=machine.dtype)  # noqa: E731
     found: Found = {}
+    over_pages: dict[str, PagedKernel] = {"triton": TritonKernels().attend} if machine.cuda else {"plain": plain_paged}
+    over_pages |= {"flash": flash_paged} if machine.cuda and reads_pages() else {}
     for window in (None, 100):
         spans = Spans.of([64, 1, 300], [164, 40, 300], machine.device)
         packed = make(365, heads, size), make(504, key_heads, size), make(504, key_heads, size)
         kernel = VarlenAttention().packed_kernel(packed[0], None) if machine.cuda else plain
         difference = kernel(*packed, spans, 0.1, window) - plain(*packed, spans, 0.1, window)  # type: ignore[misc]
         found[f"packed, window {window}"] = float(difference.abs().max())
-        keys, values = make(17, 256, key_heads, size), make(17, 256, key_heads, size)
-        table = torch.arange(1, 17, device=machine.device, dtype=torch.int32).view(4, 4)
-        lengths = torch.tensor([700, 1, 256, 1000], device=machine.device, dtype=torch.int32)
-        one = make(4, heads, size)
-        paged = plain_paged if not machine.cuda else flash_paged if reads_pages() else TritonKernels().attend
-        rows = PagedRows.of(table, lengths, 256)
-        together = paged(one, keys, values, rows, 0.1, window)
+        keys, values = make(33, 256, key_heads, size), make(33, 256, key_heads, size)
+        table = torch.arange(1, 33, device=machine.device, dtype=torch.int32).view(4, 8)
+        lengths = torch.tensor([700, 1, 256, 2000], device=machine.device, dtype=torch.int32)
+        one, rows = make(4, heads, size), PagedRows.of(table, lengths, 256)
         expected = plain_paged(one.float(), keys.float(), values.float(), rows, 0.1, window)
-        found[f"paged, window {window}"] = float((together.float() - expected).abs().max())
-        alone = paged(one[3:], keys, values, PagedRows.of(table[3:], lengths[3:], 256), 0.1, window)
-        found[f"paged, window {window}, a row alone has the same bits"] = bool(torch.equal(alone[0], together[3]))
+        for name, paged in over_pages.items():
+            together = paged(one, keys, values, rows, 0.1, window)
+            found[f"{name} over pages, window {window}"] = float((together.float() - expected).abs().max())
+            alone = paged(one[3:], keys, values, PagedRows.of(table[3:], lengths[3:], 256), 0.1, window)
+            found[f"{name} over pages, window {window}, a row alone has the same bits"] = bool(torch.equal(alone[0], together[3]))
     return found
 
 
@@ -183,18 +184,16 @@ def kernels(machine: Machine) -> Found:
     ones, halves = torch.ones(rows, device=machine.device), torch.full((rows,), 0.5, device=machine.device, dtype=torch.float64)
     cuts = torch.full_like(places, 50), 0.9 * torch.ones_like(halves), torch.zeros_like(halves)
     weight, scale = quantised(make(2 * inner, hidden))
-    length = 512 if machine.big else 40
-    pages_each = -(-length // 16)
-    table = torch.arange(rows * pages_each, device=machine.device, dtype=torch.int32).view(rows, pages_each)
-    held = make(rows * pages_each, 16, heads[1], size), make(rows * pages_each, 16, heads[1], size)
-    paged_rows = PagedRows.of(table, torch.full((rows,), length, device=machine.device, dtype=torch.int32), 16)
-    asked = make(rows, heads[0], size)
+    asked, page = make(rows, heads[0], size), 256 if machine.big else 16
+    held = make(rows * 2, page, heads[1], size), make(rows * 2, page, heads[1], size)
+    short, few = (paged_rows(machine, count, rows * 2 // count, page) for count in (rows, 2))
     calls: dict[str, tuple[int, Callable[[StepKernels], object]]] = {
         "add_norm": (4 * stream.nbytes, lambda of: of.add_norm(stream, update, norm)),
         "turn_and_store": (2 * qkv.nbytes, lambda of: of.turn_and_store(qkv, heads, rotary, head_norm, pages, places)),
         "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates)),
         "add_row_updates": (2 * stream.nbytes + stack.up.nbytes, lambda of: of.add_row_updates(stream, reduced, stack, slots)),
-        "attend": (2 * held[0].nbytes, lambda of: of.attend(asked, *held, paged_rows, size**-0.5, None)),
+        "attend": (2 * held[0].nbytes, lambda of: of.attend(asked, *held, short, size**-0.5, None)),
+        "attend, 2 rows": (2 * held[0].nbytes, lambda of: of.attend(asked[:2], *held, few, size**-0.5, None)),
         "scaled_product": (weight.nbytes, lambda of: of.scaled_product(stream, weight, scale, None)),
         "draw": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, None)),
         "draw, truncated": (logits.nbytes, lambda of: of.draw and of.draw(logits, ones, halves, cuts)),
@@ -209,6 +208,12 @@ def kernels(machine: Machine) -> Found:
         except Exception as error:  # noqa: BLE001 - the other kernels go on
             found[name] = f"{type(error).__name__}: {str(error)[:300]}"
     return found
+
+
+def paged_rows(machine: Machine, rows: int, pages: int, page_tokens: int) -> PagedRows:
+    """Rows of as many full pages."""
+    table = torch.arange(rows * pages, device=machine.device, dtype=torch.int32).view(rows, pages)
+    return PagedRows.of(table, torch.full((rows,), pages * page_tokens, device=machine.device, dtype=torch.int32), page_tokens)
 
 
 def prepared(machine: Machine, rows: int, prompt: int, tokens: int) -> tuple[Decoder, PagedEngine, list[Job]]:

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "compiled.py"
-KERNELS = {"add_norm", "turn_and_store", "attend", "gate", "add_row_updates", "product", "block_sums", "pick", "cut"}
+KERNELS = {"add_norm", "turn_and_store", "attend", "join", "gate", "add_row_updates", "product", "block_sums", "pick", "cut"}
 
 SMALL_FRAME = 32
 """Bytes that a thread may keep in memory: what a call saves, not a tile."""

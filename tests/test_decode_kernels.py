@@ -136,6 +136,31 @@ def test_attention_over_pages(kernels: StepKernels, dtype: torch.dtype, heads: i
         assert torch.equal(alone[0], found[row])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 3, 70, 1100])
+@pytest.mark.parametrize(("page_tokens", "part"), [(4, 64), (64, 128)])
+def test_long_rows_are_attended_in_parts(
+    kernels: StepKernels, dtype: torch.dtype, window: int | None, page_tokens: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token, and up to two parts of 64 and twenty, which are more than are added at once; a row of one part has the bits of a row
+    that is not cut.
+    """
+    from retrain.model.kernels import attention
+
+    query, lengths = make(5, 6, 8, dtype=dtype), torch.tensor([0, 1, 64, 65, 1250], dtype=torch.int32)
+    pages = make(1280 // page_tokens, page_tokens, 2, 8, dtype=dtype), make(1280 // page_tokens, page_tokens, 2, 8, dtype=dtype, seed=1)
+    table = torch.arange(1280 // page_tokens, dtype=torch.int32).flip(0).repeat(5, 1)
+    rows = PagedRows.of(table, lengths, page_tokens)
+    monkeypatch.setattr(attention, "PART", 2048)
+    uncut = kernels.attend(query, *pages, rows, 0.3, window)
+    monkeypatch.setattr(attention, "PART", part)
+    found = kernels.attend(query, *pages, rows, 0.3, window)
+    expected = plain_paged(query.float(), *(page.float() for page in pages), rows, 0.3, window)
+    bound = {"rtol": 2**-6, "atol": 2**-8} if dtype == torch.bfloat16 else TOLERANCE[dtype]
+    torch.testing.assert_close(found[1:].float(), expected[1:], **bound)
+    assert torch.equal(found[:3], uncut[:3]) and not found[0].any()
+
+
 # -- the sampler -----------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from retrain.inference_engine.sampling import upload
 from retrain.model import attention
 from retrain.model.fused import FusedDecoder
 from retrain.model.projection import AdapterLayer
-from retrain.model.varlen import flash_paged, reads_pages
+from retrain.model.varlen import flash_paged, plain_paged, reads_pages
 from retrain.types import Int32Array
 
 Slots = npt.NDArray[np.int64]
@@ -55,8 +55,10 @@ class Decoder:
             )
         self.shards = shards
         self.fused = fused or FusedDecoder.of(self._base, merge=merge)
-        over_pages = flash_paged if self.fused is None or reads_pages() else self.fused.kernels.attend
-        self.kernel: attention.Kernel = attention.VarlenAttention(paged=over_pages) if flash else attention.FusedAttention()
+        over_pages = plain_paged if self.fused is None else self.fused.kernels.attend
+        if over_pages is plain_paged and flash and reads_pages():
+            over_pages = flash_paged
+        self.kernel: attention.Kernel = (attention.VarlenAttention if flash else attention.FusedAttention)(paged=over_pages)
         self.slots = {0, BASE_MODEL}
         """Adapters that a request may name."""
 

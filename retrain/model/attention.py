@@ -147,10 +147,10 @@ class RowLengths:
 class FusedAttention:
     """PyTorch's fused attention, on every device; a soft cap takes plain matrix products, and so does decoding in float32 on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, paged: PagedKernel = plain_paged) -> None:
         self._packed: PackedKernel | None = None
         self._fits: Callable[[Tensor], bool] = fits_flash
-        self.paged: PagedKernel = plain_paged
+        self.paged = paged
 
     def decode(
         self, query: Tensor, key: Tensor, value: Tensor, rows: RowLengths, scaling: float, window: int | None, softcap: float | None
@@ -198,8 +198,8 @@ class VarlenAttention(FusedAttention):
 
     def __init__(self, kernel: PackedKernel = flash, fits: Callable[[Tensor], bool] = fits_flash, paged: PagedKernel = flash_paged) -> None:
         """`fits`: whether the kernel takes queries of this shape and dtype."""
-        super().__init__()
-        self._packed, self._fits, self.paged = kernel, fits, paged
+        super().__init__(paged)
+        self._packed, self._fits = kernel, fits
 
 
 def prefers_products(query: Tensor) -> bool:

@@ -51,12 +51,13 @@ def engine_options(inference: "Inference", device_type: str, model_dtype: torch.
         )
     weights = torch.bfloat16 if narrow and model_dtype != torch.bfloat16 else None
     kv_storage = _KV_STORAGE.get(inference.kv_cache_dtype)
+    has, flash = has_flash(device_type, weights or model_dtype), inference.attention_kernel != "cutlass"
     return EngineOptions(
         weights=weights,
         kv_storage=None if kv_storage == (weights or model_dtype) else kv_storage,
-        flash=inference.attention_kernel != "cutlass" and has_flash(device_type, weights or model_dtype),
+        flash=has and flash,
         prefix_caching=inference.prefix_caching,
-        paged=has_flash(device_type, weights or model_dtype) and (reads_pages() or find_spec("triton") is not None),
+        paged=has and ((flash and reads_pages()) or find_spec("triton") is not None),
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from retrain.model.float8 import quantised, scaled_product
 from retrain.model.functions import Norm, normed, rotate
 from retrain.model.projection import AdapterStack, add_row_updates
-from retrain.model.varlen import PagedKernel, PagedRows, plain_paged, reads_pages
+from retrain.model.varlen import PagedKernel, PagedRows, plain_paged
 
 TRITON_DEVICES = {"cuda"}
 _MOST_NARROW_ROWS = 256
@@ -66,7 +66,7 @@ class StepKernels(Protocol):
 
     @property
     def attend(self) -> PagedKernel:
-        """Attention over pages, where torch's flash kernel reads none."""
+        """Attention over pages."""
         ...
 
     @property
@@ -182,8 +182,7 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, 
     stack = AdapterStack.of({0: (make(4, 40), make(4, 20)), 1: (make(2, 40), make(2, 20))}, 1)
     y, reduced = make(3, 26)[:, :20], make(3, 6)
     table, lengths = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device, dtype=torch.int32), torch.tensor([7, 1, 4], device=device)
-    asked, attends = make(3, 6, 8)[:, :4], not reads_pages() or device.type == "cpu"
-    rows, kept = PagedRows.of(table, lengths.int(), 4), (make(3, 4, 2, 8), make(3, 4, 2, 8))
+    rows, asked, kept = PagedRows.of(table, lengths.int(), 4), make(3, 6, 8)[:, :4], (make(3, 4, 2, 8), make(3, 4, 2, 8))
     (weight, scale), bias = quantised(make(21, 40) / 8), make(21)
 
     def results(of: StepKernels) -> dict[str, list[Tensor]]:
@@ -195,7 +194,7 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, 
             "turn_and_store": [queries, *pages],
             "gate": [of.gate(qkv)],
             "add_row_updates": [of.add_row_updates(y.clone(), reduced, stack, slots)],
-            "attend": [of.attend(asked, *kept, rows, 0.3, window) for window in (None, 3)] if attends else [],
+            "attend": [of.attend(asked, *kept, rows, 0.3, window) for window in (None, 3)],
             "scaled_product": [of.scaled_product(update, weight, scale, bias)] if narrow else [],
         }
 

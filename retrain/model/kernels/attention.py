@@ -1,7 +1,8 @@
-"""Attention of one new token of each row over the pages of its keys and values, for a torch whose flash kernel reads no pages.
+"""Attention of one new token of each row over the pages of its keys and values.
 
-Queries that share a key head are computed together, over one block of tokens after the other (online softmax, arXiv 1805.02867). A row
-meets the same blocks in the same order whatever the rows beside it.
+Queries that share a key head are computed together, over one block of tokens after the other (online softmax, arXiv 1805.02867). A long row
+is cut into parts of a fixed size, each computed by itself, whose sums are then added in order: a few long rows fill the device too, and a
+long row does not hold up short ones. A row meets the same blocks in the same order whatever the rows beside it.
 """
 
 import torch
@@ -9,37 +10,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrain.model.kernels.rounding import rounded
+from retrain.model.kernels.rounding import factors, rounded
 
+PART = 1024
+"""Tokens of a part; two rows of 16,384 tokens, 8 key heads, are 256 programs."""
 _BLOCK = 64
+_TILE = 16
+"""Parts that are added together."""
 _FEWEST = 16
 """Rows of the smallest matrix product."""
 
 
 @triton.jit
 def _attend(
-    query, keys, values, table, lengths, out, scaling, window, page_tokens, table_stride, row_stride, head_stride,
+    query, keys, values, table, lengths, out, scales, scaling, window, page_tokens, table_stride, row_stride, head_stride,
     GROUP: tl.constexpr, SIZE: tl.constexpr, FACTORS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, CUT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one row and key head. Scores and sums are float32; weights are rounded before their product, as flash kernels do.
+    """The queries of one row and key head over one part. Scores and sums are float32; weights are rounded before their product, as flash
+    kernels do.
 
-    FACTORS: dtype of what is multiplied, which is exact in float32 too. Triton's interpreter, on a CPU, multiplies no bfloat16.
+    CUT: rows may have several parts, so `out` takes sums and `scales` the largest score and the sum of weights; nothing is written for a
+    part without tokens. WHOLE: a block lies within a page.
     """
     dtype: tl.constexpr = query.dtype.element_ty
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head, number = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key_heads = tl.num_programs(1)
     each, part = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
-    own = (each < GROUP)[:, None] & (part < SIZE)[None, :]
-    asked = tl.load(query + row * row_stride + (head * GROUP + each)[:, None] * head_stride + part[None, :], mask=own, other=0.0)
     length = tl.load(lengths + row)
     first = tl.maximum(length - window, 0)
+    begin, end = tl.maximum(first, number * PART), tl.minimum(length, number * PART + PART)
+    of_group = each < (tl.where(begin < end, GROUP, 0) if CUT else GROUP)
+    own = of_group[:, None] & (part < SIZE)[None, :]
+    asked = tl.load(query + row * row_stride + (head * GROUP + each)[:, None] * head_stride + part[None, :], mask=own, other=0.0)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for start in range(first // BLOCK * BLOCK, length, BLOCK):
+    for start in range(begin // BLOCK * BLOCK, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        seen = (place >= first) & (place < length)
-        page = tl.load(table + row * table_stride + place // page_tokens, mask=seen, other=0).to(tl.int64)
+        seen = (place >= begin) & (place < end)
+        if WHOLE:
+            page = tl.load(table + row * table_stride + start // page_tokens).to(tl.int64)
+        else:
+            page = tl.load(table + row * table_stride + place // page_tokens, mask=seen, other=0).to(tl.int64)
         at = ((page * page_tokens + place % page_tokens) * key_heads + head) * SIZE
         inside = seen[:, None] & (part < SIZE)[None, :]
         key = tl.load(keys + at[:, None] + part[None, :], mask=inside, other=0.0)
@@ -52,8 +65,43 @@ def _attend(
         summed = summed * shrunk[:, None] + product
         total = total * shrunk + tl.sum(weights, axis=1)
         largest = reached
-    result = rounded(summed / tl.where(total > 0, total, 1.0)[:, None], dtype).to(dtype)
-    tl.store(out + (row * key_heads * GROUP + (head * GROUP + each)[:, None]) * SIZE + part[None, :], result, mask=own)
+    target = ((row * key_heads + head) * tl.num_programs(2) + number) * GROUP + each
+    if CUT:
+        tl.store(scales + 2 * target, largest, mask=of_group)
+        tl.store(scales + 2 * target + 1, total, mask=of_group)
+    else:
+        summed = rounded(summed / tl.where(total > 0, total, 1.0)[:, None], dtype)
+    tl.store(out + target[:, None] * SIZE + part[None, :], summed.to(out.dtype.element_ty), mask=own)
+
+
+@triton.jit
+def _join(
+    sums, scales, lengths, out, window, parts,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one row and query head, `TILE` at a time. A single part keeps its bits, as if the row had not been cut."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heads, part = tl.num_programs(1), tl.arange(0, WIDTH)
+    length = tl.load(lengths + row)
+    last = (length + PART - 1) // PART
+    largest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    summed = tl.zeros([WIDTH], tl.float32)
+    for start in range(tl.maximum(length - window, 0) // PART, last, TILE):
+        number = start + tl.arange(0, TILE)
+        source = ((row * (heads // GROUP) + head // GROUP) * parts + number) * GROUP + head % GROUP
+        new = tl.load(scales + 2 * source, mask=number < last, other=float("-inf"))
+        weights = tl.load(scales + 2 * source + 1, mask=number < last, other=0.0)
+        inside = (number < last)[:, None] & (part < SIZE)[None, :]
+        product = tl.load(sums + source[:, None] * SIZE + part[None, :], mask=inside, other=0.0)
+        reached = tl.maximum(largest, tl.max(new, axis=0))
+        shrunk, grown = tl.exp(largest - reached), tl.exp(new - reached)
+        summed = summed * shrunk + tl.sum(product * grown[:, None], axis=0)
+        total = total * shrunk + tl.sum(weights * grown, axis=0)
+        largest = reached
+    result = rounded(summed / tl.where(total > 0, total, 1.0), dtype).to(dtype)
+    tl.store(out + (row * heads + head) * SIZE + part, result, mask=part < SIZE)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -63,12 +111,21 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: 
     """
     count, heads, size = query.shape
     page_tokens, key_heads = keys.shape[1:3]
-    group = heads // key_heads
+    group, width = heads // key_heads, max(_FEWEST, triton.next_power_of_2(size))
+    last = 2**30 if window is None else window
+    parts = triton.cdiv(table.shape[1] * page_tokens, PART)
     out = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
-    _attend[count, key_heads](
-        query, keys, values, table, lengths, out, scaling, 2**30 if window is None else window, page_tokens,
+    cut = parts > 1
+    sums, scales = (
+        torch.empty(count, key_heads, parts, group, each, dtype=torch.float32, device=query.device) if cut else out for each in (size, 2)
+    )
+    _attend[count, key_heads, parts](
+        query, keys, values, table, lengths, sums, scales, scaling, last, page_tokens,
         table.stride(0), query.stride(0), query.stride(1),
-        GROUP=group, SIZE=size, FACTORS=tl.bfloat16 if query.dtype == torch.bfloat16 and query.is_cuda else tl.float32,
-        QUERIES=max(_FEWEST, triton.next_power_of_2(group)), WIDTH=max(_FEWEST, triton.next_power_of_2(size)), BLOCK=_BLOCK,
+        GROUP=group, SIZE=size, FACTORS=factors(query),
+        QUERIES=max(_FEWEST, triton.next_power_of_2(group)), WIDTH=width, BLOCK=_BLOCK,
+        PART=PART, CUT=cut, WHOLE=page_tokens % _BLOCK == 0,
     )  # fmt: skip
+    if cut:
+        _join[count, heads](sums, scales, lengths, out, last, parts, GROUP=group, SIZE=size, WIDTH=width, PART=PART, TILE=_TILE)
     return out

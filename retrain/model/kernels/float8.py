@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrain.model.kernels.rounding import rounded
+from retrain.model.kernels.rounding import factors, rounded
 
 _INPUTS = 128
 
@@ -25,10 +25,7 @@ def _product(
     x, weight, scale, bias, out, rows, inputs, outputs, x_stride,
     HAS_BIAS: tl.constexpr, FACTORS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows and outputs; the sum over all inputs is float32, in their order, and rounded once.
-
-    FACTORS: dtype of what is multiplied, which is exact in float32 too. Triton's interpreter, on a CPU, multiplies no bfloat16.
-    """
+    """A block of rows and outputs; the sum over all inputs is float32, in their order, and rounded once."""
     dtype: tl.constexpr = x.dtype.element_ty
     at = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -55,9 +52,8 @@ def scaled_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     rows, (outputs, inputs) = len(x), weight.shape
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     tall, wide = min(64, max(16, triton.next_power_of_2(rows))), 64 if outputs >= 8192 else 32 if outputs >= 4096 else 16
-    factors = tl.bfloat16 if x.dtype == torch.bfloat16 and x.is_cuda else tl.float32
     _product[triton.cdiv(outputs, wide), triton.cdiv(rows, tall)](
         x, weight.view(torch.uint8), scale, scale if bias is None else bias, out, rows, inputs, outputs, x.stride(0),
-        HAS_BIAS=bias is not None, FACTORS=factors, ROWS=tall, OUTPUTS=wide, INPUTS=_INPUTS, num_stages=4,
+        HAS_BIAS=bias is not None, FACTORS=factors(x), ROWS=tall, OUTPUTS=wide, INPUTS=_INPUTS, num_stages=4,
     )  # fmt: skip
     return out

@@ -1,7 +1,11 @@
-"""Rounding to the dtype of a tensor within a Triton kernel, where intermediate values are float32."""
+"""Dtypes within a Triton kernel: of what is multiplied, and rounding to the dtype of a tensor where intermediate values are float32."""
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -15,3 +19,12 @@ def rounded(x, dtype: tl.constexpr):
         nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         return tl.where(x != x, x, nearest)
     return x.to(dtype).to(tl.float32)
+
+
+def factors(x: Tensor) -> Any:
+    """Return the dtype in which a kernel multiplies numbers of `x`: its own, for the matrix units, or float32, where products are the same.
+
+    Triton's interpreter, on a CPU, multiplies no bfloat16.
+    """
+    own = {torch.float16: tl.float16} | ({torch.bfloat16: tl.bfloat16} if x.is_cuda else {})
+    return own.get(x.dtype, tl.float32)
