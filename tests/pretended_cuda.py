@@ -2,7 +2,8 @@
 
 They show that every branch for CUDA runs, that no operator mixes devices, and that a captured step reads nothing but its buffers: a capture
 keeps the operators, puts back what they wrote and makes NaN of what they returned, as on a GPU, where nothing has run by then, and a copy
-between host and device in it is refused. They do not show kernels, their rounding or order, streams, or memory.
+between host and device in it is refused, as is what the host waits for. So is, under `torch.use_deterministic_algorithms`, what raises.
+They do not show kernels, their rounding or order, streams, or memory.
 """
 
 import ctypes
@@ -30,7 +31,10 @@ _FPGA = 7
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 _INDEXED_BY_HOST = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"}
 """Operators that copy indices from the host by themselves."""
-
+_WAITED_FOR = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::equal"}
+"""Operators whose result, or its shape, the host reads."""
+_BY_CHANCE = {"aten::put_", "aten::put", "aten::histc", "aten::kthvalue"}
+"""Operators that raise on CUDA under `torch.use_deterministic_algorithms`; those that do so by their arguments are in `_is_by_chance`."""
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::linear"}
 """Operators that autocast computes in half precision, and which meet two dtypes nowhere else; autocast itself does not know the device."""
@@ -114,8 +118,10 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(f"{name}: tensors on two devices, of shapes {[tuple(tensor.shape) for tensor in tensors]}")
     to_host = (named is not None and named.type == "cpu") or (name == "aten::copy_" and not isinstance(args[0], OnDevice))
     graph = Graph.capturing()
-    if graph is not None and (mixes or reads_host or to_host or name == "aten::_local_scalar_dense"):
+    if graph is not None and (mixes or reads_host or to_host or name in _WAITED_FOR or _picks_by_mask(name, args)):
         raise RuntimeError(f"{name}: not permitted while a step is captured")
+    if torch.are_deterministic_algorithms_enabled() and _is_by_chance(name, args, kwargs):
+        raise RuntimeError(f"{name}: has no deterministic implementation")
     index = (named.index or 0) if named is not None else wrapped[0].index
     own = {id(tensor.held): tensor for tensor in wrapped}
     args, kwargs = tree_map_only(OnDevice, lambda tensor: tensor.held, (args, dict(kwargs)))
@@ -128,6 +134,20 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if to_host:
         return found
     return tree_map_only(Tensor, lambda out: own[id(out)] if id(out) in own else OnDevice(out, index), found)
+
+
+def _picks_by_mask(name: str, args: Any) -> bool:
+    """Return True for an index that is a mask: how many it picks is read by the host."""
+    return name in _INDEXED_BY_HOST and any(tensor.dtype == torch.bool for tensor in _tensors(args[1]))
+
+
+def _is_by_chance(name: str, args: Any, kwargs: Any) -> bool:
+    if name in ("aten::cumsum", "aten::cumsum_"):
+        return (kwargs.get("dtype") or args[0].dtype).is_floating_point
+    weighted = name == "aten::bincount" and len(_tensors((args, kwargs))) > 1
+    indexed = name in ("aten::median", "aten::nanmedian") and len(args) > 1
+    multiplied = name.startswith("aten::scatter_reduce") and "prod" in (*args, *kwargs.values())
+    return name in _BY_CHANCE or weighted or indexed or multiplied
 
 
 class Graph:
