@@ -121,12 +121,13 @@ def call_all(rows: int) -> None:
     pages = half(4, PAGE_TOKENS, HEADS[1], SIZE), half(4, PAGE_TOKENS, HEADS[1], SIZE)
     index, ones, halves = torch.zeros(rows, dtype=torch.int64), torch.ones(rows), torch.full((rows,), 0.5, dtype=torch.float64)
     norm.add_norm(half(rows, HIDDEN), apart(HIDDEN), half(HIDDEN), 1e-6)
-    rotary.turn_and_store(
-        apart(sum(HEADS) * SIZE), HEADS, (half(rows, 1, SIZE), half(rows, 1, SIZE)), (half(sum(HEADS[:2]), SIZE), 1e-6), pages, index
-    )
+    turning, heads_norm = (half(rows, 1, SIZE), half(rows, 1, SIZE)), (half(sum(HEADS[:2]), SIZE), 1e-6)
+    for of_qkv in (None, (apart(48), half(48, sum(HEADS) * SIZE))):
+        rotary.turn_and_store(apart(sum(HEADS) * SIZE), of_qkv, HEADS, turning, heads_norm, pages, index)
     for width in (4, 8):  # pages of rows of one part, and of two
         attention.attend(half(rows, HEADS[0], SIZE), *pages, torch.zeros(rows, width, dtype=torch.int32), ones.int(), SIZE**-0.5, None)
-    activation.gate(apart(2 * INNER))
+    for of_gates in (None, (apart(32), half(32, 2 * INNER))):
+        activation.gate(apart(2 * INNER), of_gates)
     stack = AdapterStack.of({slot: (half(16, HIDDEN), half(16, HIDDEN)) for slot in range(2)}, 1)
     adapters.add_row_updates(half(rows, HIDDEN), half(rows, 32), stack.up, stack.first, stack.counts, index)
     for inputs, outputs in ((INNER, HIDDEN), (HIDDEN, 2 * INNER)):

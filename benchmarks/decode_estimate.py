@@ -64,11 +64,11 @@ class OneEach:
         self._counted["add_norm"] += 1
         return torch.empty_like(residual)
 
-    def turn_and_store(self, qkv: Tensor, heads: Sequence[int], rotary: Any, norm: Any, pages: Any, places: Tensor) -> Tensor:
+    def turn_and_store(self, qkv: Tensor, pending: Any, heads: Sequence[int], rotary: Any, norm: Any, pages: Any, places: Tensor) -> Tensor:
         self._counted["turn_and_store"] += 1
         return qkv.new_empty(len(qkv), heads[0], pages[0].shape[-1])
 
-    def gate(self, gates: Tensor) -> Tensor:
+    def gate(self, gates: Tensor, pending: Any) -> Tensor:
         self._counted["gate"] += 1
         return gates.new_empty(len(gates), gates.shape[1] // 2)
 

@@ -42,7 +42,7 @@ from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head, score_tokens
 from retrain.model.packing import PackedAttention, Segment
-from retrain.model.projection import AdapterStack
+from retrain.model.projection import AdapterStack, Pending
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
 from retrain.model.varlen import PagedKernel, PagedRows, Spans, flash_paged, has_flash, plain, plain_paged, reads_pages
 
@@ -181,6 +181,7 @@ def kernels(machine: Machine) -> Found:
     places, slots = torch.arange(rows, device=machine.device) * 16, torch.arange(rows, device=machine.device) % 4 - 1
     stack = AdapterStack.of({slot: (make(16, hidden), make(16, hidden)) for slot in range(3)}, 2)
     reduced, logits = make(rows, 48), make(rows, vocabulary)
+    of_qkv, of_gates = Pending(reduced, make(48, sum(heads) * size)), Pending(reduced[:, :32], make(32, 2 * inner))
     ones, halves = torch.ones(rows, device=machine.device), torch.full((rows,), 0.5, device=machine.device, dtype=torch.float64)
     cuts = torch.full_like(places, 50), 0.9 * torch.ones_like(halves), torch.zeros_like(halves)
     weight, scale = quantised(make(2 * inner, hidden))
@@ -189,8 +190,8 @@ def kernels(machine: Machine) -> Found:
     short, few = (paged_rows(machine, count, rows * 2 // count, page) for count in (rows, 2))
     calls: dict[str, tuple[int, Callable[[StepKernels], object]]] = {
         "add_norm": (4 * stream.nbytes, lambda of: of.add_norm(stream, update, norm)),
-        "turn_and_store": (2 * qkv.nbytes, lambda of: of.turn_and_store(qkv, heads, rotary, head_norm, pages, places)),
-        "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates)),
+        "turn_and_store": (2 * qkv.nbytes, lambda of: of.turn_and_store(qkv, of_qkv, heads, rotary, head_norm, pages, places)),
+        "gate": (gates.nbytes * 3 // 2, lambda of: of.gate(gates, of_gates)),
         "add_row_updates": (2 * stream.nbytes + stack.up.nbytes, lambda of: of.add_row_updates(stream, reduced, stack, slots)),
         "attend": (2 * held[0].nbytes, lambda of: of.attend(asked, *held, short, size**-0.5, None)),
         "attend, 2 rows": (2 * held[0].nbytes, lambda of: of.attend(asked[:2], *held, few, size**-0.5, None)),

@@ -19,7 +19,7 @@ from retrain.model.devices import EngineOptions
 from retrain.model.float8 import hold_layers_in_float8, quantised
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
-from retrain.model.projection import AdapterStack
+from retrain.model.projection import AdapterStack, Pending
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences, step_kernels
 from retrain.model.truncation import FixedKeptSets
 from retrain.model.varlen import PagedRows, plain_paged
@@ -46,6 +46,11 @@ def make(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed + sum(shape)), device="cpu").to(DEVICE, dtype)
 
 
+def low_rank(rows: int, rank: int, size: int, dtype: torch.dtype) -> Pending | None:
+    """A product that is about 1/4 and still to be added, whose left factors lie beside other numbers."""
+    return Pending(make(rows, rank + 3, dtype=dtype)[:, :rank], make(rank, size, dtype=dtype) / (4 * rank**0.5)) if rank else None
+
+
 def assert_near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, **TOLERANCE[expected.dtype])
     assert (found == expected).float().mean() > (0.98 if expected.dtype == torch.bfloat16 else 0), "rounded at other places"
@@ -63,27 +68,33 @@ def test_a_sum_and_its_norm(kernels: StepKernels, dtype: torch.dtype, size: int)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("queries", "keys", "size", "has_norm"), [(4, 2, 8, True), (14, 2, 20, True), (3, 1, 6, False)])
+@pytest.mark.parametrize("rank", [0, 5, 70])
 def test_heads_are_normed_turned_and_stored(
-    kernels: StepKernels, dtype: torch.dtype, queries: int, keys: int, size: int, has_norm: bool
+    kernels: StepKernels, dtype: torch.dtype, queries: int, keys: int, size: int, has_norm: bool, rank: int
 ) -> None:
+    """Of fewer rows than a program has and of more, with the adapter's part, of more ranks than are added at once, and without."""
     heads, width = (queries, keys, keys), (queries + 2 * keys) * size
-    qkv = make(3, width + 3, dtype=dtype)[:, :width]
-    half = make(3, 1, size // 2, dtype=torch.float32)
+    count = 20 if rank == 5 else 3
+    qkv, pending = make(count, width + 3, dtype=dtype)[:, :width], low_rank(count, rank, width, dtype)
+    half = make(count, 1, size // 2, dtype=torch.float32)
     rotary = torch.cat([half.cos(), half.cos()], -1).to(dtype), torch.cat([half.sin(), half.sin()], -1).to(dtype)
     norm = Norm.of(make(queries + keys, size, dtype=dtype), 1e-6) if has_norm else None
-    places = torch.tensor([9, 4, 11])
-    found, expected = ([torch.full((3, 4, keys, size), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2))
-    turned = kernels.turn_and_store(qkv, heads, rotary, norm, tuple(found), places)
-    assert_near(turned, TorchKernels().turn_and_store(qkv, heads, rotary, norm, tuple(expected), places))
+    places = torch.arange(count).flip(0) * 4 + 5
+    found, expected = ([torch.full((count + 1, 4, keys, size), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2))
+    turned = kernels.turn_and_store(qkv.clone(), pending, heads, rotary, norm, tuple(found), places)
+    assert_near(turned, TorchKernels().turn_and_store(qkv, pending, heads, rotary, norm, tuple(expected), places))
     assert_near(found[0], expected[0])
-    assert torch.equal(found[1], expected[1]), "values are copied, and other places are left alone"
+    assert_near(found[1], expected[1])
+    untouched = torch.ones(count * 4 + 4, dtype=torch.bool).index_fill_(0, places, False)
+    assert (found[1].flatten(0, 1)[untouched] == 7).all() and (rank or torch.equal(found[1], expected[1])), "values are copied"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [48, 1030])
-def test_the_gated_activation(kernels: StepKernels, dtype: torch.dtype, size: int) -> None:
-    gates = make(2, 2 * size + 1, dtype=dtype)[:, : 2 * size] * 3
-    assert_near(kernels.gate(gates), TorchKernels().gate(gates))
+@pytest.mark.parametrize(("rows", "size"), [(2, 48), (17, 70), (2, 1030)])
+@pytest.mark.parametrize("rank", [0, 5, 70])
+def test_the_gated_activation(kernels: StepKernels, dtype: torch.dtype, rows: int, size: int, rank: int) -> None:
+    gates, pending = make(rows, 2 * size + 1, dtype=dtype)[:, : 2 * size] * 3, low_rank(rows, rank, 2 * size, dtype)
+    assert_near(kernels.gate(gates.clone(), pending), TorchKernels().gate(gates, pending))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -269,7 +280,7 @@ def test_a_kernel_that_is_wrong_is_not_used(kernels: StepKernels, monkeypatch: p
     said: list[str] = []
     assert isinstance(step_kernels(torch.device(DEVICE), torch.float32, said.append), TritonKernels) and not said
     right = TritonKernels()
-    right.gate = lambda gates: TorchKernels().gate(gates) * 1.01  # type: ignore[method-assign]
+    right.gate = lambda *gates: TorchKernels().gate(*gates) * 1.01  # type: ignore[method-assign]
     monkeypatch.setattr(steps, "TritonKernels", lambda: right)
     assert isinstance(step_kernels(torch.device(DEVICE), torch.float32, said.append), TorchKernels)
     assert "differ" in said[0] and "gate" in said[0]

@@ -79,12 +79,12 @@ class _Layer:
         self, hidden: Tensor, update: Tensor | None, rotary: tuple[Tensor, Tensor], batch: "PagedBatch", number: int, kernels: StepKernels
     ) -> Tensor:
         """Return the MLP's update [N, H] of the residual stream [N, H], which takes `update` and what attention adds; without gradient."""
-        qkv, _ = self.qkv.product(kernels.add_norm(hidden, update, self.attention_norm))
-        queries = kernels.turn_and_store(qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.places)
+        qkv = self.qkv.unadded(kernels.add_norm(hidden, update, self.attention_norm))
+        queries = kernels.turn_and_store(*qkv, self.heads, rotary, self.head_norm, batch.pages(number), batch.places)
         attended = batch.attention(queries, number, self.scaling, self.window)
         update, _ = self.output.product(attended.flatten(1))
-        gates, _ = self.gate_up.product(kernels.add_norm(hidden, update, self.mlp_norm))
-        return self.down.product(kernels.gate(gates))[0]
+        gates = self.gate_up.unadded(kernels.add_norm(hidden, update, self.mlp_norm))
+        return self.down.product(kernels.gate(*gates))[0]
 
     @property
     def projections(self) -> list[Projection]:

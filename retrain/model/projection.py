@@ -49,6 +49,19 @@ class _Factors(NamedTuple):
     """[R, O], scaled: block k holds adapter k's rows at its outputs, zeros elsewhere."""
 
 
+class Pending(NamedTuple):
+    """The adapter's part of a product, which is still to be added to it."""
+
+    reduced: Tensor
+    """[N, R] the input times the down factors."""
+    up: Tensor
+    """[R, O]"""
+
+    def added_to(self, y: Tensor) -> Tensor:
+        """`y` [N, O], which becomes the sum."""
+        return y.addmm_(self.reduced, self.up)
+
+
 class AdapterStack(NamedTuple):
     """Several adapters side by side."""
 
@@ -237,6 +250,11 @@ class Projection:
 
         `reduced` [N, R] is x times the down factors, which `gradients` needs; None if there is no adapter to differentiate.
         """
+        y, pending = self.unadded(x)
+        return (y, None) if pending is None else (pending.added_to(y), pending.reduced)
+
+    def unadded(self, x: Tensor) -> tuple[Tensor, Pending | None]:
+        """`product` in two parts, for a kernel that adds them; the second is None where the first is the whole."""
         if self.row_slots is not None:  # one product over the ranks of all adapters, of which a row uses its own
             y, stack = self._frozen_product(x), self._stack
             return y if stack is None else self.add_row_updates(y, F.linear(x, stack.down), stack, self.row_slots), None
@@ -254,10 +272,8 @@ class Projection:
         assert self.factors is not None
         if self._joined is not None and not torch.is_grad_enabled():
             both, (rank, outputs) = F.linear(x, *self._joined), self.factors.up.shape
-            product, reduced = both[:, :outputs], both[:, outputs : outputs + rank]
-        else:
-            product, reduced = self._frozen_product(x), F.linear(x, self.factors.down)
-        return product.addmm_(reduced, self.factors.up), reduced
+            return both[:, :outputs], Pending(both[:, outputs : outputs + rank], self.factors.up)
+        return self._frozen_product(x), Pending(F.linear(x, self.factors.down), self.factors.up)
 
     def _frozen_product(self, x: Tensor) -> Tensor:
         """[N, O] without any adapter."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retrain.model.float8 import quantised, scaled_product
 from retrain.model.functions import Norm, normed, rotate
-from retrain.model.projection import AdapterStack, add_row_updates
+from retrain.model.projection import AdapterStack, Pending, add_row_updates
 from retrain.model.varlen import PagedKernel, PagedRows, plain_paged
 
 TRITON_DEVICES = {"cuda"}
@@ -41,19 +41,20 @@ class StepKernels(Protocol):
     def turn_and_store(
         self,
         qkv: Tensor,
+        pending: Pending | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
         pages: tuple[Tensor, Tensor],
         places: Tensor,
     ) -> Tensor:
-        """Queries [N, Q, D] of [N, (Q + 2 K) D], normed and turned by cos and sin [N, 1, D]; keys and values [K, D] of each row go to
-        `places` [N] of `pages`, which are [P, T, K, D].
+        """Queries [N, Q, D] of [N, (Q + 2 K) D], to which `pending` is added, normed and turned by cos and sin [N, 1, D]; keys and values
+        [K, D] of each row go to `places` [N] of `pages`, which are [P, T, K, D].
         """
         ...
 
-    def gate(self, gates: Tensor) -> Tensor:
-        """silu(gate) * up [N, I] of both side by side."""
+    def gate(self, gates: Tensor, pending: Pending | None) -> Tensor:
+        """silu(gate) * up [N, I] of both side by side, to which `pending` is added."""
         ...
 
     def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
@@ -87,6 +88,7 @@ class TorchKernels:
     def turn_and_store(
         self,
         qkv: Tensor,
+        pending: Pending | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
@@ -94,14 +96,14 @@ class TorchKernels:
         places: Tensor,
     ) -> Tensor:
         queries, keys = heads[:2]
-        fused = qkv.view(len(qkv), -1, pages[0].shape[-1])
+        fused = (qkv if pending is None else pending.added_to(qkv)).view(len(qkv), -1, pages[0].shape[-1])
         turned = rotate(fused[:, : queries + keys], *rotary, norm)
         for stored, new in zip(pages, (turned[:, queries:], fused[:, queries + keys :]), strict=True):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, places, new)
         return turned[:, :queries]
 
-    def gate(self, gates: Tensor) -> Tensor:
-        gate, up = gates.chunk(2, dim=-1)
+    def gate(self, gates: Tensor, pending: Pending | None) -> Tensor:
+        gate, up = (gates if pending is None else pending.added_to(gates)).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def add_row_updates(self, y: Tensor, reduced: Tensor, stack: AdapterStack, slots: Tensor) -> Tensor:
@@ -127,13 +129,14 @@ class TritonKernels:
     def turn_and_store(
         self,
         qkv: Tensor,
+        pending: Pending | None,
         heads: Sequence[int],
         rotary: tuple[Tensor, Tensor],
         norm: Norm | None,
         pages: tuple[Tensor, Tensor],
         places: Tensor,
     ) -> Tensor:
-        return self._turn_and_store(qkv, heads, rotary, None if norm is None else (norm.weight, norm.eps), pages, places)
+        return self._turn_and_store(qkv, pending, heads, rotary, None if norm is None else (norm.weight, norm.eps), pages, places)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int | None) -> Tensor:
         return self._attend(query, keys, values, rows.table, rows.lengths, scaling, window)
@@ -180,7 +183,7 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, 
     norm, head_norm = Norm.of(make(40), 1e-6), Norm.of(make(6, 8), 1e-6)
     places, slots = torch.tensor([5, 0, 7], device=device), torch.tensor([1, -1, 0], device=device)
     stack = AdapterStack.of({0: (make(4, 40), make(4, 20)), 1: (make(2, 40), make(2, 20))}, 1)
-    y, reduced = make(3, 26)[:, :20], make(3, 6)
+    y, reduced, pending = make(3, 26)[:, :20], make(3, 6), Pending(make(3, 6), make(6, 64))
     table, lengths = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device, dtype=torch.int32), torch.tensor([7, 1, 4], device=device)
     rows, asked, kept = PagedRows.of(table, lengths.int(), 4), make(3, 6, 8)[:, :4], (make(3, 4, 2, 8), make(3, 4, 2, 8))
     (weight, scale), bias = quantised(make(21, 40) / 8), make(21)
@@ -188,11 +191,11 @@ def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, 
     def results(of: StepKernels) -> dict[str, list[Tensor]]:
         pages, total = (make(3, 4, 2, 8).zero_(), make(3, 4, 2, 8).zero_()), residual.clone()
         normed_sum = of.add_norm(total, update, norm)
-        queries = of.turn_and_store(qkv, (4, 2, 2), rotary, head_norm, pages, places)
+        queries = of.turn_and_store(qkv.clone(), pending, (4, 2, 2), rotary, head_norm, pages, places)
         return {
             "add_norm": [total, normed_sum],
             "turn_and_store": [queries, *pages],
-            "gate": [of.gate(qkv)],
+            "gate": [of.gate(qkv.clone(), pending)],
             "add_row_updates": [of.add_row_updates(y.clone(), reduced, stack, slots)],
             "attend": [of.attend(asked, *kept, rows, 0.3, window) for window in (None, 3)],
             "scaled_product": [of.scaled_product(update, weight, scale, bias)] if narrow else [],

@@ -1,6 +1,6 @@
-"""Adding to each row the update of its own adapter (the expansion of SGMV, arXiv 2310.18547).
+"""The adapter's part of a product: within the kernel that reads the product, and for rows that have adapters of their own.
 
-Shape letters: N rows, O outputs, R ranks of all adapters.
+Shape letters: N rows, O outputs, R ranks, of all adapters where there are several.
 """
 
 import triton
@@ -9,9 +9,31 @@ from torch import Tensor
 
 from retrain.model.kernels.rounding import rounded
 
+ROWS = 16
+"""Rows of a program that adds a `low_rank` product, the fewest of a matrix product."""
 _BLOCK = 256
 _RANKS = 16
 """Ranks added at a time, in their order."""
+
+
+@triton.jit
+def low_rank(
+    reduced, up, row, at, rows, size, reduced_stride, up_stride, R: tl.constexpr, RANKS: tl.constexpr, FACTORS: tl.constexpr
+):  # fmt: skip
+    """`reduced` [N, R] times `up` [R, O] in float32, of the rows `row` below `rows` and the outputs `at` below `size`."""
+    total = tl.zeros([row.shape[0], at.shape[0]], tl.float32)
+    for start in range(0, R, RANKS):
+        rank = start + tl.arange(0, RANKS)
+        source = reduced + row[:, None] * reduced_stride + rank[None, :]
+        left = tl.load(source, mask=(row < rows)[:, None] & (rank < R)[None, :], other=0.0)
+        right = tl.load(up + rank[:, None] * up_stride + at[None, :], mask=(rank < R)[:, None] & (at < size)[None, :], other=0.0)
+        total += tl.dot(left.to(FACTORS), right.to(FACTORS), input_precision="ieee")
+    return total
+
+
+def ranks_at_once(up: Tensor) -> int:
+    """Return RANKS of `low_rank` for factors [R, O]."""
+    return min(64, max(16, triton.next_power_of_2(len(up))))
 
 
 @triton.jit
@@ -39,7 +61,7 @@ def _add_row_updates(
 def add_row_updates(y: Tensor, reduced: Tensor, up: Tensor, first: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
     """`y` [N, O] plus, for each row, its `reduced` [N, R] times the factors `up` [R, O] of the adapter in `slots` [N], -1 none.
 
-    Its ranks are `counts`[slot + 1] from `first`[slot + 1] on.
+    The expansion of SGMV, arXiv 2310.18547. Its ranks are `counts`[slot + 1] from `first`[slot + 1] on.
     """
     rows, size = y.shape
     _add_row_updates[rows, triton.cdiv(size, _BLOCK)](
