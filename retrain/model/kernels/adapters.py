@@ -33,7 +33,8 @@ def low_rank(
 
 def ranks_at_once(up: Tensor) -> int:
     """Return RANKS of `low_rank` for factors [R, O]."""
-    return min(64, max(16, triton.next_power_of_2(len(up))))
+    power: int = triton.next_power_of_2(len(up))
+    return min(64, max(16, power))
 
 
 @triton.jit
