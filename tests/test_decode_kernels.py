@@ -20,7 +20,7 @@ from retrain.model.float8 import hold_layers_in_float8, quantised
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.projection import AdapterStack, Pending
-from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences, step_kernels
+from retrain.model.step_kernels import Heads, StepKernels, TorchKernels, TritonKernels, differences, step_kernels
 from retrain.model.truncation import FixedKeptSets
 from retrain.model.varlen import PagedRows, plain_paged
 
@@ -270,9 +270,27 @@ def test_equal_tokens_are_cut_by_their_id(kernels: StepKernels) -> None:
 # -- where they are used ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("heads", [Heads(4, 2, 8), Heads(32, 8, 128), Heads(14, 2, 64), Heads(5, 1, 96)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_probe_passes_kernels_that_are_right(kernels: StepKernels, dtype: torch.dtype) -> None:
-    assert differences(kernels, torch.device(DEVICE), dtype, narrow=True) == []
+def test_the_probe_passes_kernels_that_are_right(kernels: StepKernels, dtype: torch.dtype, heads: Heads) -> None:
+    assert differences(kernels, torch.device(DEVICE), dtype, heads, narrow=True) == []
+
+
+def test_a_kernel_that_does_not_fit_the_models_heads_is_not_used(on_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 256 take more shared memory than a consumer's GPU has, with Triton 3.4."""
+    from retrain.model.kernels import attention
+
+    model, said, attend = tiny(head_dim=16), list[str](), attention.attend
+    too_large = model.config.head_dim
+
+    def overflowing(query: Tensor, *others: Any) -> Tensor:
+        if query.shape[-1] >= too_large:
+            raise RuntimeError("out of resource: shared memory")
+        return attend(query, *others)
+
+    monkeypatch.setattr(attention, "attend", overflowing)
+    fused = FusedDecoder.of(model, merge=False, say=said.append)
+    assert fused is not None and isinstance(fused.kernels, TorchKernels) and "shared memory" in said[0]
 
 
 def test_a_kernel_that_is_wrong_is_not_used(kernels: StepKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from retrain.model.functions import Norm, gated_mlp, norm_project, normed, proje
 from retrain.model.packed import FrozenProduct, laid_out
 from retrain.model.projection import AdapterLayer, Projection, fusable
 from retrain.model.recomputing import recomputed
-from retrain.model.step_kernels import TRITON_DEVICES, StepKernels, TorchKernels, step_kernels
+from retrain.model.step_kernels import TRITON_DEVICES, Heads, StepKernels, TorchKernels, step_kernels
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
@@ -162,7 +162,9 @@ class FusedDecoder:
         if difference <= 1:
             weight = fused._embed.weight
             narrow = any(projection.scale is not None for projection in fused._projections)
-            fused.kernels = step_kernels(weight.device, weight.dtype, say or (lambda _: None), narrow=narrow)
+            first = fused._layers[0]
+            heads = Heads(first.heads[0], first.heads[1], first.head_size)
+            fused.kernels = step_kernels(weight.device, weight.dtype, say or (lambda _: None), heads, narrow=narrow)
             # Where kernels are launched one by one, the adapter lies under the weights.
             for projection in fused._projections if weight.device.type in TRITON_DEVICES else ():
                 projection.lay_adapter_under_weight()

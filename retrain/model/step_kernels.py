@@ -8,7 +8,7 @@ Shape letters: N rows with one token each, H hidden size, Q and K query and key-
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ _MOST_NARROW_ROWS = 256
 """Rows up to which Triton's product with 8-bit weights is taken; for more, the weight is widened once for all of them."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference of a kernel on the probe, whose numbers are about 1: two roundings apart."""
+
+_PAGE, _PAGES = 64, 17
+"""Tokens of a page on the probe, and pages of its rows: more than one part of a row (`kernels/attention.py`)."""
 
 Cuts = tuple[Tensor, Tensor, Tensor]
 """top_k, top_p, min_p of rows."""
@@ -149,9 +152,22 @@ class TritonKernels:
         return product(x, weight, scale, bias)
 
 
-def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], *, narrow: bool = False) -> StepKernels:
-    """Return the kernels of `device`. `say` is told in a line why Triton's were not taken on a device that has them; `narrow`: weights are
-    in 8 bits.
+class Heads(NamedTuple):
+    """Numbers of query and key-value heads, and their size."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+_SMALL = Heads(4, 2, 8)
+
+
+def step_kernels(
+    device: torch.device, dtype: torch.dtype, say: Callable[[str], None], heads: Heads = _SMALL, *, narrow: bool = False
+) -> StepKernels:
+    """Return the kernels of `device` for a model with these `heads`; `narrow`: its weights are in 8 bits. `say` is told in a line why
+    Triton's were not taken on a device that has them.
     """
     if device.type not in TRITON_DEVICES:
         return TorchKernels()
@@ -161,7 +177,7 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
     try:
         kernels = TritonKernels()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            wrong = differences(kernels, device, dtype, narrow=narrow)
+            wrong = differences(kernels, device, dtype, heads, narrow=narrow)
     except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
         say(f"Decoding uses torch's operators: Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]}).")
         return TorchKernels()
@@ -172,32 +188,41 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
 
 
 @torch.no_grad()
-def differences(kernels: StepKernels, device: torch.device, dtype: torch.dtype, *, narrow: bool = False) -> list[str]:
-    """Name the kernels that differ from torch's operators on a probe by more than rounding; `narrow` tries products in 8 bits too."""
+def differences(
+    kernels: StepKernels, device: torch.device, dtype: torch.dtype, heads: Heads = _SMALL, *, narrow: bool = False
+) -> list[str]:
+    """Name the kernels that differ from torch's operators on a probe by more than rounding; `narrow` tries products in 8 bits too.
+
+    Its `heads` are the model's: they decide whether a kernel fits the shared memory of this GPU.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    residual, update, qkv, rotary = make(3, 40), make(3, 48)[:, :40], make(3, 70)[:, :64], (make(3, 1, 8), make(3, 1, 8))
-    norm, head_norm = Norm.of(make(40), 1e-6), Norm.of(make(6, 8), 1e-6)
+    queries, keys, size = heads
+    wide = (queries + 2 * keys) * size
+    residual, update, qkv, rotary = make(3, 40), make(3, 48)[:, :40], make(3, wide + 6)[:, :wide], (make(3, 1, size), make(3, 1, size))
+    norm, head_norm = Norm.of(make(40), 1e-6), Norm.of(make(queries + keys, size), 1e-6)
     places, slots = torch.tensor([5, 0, 7], device=device), torch.tensor([1, -1, 0], device=device)
     stack = AdapterStack.of({0: (make(4, 40), make(4, 20)), 1: (make(2, 40), make(2, 20))}, 1)
-    y, reduced, pending = make(3, 26)[:, :20], make(3, 6), Pending(make(3, 6), make(6, 64))
-    table, lengths = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device, dtype=torch.int32), torch.tensor([7, 1, 4], device=device)
-    rows, asked, kept = PagedRows.of(table, lengths.int(), 4), make(3, 6, 8)[:, :4], (make(3, 4, 2, 8), make(3, 4, 2, 8))
+    y, reduced, pending = make(3, 26)[:, :20], make(3, 6), Pending(make(3, 6), make(6, wide))
+    table = torch.arange(3 * _PAGES, device=device, dtype=torch.int32).view(3, _PAGES).flip(1) % 5
+    lengths = torch.tensor([_PAGE * _PAGES - 1, 1, _PAGE + 6], device=device, dtype=torch.int32)
+    rows, asked = PagedRows.of(table, lengths, _PAGE), make(3, queries + keys, size)[:, :queries]
+    kept = make(5, _PAGE, keys, size), make(5, _PAGE, keys, size)
     (weight, scale), bias = quantised(make(21, 40) / 8), make(21)
 
     def results(of: StepKernels) -> dict[str, list[Tensor]]:
-        pages, total = (make(3, 4, 2, 8).zero_(), make(3, 4, 2, 8).zero_()), residual.clone()
+        pages, total = (make(3, 4, keys, size).zero_(), make(3, 4, keys, size).zero_()), residual.clone()
         normed_sum = of.add_norm(total, update, norm)
-        queries = of.turn_and_store(qkv.clone(), pending, (4, 2, 2), rotary, head_norm, pages, places)
+        turned = of.turn_and_store(qkv.clone(), pending, (queries, keys, keys), rotary, head_norm, pages, places)
         return {
             "add_norm": [total, normed_sum],
-            "turn_and_store": [queries, *pages],
+            "turn_and_store": [turned, *pages],
             "gate": [of.gate(qkv.clone(), pending)],
             "add_row_updates": [of.add_row_updates(y.clone(), reduced, stack, slots)],
-            "attend": [of.attend(asked, *kept, rows, 0.3, window) for window in (None, 3)],
+            "attend": [of.attend(asked, *kept, rows, size**-0.5, window) for window in (None, 3)],
             "scaled_product": [of.scaled_product(update, weight, scale, bias)] if narrow else [],
         }
 
