@@ -314,11 +314,13 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "mistral"])
-def test_a_whole_decode_with_kernels_draws_the_same(family: str, on_triton: None) -> None:
+def test_a_whole_decode_with_kernels_draws_the_same(family: str, on_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With norms of heads and without, with a bias, in a window; an adapter under the weights; the prompts fill a page and a part."""
     model, asked = with_adapter(tiny(family)).to(DEVICE), requests(count=1, many=2, max_tokens=4, temperature=0.7)
     fused, found = drawn(model, asked)
     assert isinstance(fused.kernels, TritonKernels) and fused._projections[0]._joined is not None
+    for module in (steps, fused_decoder):
+        monkeypatch.setattr(module, "TRITON_DEVICES", set())
     assert_same(found, run(TorchEngine(with_adapter(tiny(family)).to(DEVICE), [], DEVICE), asked), atol=1e-4)
 
 
