@@ -4,9 +4,10 @@ that was resumed.
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from runs import small
 
 from retrain import train
 from retrain.backends.local.backend import LocalBackend
+from retrain.backends.local.learner import Learner
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
-from retrain.inference_engine.fixed_step import FixedStep
+from retrain.inference_engine.fixed_step import FixedStep, _capture_stream
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model import step_kernels as steps
 from retrain.model.step_kernels import TritonKernels
@@ -145,6 +147,69 @@ def test_captured_steps_draw_what_called_ones_draw(monkeypatch: pytest.MonkeyPat
     for key, one in drawn(LocalBackend(config_for(**ON_GPU), eos_ids=[3])).items():
         np.testing.assert_array_equal(one.token_ids, expected[key].token_ids)
         np.testing.assert_array_equal(one.logprobs, expected[key].logprobs)
+
+
+def test_steps_are_captured_on_one_stream_and_none_is_under_way_after_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for every stream, and the memory of a graph may be unmapped while it runs on another than that of its
+    capture.
+    """
+    streams: list[Any] = []
+    captures: list[Any] = []
+    under_way: set[int] = set()
+    own_stream, own_graph, own_event = torch.cuda.Stream, torch.cuda.graph, torch.cuda.Event
+
+    class Event(own_event):  # type: ignore[misc, valid-type]  # a stand-in where the device is pretended
+        def record(self, *arguments: Any) -> None:
+            super().record(*arguments)
+            under_way.add(id(self))
+
+        def synchronize(self) -> None:
+            super().synchronize()
+            under_way.discard(id(self))
+
+    def stream(*arguments: Any, **named: Any) -> Any:
+        streams.append(own_stream(*arguments, **named))
+        return streams[-1]
+
+    def graph(*arguments: Any, **named: Any) -> Any:
+        captures.append(named["stream"])
+        return own_graph(*arguments, **named)
+
+    backend = LocalBackend(config_for(**ON_GPU), eos_ids=[3])
+    for name, stand_in in {"Stream": stream, "graph": graph, "Event": Event}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    _capture_stream.cache_clear()
+    for most in (1, None):
+        calls = backend.engine.sample(requests())
+        assert list(islice(calls, most))
+        calls.close()  # type: ignore[attr-defined]  # a generator, which a caller may leave
+        assert not under_way
+        backend.engine.free_pages()  # type: ignore[attr-defined]  # the engine of this backend has pages
+    assert len(captures) > 2 and len(streams) == 1 and all(one is streams[0] for one in captures)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the second device is pretended")
+def test_the_learner_computes_on_its_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels go to the current device, wherever their tensors are."""
+    current: list[str] = []
+
+    @contextmanager
+    def device(named: torch.device) -> Iterator[None]:
+        current.append(str(named))
+        try:
+            yield
+        finally:
+            current.pop()
+
+    seen: list[str] = []
+    forward = Learner._forward
+    monkeypatch.setattr(Learner, "_forward", lambda learner, *args, **named: seen.append(current[-1]) or forward(learner, *args, **named))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    backend = LocalBackend(config_for(backend={"devices": "gpu:1"}), eos_ids=[3])
+    rows = [row_of(one) for _, one in sorted(drawn(backend).items())]
+    backend.logprobs(rows)
+    backend.train(rows, 0)
+    assert set(seen) == {"cuda:1"} and len(seen) > 1
 
 
 def test_sampler_and_learner_are_one_policy_and_an_update_is_the_same_bytes_twice() -> None:

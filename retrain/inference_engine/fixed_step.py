@@ -7,6 +7,7 @@ Shape letters: R rows of a bucket, V vocabulary, M pages of the longest row.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -125,6 +126,17 @@ class Drawn:
         return drawn
 
 
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for the warm-ups and captures of all steps on `device`.
+
+    One, since torch before 2.15 keeps a cuBLAS workspace (32 MiB) for every stream that ever computed a product; and not torch's own for
+    captures, which is on the device of the first capture.
+    """
+    with torch.cuda.device(device):
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+
 class FixedStep:
     """The steps of all buckets over one set of buffers and one pool of pages."""
 
@@ -213,7 +225,7 @@ class FixedStep:
         state = self.buffers
         before = {name: buffer.clone() for name, buffer in (state.of_rows | {"ring": state.ring, "ring_place": state.ring_place}).items()}
         state.done.fill_(True)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        stream = _capture_stream(state.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -221,7 +233,7 @@ class FixedStep:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         shared = next(iter(self._graphs.values())).pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=shared, stream=stream, capture_error_mode="thread_local"):
             self.step(rows, variant)
         for name, values in before.items():
             getattr(state, name).copy_(values)

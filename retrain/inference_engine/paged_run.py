@@ -219,9 +219,15 @@ class PagedRun:
         return []
 
     def close(self) -> None:
-        """Give the pages back; also of rows that were abandoned."""
+        """Give the pages back, also of rows that were abandoned, once no step is under way.
+
+        Captured steps may be dropped after a run. The allocator then unmaps their memory (expandable segments) when the stream of their
+        capture is idle, and does not look at the stream that they run on.
+        """
         self._stop(self._active)
-        self._unread.clear()
+        while self._unread:
+            drawn, _ = self._unread.popleft()
+            drawn.read()
         self._engine.busy = False
 
     # -- reading -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,11 +170,12 @@ class LocalBackend(Backend):
                 self._learning_leaves = learning_leaves(self.config, self._base, self._choices)
             if self.engine.held_bytes > self._learning_leaves:
                 self.engine.free_pages()
-        with _deterministic(self._base.device):
+        with _current(self._base.device), _deterministic(self._base.device):
             return self._learner.train(rows, step, sampler_is_raw=raw)
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
-        return self._learner.logprobs(rows, temperature)
+        with _current(self._base.device):
+            return self._learner.logprobs(rows, temperature)
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -204,6 +205,13 @@ def _choose_kernels(attention: str) -> None:
     # The parts of a product are added in float32: sums in bf16 would add to the difference between sampler and learner.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one of this thread: torch's operators go to their tensors' device, and Triton's kernels (the product
+    with weights in 8 bits) to the current one.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
