@@ -188,8 +188,13 @@ class FusedDecoder:
         self._version = None  # the down factors are in another place, where none has been written yet
         if isinstance(self.kernels, TritonKernels):
             of_layers = layer_kernels(weight.device, weight.dtype, say)
-            for norm in (self._norm, *(norm for layer in self._layers for norm in layer.norms)):
+            for norm in self.norms:
                 norm.kernels = of_layers
+
+    @property
+    def norms(self) -> list[Norm]:
+        """All norms, the last one first."""
+        return [self._norm, *(norm for layer in self._layers for norm in layer.norms)]
 
     @property
     def adapter_copy_bytes(self) -> int:
