@@ -6,7 +6,7 @@ Shape letters: B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk head
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal, Protocol
 
@@ -165,7 +165,9 @@ class FusedDecoder:
             small = shrunken(model)
             difference = cls(small, merge=False)._difference(small.base_model)
         if difference <= 1:
-            fused._take_kernels(say or (lambda _: None))
+            device = fused._embed.weight.device
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton's kernels go to the current one
+                fused._take_kernels(say or (lambda _: None))
             return fused
         if say is not None:
             say(

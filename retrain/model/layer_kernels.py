@@ -1,63 +1,35 @@
 """Triton kernels between the matrix products of whole sequences, for prompts and for learning, and the probe that they pass before use."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from retrain.model.functions import LayerKernels, Norm, gate_gradient, gated, normed, rotate
+from retrain.model.step_kernels import tried
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest difference on the probe, whose numbers are about 1: a few roundings."""
 
 
 class TritonLayers:
-    """One kernel each, launched on the device of its tensors."""
+    """One kernel each."""
 
     def __init__(self) -> None:
         from retrain.model.kernels import activation, norm, rotary
 
-        self._activation, self._norm, self._rotary = activation, norm, rotary
-
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        with _on(x):
-            return self._norm.norm(x, weight, eps)
-
-    def norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        with _on(x):
-            return self._norm.norm_gradient(grad, x, weight, scale)
-
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        with _on(x):
-            return self._rotary.turn(x, cos, sin, weight, eps)
-
-    def turn_gradient(self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        with _on(x):
-            return self._rotary.turn_gradient(grad, x, cos, sin, weight, scale)
-
-    def gate(self, gates: Tensor) -> Tensor:
-        with _on(gates):
-            return self._activation.gate(gates, None)
-
-    def gate_gradient(self, grad: Tensor, gates: Tensor) -> Tensor:
-        with _on(gates):
-            return self._activation.gate_gradient(grad, gates)
-
-
-def _on(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which is not the learner's where it has another one than the sampler."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+        self.norm, self.norm_gradient = norm.norm, norm.norm_gradient
+        self.turn, self.turn_gradient = rotary.turn, rotary.turn_gradient
+        self.gate, self.gate_gradient = partial(activation.gate, pending=None), activation.gate_gradient
 
 
 def layer_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> LayerKernels | None:
-    """Return the kernels of a device where Triton compiles. None, and why in a line to `say`, if they differ from torch's operators."""
-    kernels = TritonLayers()
-    wrong = differences(kernels, device, dtype)
-    if not wrong:
-        return kernels
-    say(f"Learning uses torch's operators: on a probe Triton's kernels differ from them ({', '.join(wrong)}).")
-    return None
+    """Return the kernels of a device that has Triton's. None, and why in a line to `say`, if they fail or differ from torch's operators."""
+    kernels, reason = tried(TritonLayers, lambda made: differences(made, device, dtype))
+    if reason:
+        say(f"Learning uses torch's operators: {reason}.")
+    return kernels
 
 
 def differences(kernels: LayerKernels, device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -7,8 +7,7 @@ Shape letters: N rows with one token each, H hidden size, Q and K query and key-
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,8 @@ _MOST_NARROW_ROWS = 256
 """Rows up to which Triton's product with 8-bit weights is taken; for more, the weight is widened once for all of them."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference of a kernel on the probe, whose numbers are about 1: two roundings apart."""
+
+Made = TypeVar("Made")
 
 Cuts = tuple[Tensor, Tensor, Tensor]
 """top_k, top_p, min_p of rows."""
@@ -158,17 +159,21 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
     if importlib.util.find_spec("triton") is None:
         say("Decoding uses torch's operators: the package triton, which joins them in fewer kernels, is not installed.")
         return TorchKernels()
-    try:
-        kernels = TritonKernels()
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            wrong = differences(kernels, device, dtype, narrow=narrow)
-    except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
-        say(f"Decoding uses torch's operators: Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]}).")
-        return TorchKernels()
-    if wrong:
-        say(f"Decoding uses torch's operators: on a probe Triton's kernels differ from them ({', '.join(wrong)}).")
+    kernels, reason = tried(TritonKernels, lambda made: differences(made, device, dtype, narrow=narrow))
+    if kernels is None:
+        say(f"Decoding uses torch's operators: {reason}.")
         return TorchKernels()
     return kernels
+
+
+def tried(make: Callable[[], Made], probe: Callable[[Made], list[str]]) -> tuple[Made | None, str]:
+    """(kernels, "") of `make`, or (None, the reason) where they fail or `probe` names differences."""
+    try:
+        kernels = make()
+        wrong = probe(kernels)
+    except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
+        return None, f"Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]})"
+    return (None, f"on a probe Triton's kernels differ from them ({', '.join(wrong)})") if wrong else (kernels, "")
 
 
 @torch.no_grad()
