@@ -26,7 +26,7 @@ class TritonLayers:
 
 def layer_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> LayerKernels | None:
     """Return the kernels of a device that has Triton's. None, and why in a line to `say`, if they fail or differ from torch's operators."""
-    kernels, reason = tried(TritonLayers, lambda made: differences(made, device, dtype))
+    kernels, reason = tried(TritonLayers, partial(differences, device=device, dtype=dtype))
     if reason:
         say(f"Learning uses torch's operators: {reason}.")
     return kernels

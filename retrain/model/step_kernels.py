@@ -7,6 +7,7 @@ Shape letters: N rows with one token each, H hidden size, Q and K query and key-
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -159,7 +160,8 @@ def step_kernels(device: torch.device, dtype: torch.dtype, say: Callable[[str], 
     if importlib.util.find_spec("triton") is None:
         say("Decoding uses torch's operators: the package triton, which joins them in fewer kernels, is not installed.")
         return TorchKernels()
-    kernels, reason = tried(TritonKernels, lambda made: differences(made, device, dtype, narrow=narrow))
+    kernels: TritonKernels | None
+    kernels, reason = tried(TritonKernels, partial(differences, device=device, dtype=dtype, narrow=narrow))
     if kernels is None:
         say(f"Decoding uses torch's operators: {reason}.")
         return TorchKernels()
