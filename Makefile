@@ -46,7 +46,8 @@ coverage: $(STAMP) ## the same, and which lines of the package no test runs (slo
 
 test-kernels: $(STAMP) ## the Triton kernels, on a GPU or in Triton's interpreter, and compiled (installs it in RETRAIN_CACHE, 290 MB)
 	@test -d "$(CACHE)/triton/triton" || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$(CACHE)/triton" triton==3.9.0
-	PYTHONPATH="$(CACHE)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTEST) tests/test_decode_kernels.py tests/test_compiled_kernels.py tests/test_cuda_device.py -k "kernels or triton"
+	PYTHONPATH="$(CACHE)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTEST) tests/test_decode_kernels.py tests/test_layer_kernels.py tests/test_compiled_kernels.py \
+		tests/test_cuda_device.py -k "kernels or triton"
 
 test-servers: $(STAMP) ## install the real servers in RETRAIN_CACHE (~/.cache/retrain; gigabytes) and test against them
 	$(BIN)/python scripts/test_servers.py

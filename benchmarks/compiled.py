@@ -128,12 +128,24 @@ def call_all(rows: int) -> None:
         attention.attend(half(rows, HEADS[0], SIZE), *pages, torch.zeros(rows, width, dtype=torch.int32), ones.int(), SIZE**-0.5, None)
     for of_gates in (None, (apart(32), half(32, 2 * INNER))):
         activation.gate(apart(2 * INNER), of_gates)
+    call_learning(half, apart, turning, heads_norm)
     stack = AdapterStack.of({slot: (half(16, HIDDEN), half(16, HIDDEN)) for slot in range(2)}, 1)
     adapters.add_row_updates(half(rows, HIDDEN), half(rows, 32), stack.up, stack.first, stack.counts, index)
     for inputs, outputs in ((INNER, HIDDEN), (HIDDEN, 2 * INNER)):
         float8.scaled_product(half(rows, inputs), *quantised(half(outputs, inputs)), None)
     sampler.draw(half(rows, VOCABULARY), ones, halves, None)
     sampler.draw(half(rows, VOCABULARY), ones, halves, (index, halves, halves))
+
+
+def call_learning(half: Any, apart: Any, turning: tuple[Tensor, Tensor], heads_norm: tuple[Tensor, float]) -> None:
+    """The kernels between the products of whole sequences."""
+    rows, heads = len(turning[0]), sum(HEADS[:2])
+    _, scale = norm.norm(half(rows, HIDDEN), half(HIDDEN), 1e-6)
+    norm.norm_gradient(half(rows, HIDDEN), half(rows, HIDDEN), half(HIDDEN), scale)
+    qkv = apart(sum(HEADS) * SIZE).unflatten(1, (-1, SIZE))[:, :heads]
+    _, scale = rotary.turn(qkv, *turning, *heads_norm)
+    rotary.turn_gradient(half(rows, heads, SIZE), qkv, *turning, heads_norm[0], scale)
+    activation.gate_gradient(half(rows, INNER), half(rows, 2 * INNER))
 
 
 def read(name: str, kernel: Any, grid: tuple[int, ...], capability: int) -> Compiled:

@@ -5,10 +5,10 @@
 
 Each probe prints one JSON line; one that fails says so in its line, and the others go on. The commands of a whole session of 30 minutes:
 
-    python benchmarks/gpu_first.py --output first.jsonl                                                    # 8 minutes
-    python -m pytest -q tests/test_cuda_device.py tests/test_decode_kernels.py tests/test_engine_options.py      # 8 minutes; needs pydantic
+    python benchmarks/gpu_first.py --output first.jsonl                                          # 8 minutes
+    python -m pytest -q tests/test_{cuda_device,decode_kernels,layer_kernels,engine_options}.py  # 8 minutes; needs pydantic
     compute-sanitizer python benchmarks/gpu_first.py --shapes tiny --only kernels,replay,learn
-    python benchmarks/cuda.py --output benchmarks/results                                                  # 9 minutes; needs pydantic
+    python benchmarks/cuda.py --output benchmarks/results                                        # 9 minutes; needs pydantic
 """
 
 import argparse
@@ -41,6 +41,8 @@ from retrain.model.float8 import quantised
 from retrain.model.functions import Norm
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head, score_tokens
+from retrain.model.layer_kernels import TritonLayers
+from retrain.model.layer_kernels import differences as layer_differences
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.projection import AdapterStack, Pending
 from retrain.model.step_kernels import StepKernels, TorchKernels, TritonKernels, differences
@@ -166,6 +168,7 @@ def kernels(machine: Machine) -> Found:
     """The Triton kernels of a step: whether they agree with torch's operators, and, one by one beside these, microseconds and bandwidth."""
     chosen: StepKernels = TritonKernels() if machine.cuda else TorchKernels()
     found: Found = {"kernels": type(chosen).__name__, "wrong": differences(chosen, machine.device, machine.dtype, narrow=True)}
+    found |= {"wrong in layers": layer_differences(TritonLayers(), machine.device, machine.dtype)} if machine.cuda else {}
     rows, shape = 128 if machine.big else 4, machine.shape
     hidden, inner, size, vocabulary = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"], shape["vocab_size"]
     heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["num_key_value_heads"]
@@ -287,20 +290,24 @@ def exhaust(run: Any, into: list[Any]) -> None:
 
 
 def learn(machine: Machine) -> Found:
-    """Forward and backward of a 16k row and of ragged groups: the flash kernel and the masked attention, and whether bytes come twice."""
+    """Forward and backward of a 16k row and of ragged groups, and whether bytes come twice: the flash kernel, the same with torch's
+    operators around it, and the masked attention.
+    """
     fused = FusedDecoder.of(machine.model.get_base_model(), merge=False)
     assert fused is not None
     trained = [parameter for parameter in machine.model.parameters() if parameter.requires_grad]
     head = Head(machine.model.get_base_model().get_output_embeddings().weight)
     long = [Segment(0, 256), Segment(256, 16_128, 0, 256)] if machine.big else [Segment(0, 16), Segment(16, 100, 0, 16)]
     own = VarlenAttention() if machine.cuda else VarlenAttention(plain, lambda _: True)
-    found, gradients = {}, {}
+    found, gradients, of_layers = {"kernels": type(fused.norms[0].kernels).__name__}, {}, fused.norms[0].kernels
     for name, segments, checkpointed in (
         ("16k row", long, True),
         ("16k row, kept", long, False),
         ("ragged groups", ragged(machine), False),
     ):
-        for kind, kernel in (("flash", own), ("masked", FusedAttention())):
+        for kind, kernel in (("flash", own), ("flash, torch's operators", own), ("masked", FusedAttention())):
+            for norm in fused.norms:
+                norm.kernels = of_layers if kind == "flash" else None
             if machine.cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -12,7 +12,22 @@ import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "compiled.py"
-KERNELS = {"add_norm", "turn_and_store", "attend", "join", "gate", "add_row_updates", "product", "block_sums", "pick", "cut"}
+KERNELS = {
+    "add_norm",
+    "turn_and_store",
+    "attend",
+    "join",
+    "norm_gradient",
+    "turn",
+    "turn_gradient",
+    "gate",
+    "gate_gradient",
+    "add_row_updates",
+    "product",
+    "block_sums",
+    "pick",
+    "cut",
+}
 MULTIPLY = {"attend", "product", "turn_and_store", "gate"}
 """With an adapter."""
 SMALL_FRAME = 32

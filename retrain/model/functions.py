@@ -4,7 +4,7 @@ A frozen norm or activation is computed again in the backward pass from what sta
 and to the adapters; frozen weights have none. Shape letters: N tokens, H hidden size, I inputs and O outputs of a projection.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,43 @@ _FUSED_NORM = {"cuda"}
 """Devices on which torch has the norm as one kernel."""
 
 
+class LayerKernels(Protocol):
+    """What lies between the products of a layer in one kernel each, with the roundings of torch's operators."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(normed x, its scale [N, 1] float32) of x [N, H]."""
+        ...
+
+    def norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """The gradient of x [N, H]."""
+        ...
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x [N, heads, D] normed and turned by cos and sin [N, 1, D], the scale [N, heads, 1] of its norm)."""
+        ...
+
+    def turn_gradient(self, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """The gradient of x [N, heads, D]."""
+        ...
+
+    def gate(self, gates: Tensor) -> Tensor:
+        """silu(gate) * up [N, I] of both side by side."""
+        ...
+
+    def gate_gradient(self, grad: Tensor, gates: Tensor) -> Tensor:
+        """The gradient of `gates` [N, 2 I]."""
+        ...
+
+
 class Norm:
     """RMS norm with a frozen weight: x / sqrt(mean(x^2) + eps) * weight, the statistics in float32 (arXiv 1910.07467)."""
 
     def __init__(self, module: nn.Module) -> None:
         self.weight: Tensor = module.weight  # type: ignore[assignment]  # a Module attribute may be a Module to mypy
         self.eps: float = module.variance_epsilon  # type: ignore[assignment]  # a Module attribute may be a Module to mypy
+
+    kernels: LayerKernels | None = None
+    """Kernels of the device that take the place of torch's operators, for what follows the norm too."""
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> "Norm":
@@ -37,10 +68,14 @@ class Norm:
         return inverse
 
     def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.norm(x, self.weight, self.eps)[0]
         return (x * scale).to(x.dtype).mul_(self.weight)
 
     def forward(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(normed x, `scale`), or no scale where nothing is kept for a backward pass and one kernel does it, with the same roundings."""
+        if self.kernels is not None:
+            return self.kernels.norm(x, self.weight, self.eps)
         if isinstance(ctx, _Forgetful) and x.device.type in _FUSED_NORM:
             return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight), None
         scale = self.scale(x)
@@ -48,6 +83,8 @@ class Norm:
 
     def input_gradient(self, grad_output: Tensor, x: Tensor, scale: Tensor) -> Tensor:
         """Return the gradient of x [.., H] given g = grad_output [.., H]: s * (g w - x s^2 mean(x g w))."""
+        if self.kernels is not None:
+            return self.kernels.norm_gradient(grad_output, x, self.weight, scale)
         weighted = (grad_output * self.weight).float()
         mean = torch.einsum("...h,...h->...", x.float(), weighted).unsqueeze(-1).mul_(scale.square()).div_(x.shape[-1])
         return weighted.addcmul_(x.float(), mean, value=-1).mul_(scale).to(x.dtype)
@@ -162,8 +199,7 @@ class _GatedMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, norm: Norm, gate_up: Projection, down: Projection, *parameters: Tensor) -> Tensor:
         normed_x, scale = norm.forward(ctx, x)
         gates, reduced = gate_up.product(normed_x)
-        gate, up = gates.chunk(2, dim=-1)
-        product, reduced_inner = down.product(F.silu(gate).mul_(up))
+        product, reduced_inner = down.product(gated(gates, norm.kernels))
         ctx.save_for_backward(x, scale, gates, reduced, reduced_inner)
         ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
         return product
@@ -172,24 +208,52 @@ class _GatedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, gates, reduced, reduced_inner = ctx.saved_tensors
-        gate, up = gates.chunk(2, dim=-1)
-        active = F.silu(gate)
-        trained = _wanted(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down)
-        grad_inner, grad_down = ctx.down.gradients(grad_output, lambda: active * up, reduced_inner, wants_params=trained)
-        grad_gates = torch.empty_like(gates)
-        torch.mul(grad_inner, active, out=grad_gates[:, gate.shape[1] :])
-        grad_gates[:, : gate.shape[1]] = torch.ops.aten.silu_backward(grad_inner.mul_(up), gate)
+        grad_gates, grad_down = _gate_gradients(ctx, grad_output, gates, reduced_inner)
         grad_normed, grad_gate_up = ctx.gate_up.gradients(
             grad_gates, lambda: ctx.norm(x, scale), reduced, wants_params=_wanted(ctx, 4, ctx.gate_up)
         )
         return ctx.norm.input_gradient(grad_normed, x, scale), None, None, None, *grad_gate_up, *grad_down
 
 
+def gated(gates: Tensor, kernels: LayerKernels | None) -> Tensor:
+    """silu(gate) * up [N, I] of both side by side."""
+    if kernels is not None:
+        return kernels.gate(gates)
+    gate, up = gates.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _gate_gradients(ctx: Any, grad_output: Tensor, gates: Tensor, reduced: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+    """Gradients of the gates and of the down projection's adapter, given that of the MLP's output."""
+    kernels, trained = ctx.norm.kernels, _wanted(ctx, 4 + len(_trained(ctx.gate_up)), ctx.down)
+    if kernels is not None:
+        grad_inner, grad_down = ctx.down.gradients(grad_output, lambda: kernels.gate(gates), reduced, wants_params=trained)
+        return kernels.gate_gradient(grad_inner, gates), grad_down
+    gate, up = gates.chunk(2, dim=-1)
+    active = F.silu(gate)
+    grad_inner, grad_down = ctx.down.gradients(grad_output, lambda: active * up, reduced, wants_params=trained)
+    return gate_gradient(grad_inner, gates, active), grad_down
+
+
+def gate_gradient(grad: Tensor, gates: Tensor, active: Tensor) -> Tensor:
+    """The gradient of `gates` [N, 2 I], given that of `gated`, which is changed, and the activated gate."""
+    gate, up = gates.chunk(2, dim=-1)
+    grad_gates = torch.empty_like(gates)
+    torch.mul(grad, active, out=grad_gates[:, gate.shape[1] :])
+    grad_gates[:, : gate.shape[1]] = torch.ops.aten.silu_backward(grad.mul_(up), gate)
+    return grad_gates
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, norm: Norm | None) -> Tensor:
-        normed_x, scale = norm.forward(ctx, x) if norm else (x, None)
-        ctx.save_for_backward(cos, sin, x if norm else None, scale)
+        if norm is not None and norm.kernels is not None:
+            turned, scale = norm.kernels.turn(x, cos, sin, norm.weight, norm.eps)
+            ctx.save_for_backward(cos, sin, x, scale)
+            ctx.norm = norm
+            return turned
+        normed_x, kept = norm.forward(ctx, x) if norm else (x, None)
+        ctx.save_for_backward(cos, sin, x if norm else None, kept)
         ctx.norm = norm
         return _rotated(normed_x, cos, sin)
 
@@ -197,6 +261,8 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin, x, scale = ctx.saved_tensors
+        if ctx.norm is not None and ctx.norm.kernels is not None:
+            return ctx.norm.kernels.turn_gradient(grad_output, x, cos, sin, ctx.norm.weight, scale), None, None, None
         grad_normed = _rotated(grad_output, cos, -sin)
         return grad_normed if ctx.norm is None else ctx.norm.input_gradient(grad_normed, x, scale), None, None, None
 

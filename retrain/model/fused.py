@@ -6,7 +6,7 @@ Shape letters: B rows, T tokens of a row, N = B T, H hidden size, Hq and Hk head
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, Literal, Protocol
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from retrain.errors import ConfigurationError
 from retrain.model.attention import AttentionBatch, FusedAttention
 from retrain.model.functions import Norm, gated_mlp, norm_project, normed, project, rotate
+from retrain.model.layer_kernels import layer_kernels
 from retrain.model.packed import FrozenProduct, laid_out
 from retrain.model.projection import AdapterLayer, Projection, fusable
 from retrain.model.recomputing import recomputed
-from retrain.model.step_kernels import TRITON_DEVICES, Heads, StepKernels, TorchKernels, step_kernels
+from retrain.model.step_kernels import TRITON_DEVICES, Heads, StepKernels, TorchKernels, TritonKernels, step_kernels
 
 _FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 _WINDOW_IN_CONFIG = {"mistral"}
@@ -85,6 +86,10 @@ class _Layer:
         update, _ = self.output.product(attended.flatten(1))
         gates = self.gate_up.unadded(kernels.add_norm(hidden, update, self.mlp_norm))
         return self.down.product(kernels.gate(*gates))[0]
+
+    @property
+    def norms(self) -> list[Norm]:
+        return [norm for norm in (self.attention_norm, self.mlp_norm, self.head_norm) if norm is not None]
 
     @property
     def projections(self) -> list[Projection]:
@@ -160,16 +165,9 @@ class FusedDecoder:
             small = shrunken(model)
             difference = cls(small, merge=False)._difference(small.base_model)
         if difference <= 1:
-            weight = fused._embed.weight
-            narrow = any(projection.scale is not None for projection in fused._projections)
-            first = fused._layers[0]
-            heads = Heads(first.heads[0], first.heads[1], first.head_size)
-            fused.kernels = step_kernels(weight.device, weight.dtype, say or (lambda _: None), heads, narrow=narrow)
-            # Where kernels are launched one by one, the adapter lies under the weights.
-            for projection in fused._projections if weight.device.type in TRITON_DEVICES else ():
-                projection.lay_adapter_under_weight()
-                projection.add_row_updates = fused.kernels.add_row_updates
-                projection.scaled_product = fused.kernels.scaled_product
+            device = fused._embed.weight.device
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton's kernels go to the current one
+                fused._take_kernels(say or (lambda _: None))
             return fused
         if say is not None:
             say(
@@ -177,6 +175,30 @@ class FusedDecoder:
                 f"{difference:.1e} times what rounding allows."
             )
         return None
+
+    def _take_kernels(self, say: Callable[[str], None]) -> None:
+        """Take the device's own kernels, and lay the adapter under the weights where kernels are launched one by one."""
+        weight = self._embed.weight
+        narrow = any(projection.scale is not None for projection in self._projections)
+        first = self._layers[0]
+        heads = Heads(first.heads[0], first.heads[1], first.head_size)
+        self.kernels = step_kernels(weight.device, weight.dtype, say, heads, narrow=narrow)
+        if weight.device.type not in TRITON_DEVICES:
+            return
+        for projection in self._projections:
+            projection.lay_adapter_under_weight()
+            projection.add_row_updates = self.kernels.add_row_updates
+            projection.scaled_product = self.kernels.scaled_product
+        self._version = None  # the down factors are in another place, where none has been written yet
+        if isinstance(self.kernels, TritonKernels):
+            of_layers = layer_kernels(weight.device, weight.dtype, say)
+            for norm in self.norms:
+                norm.kernels = of_layers
+
+    @property
+    def norms(self) -> list[Norm]:
+        """All norms, the last one first."""
+        return [self._norm, *(norm for layer in self._layers for norm in layer.norms)]
 
     @property
     def adapter_copy_bytes(self) -> int:

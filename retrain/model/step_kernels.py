@@ -7,8 +7,8 @@ Shape letters: N rows with one token each, H hidden size, Q and K query and key-
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 _PAGE, _PAGES = 64, 17
 """Tokens of a page on the probe, and pages of its rows: more than one part of a row (`kernels/attention.py`)."""
+
+Made = TypeVar("Made")
 
 Cuts = tuple[Tensor, Tensor, Tensor]
 """top_k, top_p, min_p of rows."""
@@ -174,17 +176,22 @@ def step_kernels(
     if importlib.util.find_spec("triton") is None:
         say("Decoding uses torch's operators: the package triton, which joins them in fewer kernels, is not installed.")
         return TorchKernels()
-    try:
-        kernels = TritonKernels()
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            wrong = differences(kernels, device, dtype, heads, narrow=narrow)
-    except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
-        say(f"Decoding uses torch's operators: Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]}).")
-        return TorchKernels()
-    if wrong:
-        say(f"Decoding uses torch's operators: on a probe Triton's kernels differ from them ({', '.join(wrong)}).")
+    kernels: TritonKernels | None
+    kernels, reason = tried(TritonKernels, partial(differences, device=device, dtype=dtype, heads=heads, narrow=narrow))
+    if kernels is None:
+        say(f"Decoding uses torch's operators: {reason}.")
         return TorchKernels()
     return kernels
+
+
+def tried(make: Callable[[], Made], probe: Callable[[Made], list[str]]) -> tuple[Made | None, str]:
+    """(kernels, "") of `make`, or (None, the reason) where they fail or `probe` names differences."""
+    try:
+        kernels = make()
+        wrong = probe(kernels)
+    except Exception as error:  # noqa: BLE001 - a compiler that is missing, or too old, is named in its own words
+        return None, f"Triton's kernels do not compile here ({type(error).__name__}: {str(error)[:200]})"
+    return (None, f"on a probe Triton's kernels differ from them ({', '.join(wrong)})") if wrong else (kernels, "")
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """The adapter's part of queries, keys and values, the norm of query and key heads, their rotary embedding and the write to the pages as
-one kernel.
+one kernel for a step of decoding; norm and rotary embedding, and their gradient, for whole sequences.
 
 Shape letters: N rows with one token each, Q and K query and key-value heads, D head size, P pages, T tokens of a page, R ranks.
 """
@@ -13,6 +13,27 @@ from torch import Tensor
 
 from retrain.model.kernels.adapters import ROWS, low_rank, ranks_at_once
 from retrain.model.kernels.rounding import factors, rounded
+
+
+@triton.jit
+def normed_halves(left, right, scale, weight, at, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Both halves [rows, HALF] of a head times `scale` [rows] and its `weight` [2 HALF], each product rounded."""
+    inside, by = at < HALF, scale[:, None]
+    left = rounded(left * by, dtype) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    right = rounded(right * by, dtype) * tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return rounded(left, dtype), rounded(right, dtype)
+
+
+@triton.jit
+def turned_halves(left, right, way, cos, sin, row, at, inside, HALF: tl.constexpr, dtype: tl.constexpr):
+    """Both halves [rows, HALF] turned by the angles of their rows, or back where `way` is -1; the product with the cosine is rounded."""
+    angle = row[:, None] * (2 * HALF) + at[None, :]
+    cos_left = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    cos_right = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_left = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32) * way
+    sin_right = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32) * way
+    turned = rounded(rounded(left * cos_left, dtype) - right * sin_left, dtype)
+    return turned, rounded(rounded(right * cos_right, dtype) + left * sin_right, dtype)
 
 
 @triton.jit
@@ -42,27 +63,17 @@ def _turn_and_store(
         tl.store(target + HALF, right.to(dtype), mask=inside)
     else:
         if HAS_NORM:
-            squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
-            scale = (1.0 / tl.sqrt_rn(squares / size + eps))[:, None]
-            factor = weight + head * size + at
-            left = rounded(left * scale, dtype) * tl.load(factor, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
-            right = rounded(right * scale, dtype) * tl.load(factor + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
-            left, right = rounded(left, dtype), rounded(right, dtype)
-        angle = row[:, None] * size + at[None, :]
-        cos_left = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        cos_right = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-        sin_left = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        sin_right = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-        turned_left = rounded(rounded(left * cos_left, dtype) - right * sin_left, dtype).to(dtype)
-        turned_right = rounded(rounded(right * cos_right, dtype) + left * sin_right, dtype).to(dtype)
+            scale = 1.0 / tl.sqrt_rn((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / size + eps)
+            left, right = normed_halves(left, right, scale, weight + head * size, at, HALF, dtype)
+        left, right = turned_halves(left, right, 1.0, cos, sin, row, at, inside, HALF, dtype)
         if head < Q:
             target = queries + row[:, None] * (Q * size) + head * size + at[None, :]
-            tl.store(target, turned_left, mask=inside)
-            tl.store(target + HALF, turned_right, mask=inside)
+            tl.store(target, left.to(dtype), mask=inside)
+            tl.store(target + HALF, right.to(dtype), mask=inside)
         else:
             target = keys + place + (head - Q) * size
-            tl.store(target, turned_left, mask=inside)
-            tl.store(target + HALF, turned_right, mask=inside)
+            tl.store(target, left.to(dtype), mask=inside)
+            tl.store(target + HALF, right.to(dtype), mask=inside)
 
 
 def turn_and_store(
@@ -87,5 +98,77 @@ def turn_and_store(
         qkv, reduced, up, *rotary, weight, out, *pages, places, len(qkv), qkv.stride(0), reduced.stride(0), eps,
         Q=queries, K=key_heads, HALF=size // 2, HAS_NORM=norm is not None,
         R=len(up), RANKS=ranks_at_once(up), FACTORS=factors(qkv), ROWS=ROWS, BLOCK=max(16, triton.next_power_of_2(size // 2)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _turn(
+    x, cos, sin, weight, out, scales, rows, row_stride, head_stride, eps, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One head of some rows, in two halves; `scales` takes one over the root mean square of each."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    size: tl.constexpr = 2 * HALF
+    row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (at < HALF)[None, :]
+    source = x + row[:, None] * row_stride + head * head_stride + at[None, :]
+    left, right = tl.load(source, mask=inside, other=0.0).to(tl.float32), tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / size + eps)
+    place = row * tl.num_programs(1) + head
+    tl.store(scales + place, scale, mask=row < rows)
+    left, right = normed_halves(left, right, scale, weight + head * size, at, HALF, dtype)
+    left, right = turned_halves(left, right, 1.0, cos, sin, row, at, inside, HALF, dtype)
+    target = out + place[:, None] * size + at[None, :]
+    tl.store(target, left.to(dtype), mask=inside)
+    tl.store(target + HALF, right.to(dtype), mask=inside)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x [N, heads, D], normed and turned by cos and sin [N, 1, D]; the scales of its norm [N, heads, 1] float32); weight [heads, D]."""
+    rows, heads, size = x.shape
+    out, scales = x.new_empty(x.shape), x.new_empty(rows, heads, 1, dtype=torch.float32)
+    _turn[triton.cdiv(rows, ROWS), heads](
+        x, cos, sin, weight, out, scales, rows, x.stride(0), x.stride(1), eps,
+        HALF=size // 2, ROWS=ROWS, BLOCK=triton.next_power_of_2(size // 2),
+    )  # fmt: skip
+    return out, scales
+
+
+@triton.jit
+def _turn_gradient(
+    grad, x, cos, sin, weight, scales, out, rows, grad_row_stride, grad_head_stride, row_stride, head_stride,
+    HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of some rows, in two halves: turned back, then the gradient of the norm as in `norm.py`."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    size: tl.constexpr = 2 * HALF
+    row, head = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (at < HALF)[None, :]
+    source = grad + row[:, None] * grad_row_stride + head * grad_head_stride + at[None, :]
+    left, right = tl.load(source, mask=inside, other=0.0).to(tl.float32), tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    left, right = turned_halves(left, right, -1.0, cos, sin, row, at, inside, HALF, dtype)
+    factor = weight + head * size + at
+    left = rounded(left * tl.load(factor, mask=at < HALF, other=0.0).to(tl.float32)[None, :], dtype)
+    right = rounded(right * tl.load(factor + HALF, mask=at < HALF, other=0.0).to(tl.float32)[None, :], dtype)
+    source = x + row[:, None] * row_stride + head * head_stride + at[None, :]
+    value_left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    value_right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    place = row * tl.num_programs(1) + head
+    scale = tl.load(scales + place, mask=row < rows, other=0.0)
+    mean = ((tl.sum(value_left * left, axis=1) + tl.sum(value_right * right, axis=1)) * scale * scale / size)[:, None]
+    target = out + place[:, None] * size + at[None, :]
+    tl.store(target, rounded((left - value_left * mean) * scale[:, None], dtype).to(dtype), mask=inside)
+    tl.store(target + HALF, rounded((right - value_right * mean) * scale[:, None], dtype).to(dtype), mask=inside)
+
+
+def turn_gradient(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The gradient of x [N, heads, D], given that of `turn`'s first result and its second."""
+    grad = grad if grad.stride(2) == 1 else grad.contiguous()
+    (rows, heads, size), out = x.shape, x.new_empty(x.shape)
+    _turn_gradient[triton.cdiv(rows, ROWS), heads](
+        grad, x, cos, sin, weight, scales, out, rows, grad.stride(0), grad.stride(1), x.stride(0), x.stride(1),
+        HALF=size // 2, ROWS=ROWS, BLOCK=triton.next_power_of_2(size // 2),
     )  # fmt: skip
     return out
