@@ -374,7 +374,8 @@ class StepResult:
     """The result of one call to `Backend.train`. Ratio statistics count each action token of the trained rows once.
 
     Ratio statistics count each action token of the trained rows once. Where old log-probs are recomputed, they are taken before the first
-    optimizer step; elsewhere in the first pass, whose later minibatches already contain the updates of the earlier ones.
+    optimizer step; elsewhere in the first pass, whose later minibatches already contain the updates of the earlier ones. `log_ratio_*`
+    count the rows of the first minibatch alone, which no update of the step has moved.
     """
 
     loss: float | None
@@ -395,10 +396,11 @@ class StepResult:
     nonfinite_tensor: str = ""
     """Name of the first tensor that was not finite."""
     log_ratio_mean: float | None = None
-    """Mean of |learner - sampler log-prob| over action tokens, in nats; the next three fields are its quantiles."""
+    """Mean of |learner - sampler log-prob|, in nats; the next fields are its quantiles and the number of tokens."""
     log_ratio_p50: float | None = None
     log_ratio_p90: float | None = None
     log_ratio_p99: float | None = None
+    log_ratio_tokens: int | None = None
     loss_is_placeholder: bool = False
     """True where an asynchronous backend reports a number that is not this step's loss."""
     ratio_min: float | None = None

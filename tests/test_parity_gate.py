@@ -199,6 +199,16 @@ def test_a_run_whose_sampler_leaves_the_policy_stops_after_three_steps(tmp_path:
     assert train(allowed, quiet=True).summary.steps == 6
 
 
+@pytest.mark.parametrize("loss", [{}, {"old_logprobs": "recomputed"}], ids=["sampler", "recomputed"])
+def test_updates_within_a_step_are_no_mismatch(tmp_path: Path, loss: dict[str, Any]) -> None:
+    """The ratio of the later minibatches contains the updates before them; the mismatch is that of the first minibatch alone."""
+    training = {"max_steps": 3, "minibatches": 2, "lr": 1e-2}
+    records = train(small(tmp_path / "run", training=training, loss=loss), quiet=True).metrics()
+    assert max(record.log_ratio_mean or 0 for record in records) < 1e-5
+    assert (max(record.mismatch_k3 or 0 for record in records) > 1e-2) is (not loss)
+    assert [record.log_ratio_tokens for record in records] == [12 * (record.num_datums or 0) for record in records], "half of 24 each"
+
+
 def test_the_limit_is_ten_times_the_gates_figure_above_the_noise() -> None:
     assert default_mismatch_limit(1e-6, half_precision=False) == 1e-3
     assert default_mismatch_limit(5e-4, half_precision=False) == pytest.approx(5e-3)

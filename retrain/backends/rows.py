@@ -153,10 +153,13 @@ class Update:
     """The tensor for which the update was skipped; "" if it was done."""
 
 
-def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array]) -> StepResult:
+def step_result(
+    updates: Sequence[Update], log_ratios: Sequence[Float32Array], before: Sequence[Float32Array]
+) -> StepResult:
     """Loss and gradient norm are means over the updates that were done: NaN if all were skipped, None if there were none.
 
-    `log_ratios`: learner - sampler log-prob of the action tokens, each token once.
+    `log_ratios`: learner - sampler log-prob of the action tokens, each token once; `before`: those of the first minibatch of the first
+    pass, which alone no update of the step has moved.
     """
     done = [update for update in updates if not update.nonfinite]
     skipped = [update for update in updates if update.nonfinite]
@@ -166,12 +169,7 @@ def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array]) -
     if len(d):
         with np.errstate(over="ignore", invalid="ignore"):
             w = np.exp(d)
-            p50, p90, p99 = np.quantile(np.abs(d), (0.5, 0.9, 0.99)).tolist()
             ratios = {
-                "log_ratio_mean": float(np.abs(d).mean()),
-                "log_ratio_p50": p50,
-                "log_ratio_p90": p90,
-                "log_ratio_p99": p99,
                 "ratio_mean": float(w.mean()),
                 "ratio_max": float(w.max()),
                 "ratio_min": float(w.min()),
@@ -187,7 +185,24 @@ def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array]) -
         nonfinite_tensor=skipped[0].nonfinite if skipped else "",
         clip_fraction=sum(update.clipped for update in done) / clippable if clippable else None,
         **ratios,
+        **_mismatch(before),
     )
+
+
+def _mismatch(log_ratios: Sequence[Float32Array]) -> dict[str, Any]:
+    """Return the log_ratio_* fields of a result; none of them where there is no token."""
+    sizes = np.abs(np.concatenate([np.empty(0, np.float32), *log_ratios]).astype(np.float64))
+    if not len(sizes):
+        return {}
+    with np.errstate(invalid="ignore"):
+        p50, p90, p99 = np.quantile(sizes, (0.5, 0.9, 0.99)).tolist()
+    return {
+        "log_ratio_mean": float(sizes.mean()),
+        "log_ratio_p50": p50,
+        "log_ratio_p90": p90,
+        "log_ratio_p99": p99,
+        "log_ratio_tokens": len(sizes),
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -115,8 +115,9 @@ class Inference(Section):
     prefix_caching: bool = key(True, "Share the prompt's KV cache among the completions of a group.")
     mismatch_limit: float | None = key(
         None,
-        "Stop the run when the mean |learner - sampler log-prob|, in nats, exceeds this for 3 steps in a row; 0 is off; unset is ten times "
-        "the parity gate's own mean, at least 1e-3 (half precision: 0.02), and off with dropout or in split mode.",
+        "Stop the run when log_ratio_mean, the mean |learner - sampler log-prob| in nats before a step's first update, exceeds this for 3 "
+        "steps in a row; 0 is off; unset is ten times the parity gate's own mean, at least 1e-3 (half precision: 0.02), and off with "
+        "dropout or in split mode.",
         ge=0,
         meaningful_unset=True,
         example=0.02,

@@ -124,9 +124,9 @@ class StepRecord(_Record):
     """Mean number of sampled tokens per completion."""
 
     ratio_mean: float | None = better(None)
-    """Mean over the tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on policy. It is taken before the first optimizer step
-    if old log-probs are recomputed, and otherwise during the first pass, where each minibatch after the first sees the updates before it.
-    The learner's dropout is on."""
+    """Mean over all trained tokens of the ratio exp(learner log-prob - sampler log-prob), 1 on policy. It is taken before the first
+    update if old log-probs are recomputed, and otherwise during the first pass, where each minibatch after the first sees the updates
+    before it; so are the ratio's other figures, mismatch_k1, mismatch_k3 and ess. The learner's dropout is on."""
     ratio_max: float | None = better(None)
     """Largest ratio of a token."""
     ratio_min: float | None = better(None)
@@ -141,13 +141,16 @@ class StepRecord(_Record):
     """Fraction of the tokens with an advantage (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded
     (cispo), over all updates of the step."""
     log_ratio_mean: float | None = better("lower")
-    """Mean of |learner log-prob - sampler log-prob| over the action tokens before the first optimizer step; its quantiles follow."""
+    """Mean of |learner log-prob - sampler log-prob| before the step's first update, over the trained rows of its first minibatch (with one
+    minibatch: all of them); its quantiles follow. `[inference] mismatch_limit` is about this number."""
     log_ratio_p50: float | None = better("lower")
     """Median of the same."""
     log_ratio_p90: float | None = better("lower")
     """90th percentile of the same."""
     log_ratio_p99: float | None = better("lower")
     """99th percentile of the same."""
+    log_ratio_tokens: int | None = better(None)
+    """Action tokens that the same is over."""
     grad_norm: float | None = better(None)
     """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")

@@ -107,6 +107,7 @@ def result_fields(result: StepResult) -> dict[str, Any]:
         "log_ratio_p50": result.log_ratio_p50,
         "log_ratio_p90": result.log_ratio_p90,
         "log_ratio_p99": result.log_ratio_p99,
+        "log_ratio_tokens": result.log_ratio_tokens,
         "grad_norm": result.grad_norm,
         "nonfinite_updates": result.nonfinite_updates,
     }

@@ -140,17 +140,21 @@ class Learner:
             references = self.score(batch, reference=True)
             batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
         updates: list[Update] = []
-        measured: list[Float32Array] = []
+        measured: dict[int, Float32Array] = {}
         completions = num_completions(rows) / self._minibatches
         for turn in range(self._passes if batch else 0):
             log_ratios = measured if turn == 0 and not self._recompute and raw is None else None
             parts = minibatch_split(batch, self._minibatches, self.seed, step, turn)
             updates.extend(self._update(part, step, completions, log_ratios) for part in parts)
         if raw is not None:
-            return step_result(updates, raw)
-        if self._recompute:
-            return step_result(updates, [row.old - row.sampler for row in batch])
-        return step_result(updates, [part for gathered in self.world.gather(measured) for part in gathered])
+            measured = {row.number: ratios for row, ratios in zip(batch, raw, strict=True)}
+        elif self._recompute:
+            measured = {row.number: row.old - row.sampler for row in batch}
+        else:
+            measured = {number: ratios for part in self.world.gather(measured) for number, ratios in part.items()}
+        first = {row.number for row in minibatch_split(batch, self._minibatches, self.seed, step, turn=0)[0]} if batch else set()
+        before = [ratios for number, ratios in measured.items() if number in first]
+        return step_result(updates, list(measured.values()), before)
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         """[T] log-probs of each row, without gradient or dropout, at the training temperature unless one is given."""
@@ -179,9 +183,9 @@ class Learner:
 
     # -- one update -------------------------------------------------------------------------------------------------
 
-    def _update(self, rows: Sequence[LearnerRow], step: int, completions: float, log_ratios: list[Float32Array] | None) -> Update:
+    def _update(self, rows: Sequence[LearnerRow], step: int, completions: float, log_ratios: dict[int, Float32Array] | None) -> Update:
         """Compute the gradient of one optimizer batch and, if everything is finite, take one step. `completions` is the batch's share of
-        those that were drawn, trained or not; `log_ratios` collects those of this process's rows.
+        those that were drawn, trained or not; `log_ratios` collects those of this process's rows, by row number.
         """
         name = _nonfinite_input(rows)
         if name:
@@ -202,7 +206,7 @@ class Learner:
             infinite += learned.infinite
             clip += learned.clip
             if log_ratios is not None:
-                log_ratios += [new - sampler_of[number] for number, new in learned.logprobs.items()]
+                log_ratios |= {number: new - sampler_of[number] for number, new in learned.logprobs.items()}
         self.world.sum([*self.optimizer.gradients(), loss, infinite, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()

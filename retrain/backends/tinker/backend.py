@@ -112,9 +112,9 @@ class TinkerBackend(RemoteBackend):
         training = self.config.training
         batch = [_TrainedRow(number, row, ShiftedRow.of(row)) for number, row in enumerate(rows) if row.trained and row.num_actions]
         if not batch:
-            return step_result([], [])
+            return step_result([], [], [])
         if name := _nonfinite_input(batch):
-            return step_result([Update(nonfinite=name)], [])
+            return step_result([Update(nonfinite=name)], [], [])
         completions = num_completions(rows) / training.minibatches
         with self._service.slot():
             requested = [
@@ -125,7 +125,7 @@ class TinkerBackend(RemoteBackend):
             self._sampler.expect_new_weights()
             log_ratios: list[Float32Array] = []
             updates = [self._finished(update, log_ratios if turn == 0 else []) for turn, update in requested]
-        result = step_result(updates, log_ratios)
+        result = step_result(updates, log_ratios, log_ratios[: len(requested[0][1].rows)])
         return result if result.grad_norm is None or np.isfinite(result.grad_norm) else replace(result, grad_norm=None)
 
     def _request_update(self, rows: Sequence[_TrainedRow], step: int, completions: float) -> _Requested:
