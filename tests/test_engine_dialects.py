@@ -76,6 +76,9 @@ def test_a_run_at_another_temperature_than_1_passes_the_gate_and_stays_on_policy
     assert not list((tmp_path / "run").glob(".served-*"))
 
 
+WITHOUT_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_new_tokens": 0, "logit_bias": None}
+
+
 # -- SGLang ------------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +91,7 @@ def test_every_sample_has_its_own_seed_and_the_adapter_by_name(sglang: SGLangDou
     asked = {path: [body for other, body in sglang.asked if other == path] for path, _ in sglang.asked}
     generate = asked["/generate"][0]
     seeds = [settings["sampling_seed"] for settings in generate["sampling_params"]]
+    assert WITHOUT_PENALTY.items() <= generate["sampling_params"][0].items()
     assert len(set(seeds)) == 4 and all(0 <= seed < 2**31 for seed in seeds)
     assert generate["input_ids"] == [list(range(40, 60))] * 4 and len(set(map(str, (one.token_ids for one in first)))) > 1
     assert [one.token_ids.tolist() for one in first] == [one.token_ids.tolist() for one in second], "the noise is the run's own"

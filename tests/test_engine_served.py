@@ -25,6 +25,8 @@ from retrain.noise import Stream
 from retrain.run.parts import Parts, load_parts, run_parity_gate
 from retrain.types import Completion, FinishReason
 
+WITHOUT_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "logit_bias": None}
+"""What a server would else take from the model's generation_config."""
 COMPLETIONS, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
@@ -108,6 +110,7 @@ def test_requests_hold_what_the_policy_is_and_no_seed(tmp_path: Path, server: VL
         "ignore_eos": True,
         "return_token_ids": True,
     }
+    wanted |= WITHOUT_PENALTY
     assert wanted.items() <= body.items() and body["stop_token_ids"] == list(lab()._eos_ids()) and "seed" not in body
 
 
@@ -212,6 +215,7 @@ def test_a_truncated_run_asks_for_the_kept_sets_and_is_refused_without_them(tmp_
         engine.sync(lab().save_adapter, 0)
         (one,) = engine.sample([request(1, truncation=Truncation(top_k=5))])
         assert one.kept.tolist() == [5] * len(one.token_ids)
+        assert WITHOUT_PENALTY.items() <= server.asked[-1][1]["sampling_params"].items()
         list(engine.sample([request(1, temperature=0.0, truncation=Truncation(top_k=5))]))
         assert server.asked[-1][1]["top_k"] == 1 and server.asked[-1][1]["temperature"] == 1.0, "temperature 0 is refused beside kept sets"
 
@@ -264,6 +268,25 @@ def test_an_openai_server_is_trained_with_if_it_returns_ids_and_log_probs(tmp_pa
     server.faults.append(first(9, (200, {"choices": [{"text": "6", "logprobs": None}]})))
     with pytest.raises(ConfigurationError, match="it returns no token ids with log-probs, and the loss needs"):
         train(config, quiet=True)
+
+
+@pytest.mark.parametrize("kind", ["ids", "text", "chat"])
+def test_a_field_that_a_strict_server_refuses_is_left_out_and_said_once(tmp_path: Path, server: VLLMDouble, kind: str) -> None:
+    server.replies_text, server.chats = kind == "text", kind == "chat"
+    server.refuses = frozenset({"repetition_penalty", "min_tokens"})
+    said: list[str] = []
+    with closing(engine_of(served(tmp_path, server.url, engine="openai"), OpenAIEngine)) as engine:
+        engine.say = said.append
+        asked = replace(request(1, adapter_slot=BASE_MODEL), messages=({"role": "user", "content": "1 + 5"},))
+        for _ in range(2):
+            list(engine.sample([replace(asked, noise=NoiseKey(0, Stream.EVALUATION, 0, 0))]))
+        engine._pool.run(engine._look(engine._pool.servers[0]))
+        engine._speak()
+    body = next(body for _, body in reversed(server.asked) if "temperature" in body)
+    assert {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None}.items() <= body.items()
+    assert not server.refuses & body.keys()
+    told = f"The OpenAI-compatible server {server.url} does not take repetition_penalty, min_tokens; left out, so its own values"
+    assert len(said) == 1 and said[0].startswith(told)
 
 
 def test_a_server_of_text_alone_is_evaluated_and_not_trained_with(

@@ -72,6 +72,8 @@ class VLLMDouble:
         self.hangs_up_on_server_info = False
         """As vLLM without pip in its environment, whose error closes the connection."""
         self.forgets_adapters_asleep = self.forgotten = self.asleep = False
+        self.refuses: frozenset[str] = frozenset()
+        """Fields that it does not know, and answers 400 to."""
         self.permuted: Any = None
         """A permutation of the token ids, as another tokenizer has one."""
         self.context = 2048
@@ -160,10 +162,15 @@ class VLLMDouble:
             self.asleep = False
             return 200, {"status": "awake"}
         if path == "/v1/chat/completions" and self.chats:
-            return self.chat(body)
+            return self.refusal(body) or self.chat(body)
         if path in ("/v1/completions", "/inference/v1/generate") and not self.chats:
-            return self.complete(body, body.get("prompt", body.get("token_ids")), body.get("sampling_params", body))
+            settings = body.get("sampling_params", body)
+            return self.refusal(settings) or self.complete(body, body.get("prompt", body.get("token_ids")), settings)
         return 404, {"detail": "Not Found"}
+
+    def refusal(self, settings: Any) -> Answer | None:
+        unknown = sorted(self.refuses & settings.keys())
+        return error(400, f"Unrecognized request argument supplied: {unknown[0]}") if unknown else None
 
     def complete(self, body: Any, prompt: Any, settings: Any) -> Answer:
         if body["model"] != "base" and body["model"] not in self.adapters:

@@ -14,7 +14,7 @@ from retrain.inference_engine.base import OPENAI, SampleRequest
 from retrain.inference_engine.http import Json, Refused, Server
 from retrain.inference_engine.served import Sampled, ServedAdapter
 from retrain.inference_engine.texts import Texts
-from retrain.inference_engine.vllm import COMPLETIONS, VLLMDialect, VLLMEngine
+from retrain.inference_engine.vllm import COMPLETIONS, NEUTRAL, VLLMDialect, VLLMEngine, without
 from retrain.noise import Stream
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 _CHAT_PROBE_TOKENS = 16
 _STOPPED = ("stop", "eos", "eos_token")
 """Reasons of a reply that ended by itself: OpenAI's, Together's, and that of text-generation-inference."""
+_UNKNOWN_FIELD = (400, 422)
+"""Statuses of a server that refuses a field which it does not know."""
 _LONGEST_TOKEN = 256
 """Characters; vocabularies have runs of 128 spaces, and little that is longer."""
 
@@ -44,30 +46,59 @@ class OpenAIDialect(VLLMDialect):
     async def look(self, server: Server) -> None:
         await super().look(server)
         server.facts["text_alone"] = server.facts["chat_limit"] = ""
+        path, probe = COMPLETIONS, self._probe_of_ids(server)
         if lack := await self._lack(server):
             # Without text either, there is nothing: this raises.
+            probe = self._probe_of_text(server)
             if limit := await self._limit_of_chat(server):
                 server.facts["chat_limit"] = limit
+                path, probe = CHAT, self._probe_of_chat(server, limit)
                 lack = f"it has {CHAT} alone, which puts messages into the server's own chat template and returns text"
             server.facts["text_alone"] = (
                 f"{self.title} {server.url} can be evaluated but not trained with: {lack}, and the loss needs token ids with log-probs. To "
                 'train, use the engine made for the server (vllm, sglang, mlx, max); for a judge, [reward] type = "judge" needs text alone.'
             )
+        server.facts["refused_fields"] = await self._refused_fields(server, path, probe)
+
+    async def _refused_fields(self, server: Server, path: str, probe: Json) -> list[str]:
+        """Return the fields of NEUTRAL that a strict server does not take beside a `probe` that it takes."""
+
+        async def refuses(fields: Json) -> bool:
+            try:
+                await server.post(path, probe | fields)
+            except Refused as error:
+                if error.status not in _UNKNOWN_FIELD:
+                    raise
+                return True
+            return False
+
+        if not await refuses(NEUTRAL):
+            return []
+        return [name for name, value in NEUTRAL.items() if await refuses({name: value})]
+
+    def _probe_of_ids(self, server: Server) -> Json:
+        body = {"model": server.facts["base"], "prompt": [1, 2, 3, 4], "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
+        return body | {"return_tokens_as_token_ids": True}
+
+    def _probe_of_text(self, server: Server) -> Json:
+        return {"model": server.facts["base"], "prompt": "1", "max_tokens": 1}
+
+    def _probe_of_chat(self, server: Server, limit: str) -> Json:
+        return {"model": server.facts["base"], "messages": [{"role": "user", "content": "1"}], limit: _CHAT_PROBE_TOKENS}
 
     async def _limit_of_chat(self, server: Server) -> str:
         """Return the name of a reply's limit where the server has chat alone; "" where a prompt may be text.
 
         Raises Refused where it answers neither.
         """
-        model = {"model": server.facts["base"]}
         try:
-            await server.post(COMPLETIONS, model | {"prompt": "1", "max_tokens": 1})
+            await server.post(COMPLETIONS, self._probe_of_text(server))
             return ""
         except Refused as error:
             refused = error
         for limit in _LIMITS:
             try:
-                await server.post(CHAT, model | {"messages": [{"role": "user", "content": "1"}], limit: _CHAT_PROBE_TOKENS})
+                await server.post(CHAT, self._probe_of_chat(server, limit))
                 return limit
             except Refused as error:
                 if error.status != 404:
@@ -78,9 +109,8 @@ class OpenAIDialect(VLLMDialect):
 
     async def _lack(self, server: Server) -> str:
         """Say why it cannot be trained with, as a clause; "" if it can."""
-        body = {"model": server.facts["base"], "prompt": [1, 2, 3, 4], "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
         try:
-            answer = await server.post(COMPLETIONS, body | {"return_tokens_as_token_ids": True})
+            answer = await server.post(COMPLETIONS, self._probe_of_ids(server))
             ids, _ = self._ids_and_logprobs(answer["choices"][0])
         except Refused as error:
             if error.status in (401, 403):
@@ -94,11 +124,12 @@ class OpenAIDialect(VLLMDialect):
 
     def call(self, request: SampleRequest, adapter: ServedAdapter | None, server: Server) -> tuple[str, Json]:
         path, body = super().call(request, adapter, server)
+        body = without(body, server.facts["refused_fields"])
         if not server.facts["text_alone"]:
             return path, body | {"return_tokens_as_token_ids": True}
         if request.noise.stream != Stream.EVALUATION:
             raise ConfigurationError(server.facts["text_alone"])
-        kept = {name: body[name] for name in ("n", "temperature", "top_p")}
+        kept = {name: body[name] for name in ("n", "temperature", "top_p", *NEUTRAL) if name in body}
         if request.truncation.active:
             kept |= {name: body[name] for name in ("top_k", "min_p")}  # which not every server knows
         kept["model"] = server.facts["base"] if server.facts.get("base_alone") else body["model"]

@@ -307,6 +307,12 @@ class ServedEngine(InferenceEngine):
     async def _look(self, server: Server) -> None:
         """Look at the server, and unload adapters that a killed run left in it: it has few places, and nothing else would."""
         await self._dialect.look(server)
+        if (refused := ", ".join(server.facts.get("refused_fields", ()))) and refused != server.facts.get("told_fields"):
+            server.facts["told_fields"] = refused
+            self._lines.append(
+                f"{self._dialect.title} {server.url} does not take {refused}; left out, so its own values of these count: they must "
+                "leave the distribution as it is."
+            )
         for name, folder in (await self._dialect.adapters(server) or {}).items():
             if _owner_is_dead(Path(folder).parent):
                 self._lines.append(f"{self._dialect.title} {server.url} still had the adapter {name} of a killed run; it was unloaded.")

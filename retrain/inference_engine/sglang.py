@@ -27,6 +27,11 @@ class SGLangDialect(Dialect):
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
+            "repetition_penalty": 1.0,  # a server may have other values as its own
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "min_new_tokens": 0,
+            "logit_bias": None,
             "ignore_eos": True,
             "stop_token_ids": self.eos_ids,
         }

@@ -1,6 +1,6 @@
 """vLLM: /v1/completions with token ids, and /inference/v1/generate where the kept set of a truncated distribution is asked for."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -13,6 +13,9 @@ from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, Ser
 COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
 _PROBE = [1, 2, 3, 4]
 """Any prompt: the probes look at the form of an answer, or compare two answers."""
+NEUTRAL: Json = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "logit_bias": None}
+"""What bends a distribution without a word: vLLM takes a field that a request leaves out from the model's generation_config, such as a
+repetition_penalty of 1.05 to 1.1 in Qwen2.5-Instruct, and its log-probs are then of another policy, or before the penalty."""
 _SAME = 1e-3
 """Nats. Log-probs of one prompt before the temperature differ by rounding between two requests; those after it by far more."""
 
@@ -63,6 +66,7 @@ class VLLMDialect(Dialect):
             "top_p": cut.top_p if truncates else 1.0,
             "top_k": cut.top_k if truncates else -1,
             "min_p": cut.min_p if truncates else 0.0,
+            **NEUTRAL,
             "logprobs": self.chosen_logprob,
             # Our end-of-sequence tokens and no others; the sampled one stays in token_ids. No seed: with one, vLLM on a CPU dies when
             # it batches many sequences ("CPU Generator does not use offset").
@@ -118,7 +122,7 @@ class VLLMDialect(Dialect):
 
     async def _top(self, server: Server, temperature: float) -> dict[str, float]:
         body = {"model": server.facts["base"], "prompt": _PROBE, "max_tokens": 1, "temperature": temperature, "logprobs": 5}
-        answer = await server.post(COMPLETIONS, body)
+        answer = await server.post(COMPLETIONS, body | without(NEUTRAL, server.facts.get("refused_fields", ())))
         found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
         return found
 
@@ -153,6 +157,10 @@ class VLLMDialect(Dialect):
 
     async def wake(self, server: Server) -> None:
         await server.post("/wake_up")
+
+
+def without(fields: Json, names: Collection[str]) -> Json:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def _distance(some: Mapping[str, float], others: Mapping[str, float]) -> float:

@@ -16,7 +16,7 @@ from retrain.errors import ServerFailure
 from retrain.inference_engine.base import PRIME_RL_SAMPLER, SampleRequest
 from retrain.inference_engine.http import Json, Refused, Server, Unavailable
 from retrain.inference_engine.served import ServedAdapter, ServedEngine
-from retrain.inference_engine.vllm import VLLMDialect
+from retrain.inference_engine.vllm import NEUTRAL, VLLMDialect
 from retrain.types import Completion
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class PrimeDialect(VLLMDialect):
             "top_p": cut.top_p,
             "top_k": cut.top_k or -1,
             "min_p": cut.min_p,
+            **NEUTRAL,
             "logprobs": 1,
             "ignore_eos": True,  # our own list of end-of-sequence tokens instead
             "stop_token_ids": self.eos_ids,
