@@ -19,6 +19,8 @@ from retrain.errors import EnvironmentFailure
 
 _SHOWN = 300
 """Characters of a server's own words in a sentence."""
+_SHOWN_UNREAD = 80
+"""Characters of an answer in an unknown form, such as a page of HTML."""
 
 logging.getLogger("stamina").addHandler(logging.NullHandler())  # else every retry prints a line; a failure says how many there were
 
@@ -51,6 +53,11 @@ class Answer:
                 content = content[name]
         text = masked(" ".join(str(content).split()), *secrets)  # before the cut, which may fall into one
         return (text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...").rstrip(".")
+
+    def begins(self, *secrets: str) -> str:
+        """Return the beginning of the body as one line without `secrets`, for a sentence on an answer that could not be read."""
+        text = masked(" ".join(self.body.decode(errors="replace").split()), *secrets)
+        return text if len(text) <= _SHOWN_UNREAD else text[:_SHOWN_UNREAD] + "..."
 
     @property
     def leads_to(self) -> str:

@@ -146,7 +146,7 @@ def test_a_server_with_another_tokenizer_is_found_by_the_number_of_prompt_tokens
     engine = engine_of(HastyMLX, mlx.url, tmp_path)
     engine.sync(lab().save_adapter, 0)
     mlx.extra_tokens = 1
-    with pytest.raises(ServerFailure, match="the prompt of 20 tokens reached the model as 21"):
+    with pytest.raises(ServerFailure, match="got a prompt of 20 tokens, which reached the model as 21"):
         list(engine.sample([request()]))
     engine.close()
 

@@ -153,9 +153,7 @@ class Update:
     """The tensor for which the update was skipped; "" if it was done."""
 
 
-def step_result(
-    updates: Sequence[Update], log_ratios: Sequence[Float32Array], before: Sequence[Float32Array]
-) -> StepResult:
+def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array], before: Sequence[Float32Array]) -> StepResult:
     """Loss and gradient norm are means over the updates that were done: NaN if all were skipped, None if there were none.
 
     `log_ratios`: learner - sampler log-prob of the action tokens, each token once; `before`: those of the first minibatch of the first

@@ -7,9 +7,10 @@ A server that does not answer is left out, its requests go to the others, and it
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -24,7 +25,10 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 _BUSY = frozenset({429, 502, 503, 504})
-"""The server or a proxy before it asks for patience. Every other status from 400 on is an answer."""
+"""The server or a proxy before it asks for patience. Every other status from 400 on is an answer, but 500."""
+_BROKEN = 500
+_came: ContextVar[Answer | None] = ContextVar("_came", default=None)
+"""The answer that a request is reading; each request runs in a task of its own."""
 _CONNECT_S = 10.0
 _MOST_BYTES = 1 << 30
 """Largest answer: some hundred bytes for each token of the completions of a prompt."""
@@ -37,6 +41,10 @@ class Patience:
 
     total_s: float = 60.0
     attempts: int = 10
+    slow_tries: int = 3
+    """Times that a request may outlast `[inference] timeout_s` while its server is healthy."""
+    look_attempts: int = 3
+    """At the start, where somebody is waiting for the sentence."""
     first_s: float = 0.5
     most_s: float = 15.0
     health_s: float = 5.0
@@ -52,6 +60,25 @@ class Unavailable(Exception):
         """`gone`: the server must show its health before it gets another request."""
         super().__init__(message)
         self.gone = gone
+
+
+class Unfit(Unavailable):
+    """An answer that another try may better: status 500, a page of HTML, half a body, values that no completion has."""
+
+    def __init__(self, url: str, clause: str, status: int = 200) -> None:
+        """`clause` goes on after the server's address; `status` is as sent."""
+        super().__init__(f"{url} {clause}", gone=False)
+        self.status = status
+
+
+class Unreadable(ValueError):
+    """An answer in another form, in our own words, which go on after the server's address; it becomes Unfit."""
+
+
+class Foreign(Exception):
+    """An answer that shows that the server cannot serve this run, such as a prompt with other token ids. Its words go on in the same
+    way.
+    """
 
 
 class Refused(Exception):
@@ -85,6 +112,8 @@ class Server:
     """The number of the choice that took it last."""
     looked_at: float = 0.0
     taking_back: asyncio.Lock = field(default_factory=asyncio.Lock)
+    was_slow: bool = False
+    """A request outlasted its time while it was healthy, which was said."""
     problem: str = ""
     """Why it is left out."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -103,13 +132,15 @@ class Server:
             seconds = self.timeout_s if timeout is None else timeout
             answer = await exchange(self.client, method, path, body, seconds=seconds, most_bytes=_MOST_BYTES)
         except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
-            raise TooSlow(f"{self.url} did not answer in time") from error
+            limit = f"[inference] timeout_s = {seconds:g}" if timeout is None else f"{seconds:g} s"
+            raise TooSlow(f"{self.url} did not answer a request within {limit}") from error
         except TooLong as error:
             raise Refused(200, f"an answer of more than {_MOST_BYTES >> 20} MiB, which was not read to the end") from error
         except httpx.RequestError as error:
             raise Unavailable(f"{self.url}: {masked(_reason(error), *self.secrets)}", gone=True) from error
         finally:
             self.in_flight -= 1
+        _came.set(answer)
         status = _status(answer)
         if status < 300:
             return answer.content
@@ -120,6 +151,8 @@ class Server:
             raise Unavailable(f"{self.url}: {reason} ({status}: {said})", gone=True)
         if status in _BUSY:
             raise Unavailable(f"{self.url}: {status} {said}", gone=False)
+        if status == _BROKEN:
+            raise Unfit(self.url, f"answered {status}: {said}", status)
         raise Refused(status, said)
 
 
@@ -196,9 +229,29 @@ class ServerPool:
         return [server for server in self.servers if server.alive]
 
     async def ask(self, request: Callable[[Server], Awaitable[T]]) -> T:
-        """Make `request` on the live server with the fewest requests, again and elsewhere while it is Unavailable.
+        """Make `request` on the live server with the fewest requests, again and elsewhere while it is Unavailable or, a few times, stuck.
 
-        Raises ServerFailure in one sentence once patience is at its end, and at once for an answer that no repetition changes.
+        `request` must be one that may be made twice. Raises ServerFailure in one sentence once patience is at its end, and at once for an
+        answer that no repetition changes.
+        """
+        tried: set[str] = set()
+        slow = 0
+        while True:
+            try:
+                return await self._ask_patiently(request, tried)
+            except Refused as error:
+                raise self.refusal(error) from error
+            except TooSlow as error:
+                slow += 1
+                if slow == self._patience.slow_tries:
+                    raise ServerFailure(
+                        f"{self._what} {error}, {slow} times in a row, though it is healthy: raise timeout_s, or lower "
+                        "[training] max_tokens, batch_size or group_size."
+                    ) from error
+
+    async def _ask_patiently(self, request: Callable[[Server], Awaitable[T]], tried: set[str]) -> T:
+        """Make `request` until it is answered. `tried` collects the servers that did not; others come first. Raises Refused, ServerFailure,
+        and TooSlow where a healthy server did not answer in time.
         """
         tries = 0
         started = time.monotonic()
@@ -206,7 +259,8 @@ class ServerPool:
             async for attempt in self._attempts():
                 with attempt:
                     tries += 1
-                    server = await self._choose()
+                    server = await self._choose(tried)
+                    tried.add(server.url)
                     try:
                         with self._understood(server):
                             return await request(server)
@@ -217,14 +271,13 @@ class ServerPool:
                             self._leave_out(server, str(error))
                         raise
         except Unavailable as error:
-            raise self._gave_up(f"; {tries} {'try' if tries == 1 else 'tries'} in {time.monotonic() - started:.0f} s", error) from error
-        except Refused as error:
-            raise self.refusal(error) from error
+            raise self._gave_up(error, f"{tries} {'try' if tries == 1 else 'tries'} in {time.monotonic() - started:.0f} s") from error
         raise AssertionError("stamina returns or raises")
 
     async def on_each(self, request: Callable[[Server], Awaitable[T]]) -> dict[str, T]:
         """Make `request` on every live server, by URL; one that does not answer is left out. Raises ServerFailure where none is left."""
         results: dict[str, T] = {}
+        problems: list[Unavailable | TooSlow] = []
 
         async def one(server: Server) -> None:
             try:
@@ -232,6 +285,7 @@ class ServerPool:
                     with attempt, self._understood(server):
                         results[server.url] = await request(server)
             except (Unavailable, TooSlow) as error:
+                problems.append(error)
                 self._leave_out(server, str(error))
             except Refused as error:
                 raise self.refusal(error, server) from error
@@ -240,41 +294,47 @@ class ServerPool:
             await self.ask(lambda _: asyncio.sleep(0))  # any live server fulfils this: it waits for one
         await asyncio.gather(*(one(server) for server in self.alive))
         if not results:
-            raise self._gave_up()
+            raise self._gave_up(problems[-1] if problems else None)
         return results
 
     async def connect(self, look: Callable[[Server], Awaitable[None]]) -> None:
         """Check the health of every server, then `look`. Those that do not answer are left out; ServerFailure at once where none does."""
+        problems: list[Unavailable | TooSlow] = []
 
         async def one(server: Server) -> None:
             try:
                 await self._check_health(server)
-                with self._understood(server):
-                    try:
-                        await look(server)
-                    except Unavailable:  # a connection kept open may close as it is used again: uvicorn's does after an error of its own
-                        await self._check_health(server)
+                # A connection kept open may close as it is used again: uvicorn's does after an error of its own.
+                async for attempt in self._attempts(self._patience.look_attempts):
+                    with attempt, self._understood(server):
                         await look(server)
             except (Unavailable, TooSlow) as error:
+                problems.append(error)
                 server.alive, server.problem = False, str(error)
             except Refused as error:
                 raise self.refusal(error, server) from error
 
         await asyncio.gather(*(one(server) for server in self.servers))
         if not self.alive:
-            raise self._gave_up()
+            raise self._gave_up(problems[-1])
         for server in self.servers:
             if not server.alive:
                 self._say(f"{self._what} {server.problem}; left out until it answers.")
 
-    def _attempts(self) -> Any:
+    def _attempts(self, attempts: int | None = None) -> Any:
         patience = self._patience
         return stamina.retry_context(
-            on=Unavailable, attempts=patience.attempts, timeout=patience.total_s, wait_initial=patience.first_s, wait_max=patience.most_s
+            on=Unavailable,
+            attempts=attempts or patience.attempts,
+            timeout=patience.total_s,
+            wait_initial=patience.first_s,
+            wait_max=patience.most_s,
         )
 
-    async def _choose(self) -> Server:
-        """Choose round robin among the least busy. Where none is alive, one whose health answers again; else Unavailable."""
+    async def _choose(self, tried: Collection[str] = ()) -> Server:
+        """Choose round robin among the least busy, those in `tried` last. Where none is alive, one whose health answers again; else
+        Unavailable.
+        """
         now = time.monotonic()
         dead = [server for server in self.servers if not server.alive]
         if len(dead) == len(self.servers):
@@ -289,7 +349,7 @@ class ServerPool:
                     look = asyncio.create_task(self._take_back(server))
                     self._looks.add(look)
                     look.add_done_callback(self._looks.discard)
-        chosen = min(self.alive, key=lambda server: (server.in_flight, server.turn))
+        chosen = min(self.alive, key=lambda server: (server.url in tried, server.in_flight, server.turn))
         self._turns += 1
         chosen.turn = self._turns
         return chosen
@@ -330,32 +390,42 @@ class ServerPool:
             self._say(f"{self._what} {problem}; {left}.")
 
     async def _look_after_silence(self, server: Server, error: TooSlow) -> None:
-        """A silent server is left out; a healthy one would be as slow again, so the run stops. Always raises."""
+        """A silent server is left out, a healthy one is asked again. Always raises: Unavailable, or TooSlow."""
         try:
             await self._check_health(server)
         except Unavailable as silent:
             self._leave_out(server, str(silent))
             raise
-        raise ServerFailure(
-            f"{self._what} {server.url} is healthy and did not answer a request within [inference] timeout_s = {self._timeout_s:g}: "
-            "raise timeout_s, or lower [training] max_tokens, batch_size or group_size."
-        ) from error
+        if not server.was_slow:
+            server.was_slow = True
+            self._say(f"{self._what} {error}, though it is healthy; such requests are made again.")
+        raise error
 
     @contextmanager
     def _understood(self, server: Server) -> Iterator[None]:
-        """A dialect reads answers inside; where it cannot, the server has answered in an unknown form, which is a ServerFailure."""
+        """A dialect reads answers inside; where it cannot, the server has answered in an unknown form, which is Unfit."""
+        _came.set(None)
         try:
             yield
         except RetrainError:
             raise
+        except Foreign as error:
+            raise ServerFailure(f"{self._what} {server.url} {error}.") from error
+        except Unreadable as error:
+            raise Unfit(server.url, str(error)) from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ServerFailure(
-                f"{self._what} {server.url} answered in a form that retrain does not know ({type(error).__name__}: {error})."
-            ) from error
+            answer = _came.get()
+            came = (answer and answer.begins(*server.secrets)) or "nothing"
+            raise Unfit(server.url, f"answered in a form that retrain does not know: {came}") from error
 
-    def _gave_up(self, tried: str = "", error: Unavailable | None = None) -> ServerFailure:
+    def _gave_up(self, error: Unavailable | TooSlow | None, tries: str = "") -> ServerFailure:
+        """Return the sentence of `error`, the last one. Unfit answers say what is wrong by themselves."""
+        after = f" ({tries})" if tries else ""
+        if isinstance(error, Unfit):
+            return ServerFailure(f"{self._what} {error}{after}.")
         found = "; ".join(dict.fromkeys(server.problem for server in self.servers if not server.alive)) or str(error)
-        return ServerFailure(f"{self._what} does not answer ({found}{tried}): start it, or name another address in [inference] url.")
+        found = f"{found}; {tries}" if tries else found
+        return ServerFailure(f"{self._what} does not answer ({found}): start it, or name another address in [inference] url.")
 
     def refusal(self, error: Refused, server: Server | None = None) -> ServerFailure:
         where = f" {server.url}" if server else ""

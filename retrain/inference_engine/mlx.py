@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.inference_engine.base import MLX, SampleRequest
-from retrain.inference_engine.http import Json, Server
+from retrain.inference_engine.http import Foreign, Json, Server
 from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
 from retrain.inference_engine.texts import Texts
 
@@ -59,7 +59,7 @@ class MLXDialect(Dialect):
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
         seen, sent = answer["usage"]["prompt_tokens"], len(request.prompt_ids)
         if seen != sent:
-            raise ValueError(f"the prompt of {sent} tokens reached the model as {seen}")
+            raise Foreign(f"got a prompt of {sent} tokens, which reached the model as {seen}")
         return [self.read_one(answer)]
 
     def read_one(self, answer: Any) -> Sampled:

@@ -5,13 +5,14 @@ returns text alone serves an evaluation: prompts go as text, or as messages wher
 text. Adapters are loaded as in vLLM, which several servers copied.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from retrain.errors import ConfigurationError, ServerFailure
+from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import OPENAI, SampleRequest
-from retrain.inference_engine.http import Json, Refused, Server
+from retrain.inference_engine.http import Foreign, Json, Refused, Server, Unfit, Unreadable
 from retrain.inference_engine.served import Sampled, ServedAdapter
 from retrain.inference_engine.texts import Texts
 from retrain.inference_engine.vllm import COMPLETIONS, NEUTRAL, VLLMDialect, VLLMEngine, without
@@ -110,15 +111,24 @@ class OpenAIDialect(VLLMDialect):
     async def _lack(self, server: Server) -> str:
         """Say why it cannot be trained with, as a clause; "" if it can."""
         try:
-            answer = await server.post(COMPLETIONS, self._probe_of_ids(server))
+            answer = await self._twice(server)
             ids, _ = self._ids_and_logprobs(answer["choices"][0])
         except Refused as error:
             if error.status in (401, 403):
                 raise
             return f"it answers a prompt of token ids with {error.status} ({error})"
+        except Unfit as error:
+            return f"it answers a prompt of token ids with {error.status}"
         except (LookupError, TypeError, ValueError, AttributeError):
             return "it returns no token ids with log-probs"
         return "" if len(ids) == 1 else f"it returned {len(ids)} token ids for one token"
+
+    async def _twice(self, server: Server) -> Any:
+        """Ask for token ids, and once more after a 500: some servers answer so to what they do not know, and any may have a bad moment."""
+        try:
+            return await server.post(COMPLETIONS, self._probe_of_ids(server))
+        except Unfit:
+            return await server.post(COMPLETIONS, self._probe_of_ids(server))
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +160,7 @@ class OpenAIDialect(VLLMDialect):
         seen = answer["usage"].get("prompt_tokens") if isinstance(answer.get("usage"), dict) else None
         of_chat = any("message" in choice for choice in answer["choices"])  # its template is the server's
         if seen is not None and seen != len(request.prompt_ids) and not of_chat:
-            raise ValueError(f"the prompt of {len(request.prompt_ids)} tokens reached the model as {seen}")
+            raise Foreign(f"got a prompt of {len(request.prompt_ids)} tokens, which reached the model as {seen}")
         sampled = super().read(answer, request)
         if any(one.text is not None for one in sampled):
             self._check_lengths(answer, sampled, request)
@@ -171,9 +181,9 @@ class OpenAIDialect(VLLMDialect):
             longest = max(len(self.texts.encode((one.text or "").replace("\ufffd", ""))) for one in sampled)
             problem, fits, most = f"{longest:,}", longest <= request.max_tokens, request.max_tokens
         if not fits:
-            raise ServerFailure(
-                f"{self.title} returned {problem} tokens and was asked for at most {most:,}: it ignores max_tokens, and such an answer is "
-                "not scored; use a server that keeps it, or raise [evaluation] max_tokens."
+            raise Foreign(
+                f"returned {problem} tokens and was asked for at most {most:,}: it ignores max_tokens, and such an answer is not scored; "
+                "use a server that keeps it, or raise [evaluation] max_tokens"
             )
 
     def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
@@ -186,7 +196,8 @@ class OpenAIDialect(VLLMDialect):
             text = (message.get("content") or "") if message else choice["text"]  # none at all where everything went into reasoning
             declined = message.get("refusal") or message.get("tool_calls")
             if declined or not isinstance(text, str) or reason not in (*_STOPPED, "length"):
-                raise ValueError(f"finish_reason = {reason!r}, and no answer that could be scored") from None
+                # Never asked again: what a filter lets through is another distribution.
+                raise Foreign(f"answered with finish_reason = {json.dumps(reason)}, and no answer that could be scored") from None
             stopped = reason in _STOPPED
             ids = self.texts.encode(text) + self.eos_ids[:1] * stopped
             return Sampled(ids, [nan] * len(ids), stopped, text=text)
@@ -198,7 +209,7 @@ class OpenAIDialect(VLLMDialect):
         ids = choice.get("token_ids") or [int(token.removeprefix(_TOKEN)) for token in logprobs["tokens"]]
         values = [float(value) for value in logprobs["token_logprobs"]]
         if len(ids) != len(values):
-            raise ValueError(f"{len(ids)} token ids and {len(values)} log-probs")
+            raise Unreadable(f"returned {len(ids)} token ids with {len(values)} log-probs")
         return ids, values
 
     # -- the adapter ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ once every server lists the new one.
 """
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -27,7 +28,7 @@ import psutil
 
 from retrain.errors import ConfigurationError, ServerFailure
 from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, Once, RequestFeed, SampleRequest
-from retrain.inference_engine.http import Json, Patience, Refused, Server, ServerPool, Unavailable
+from retrain.inference_engine.http import Foreign, Json, Patience, Refused, Server, ServerPool, Unavailable, Unreadable
 from retrain.noise import uniform
 from retrain.types import Completion, FinishReason
 
@@ -102,7 +103,7 @@ class Dialect(ABC):
     @abstractmethod
     def read(self, answer: Any, request: SampleRequest) -> list[Sampled]:
         """Read the completions of an answer, in any order. A LookupError, TypeError, ValueError or AttributeError means that it has another
-        form; so it does in `look` and `load`.
+        form, as in `look` and `load`: it is asked for again. Foreign means that no repetition would help.
         """
 
     @abstractmethod
@@ -236,13 +237,16 @@ class ServedEngine(InferenceEngine):
             return await self._pool.ask(one_try)
 
     def _completions(self, index: int, request: SampleRequest, server: Server, answer: Any) -> list[Completion]:
-        where = f"{self._dialect.title} {server.url}"
         sampled = self._dialect.read(answer, request)
         if len(sampled) != request.count:
-            raise ServerFailure(f"{where} returned {len(sampled)} completions and was asked for {request.count}.")
+            raise Unreadable(f"returned {len(sampled)} completions and was asked for {request.count}")
         for one in sampled:
-            if one.text is None and (problem := self._problem(one, request)):
-                raise ServerFailure(f"{where} {problem}")
+            if one.text is not None:
+                continue
+            if damage := _damage(one):
+                raise Unreadable(damage)
+            if problem := self._problem(one, request):
+                raise Foreign(problem)
         return [
             Completion(
                 request=index,
@@ -258,25 +262,19 @@ class ServedEngine(InferenceEngine):
         ]
 
     def _problem(self, one: Sampled, request: SampleRequest) -> str:
-        """Say why a completion is not one of the policy; "" if it is."""
+        """Say why a whole completion is not one of the policy; "" if it is."""
         ids, eos = one.token_ids, set(self._dialect.eos_ids)
         truncated = request.truncation.active and request.temperature > 0
-        if not len(ids) == len(one.logprobs) > 0:
-            return f"returned {len(ids)} tokens with {len(one.logprobs)} log-probs."
-        if others := [token for token in ids if type(token) is not int]:
-            return f"returned {others[0]!r} as the id of a token, which is not an integer."
         if outside := [token for token in ids if not 0 <= token < self._vocabulary]:
-            return f"sampled token {outside[0]}, and the model has {self._vocabulary} tokens: it serves another model."
-        if wrong := [value for value in one.logprobs if type(value) not in (float, int) or not -inf < value <= _ROUNDING]:
-            return f"returned a log-prob of {wrong[0]!r}, which no sampled token has: its weights or its settings are broken."
+            return f"sampled token {outside[0]}, and the model has {self._vocabulary} tokens: it serves another model"
         if eos.intersection(ids[:-1]) or (ids[-1] in eos) is not one.stopped:
-            return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer."
+            return f"does not end completions at the model's end-of-sequence tokens {sorted(eos)}: it serves another model or tokenizer"
         if len(ids) != request.max_tokens and (len(ids) > request.max_tokens or not one.stopped):
-            many = f"returned {len(ids):,} tokens and was asked for at most {request.max_tokens:,}: it ignores max_tokens."
-            few = f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its longest sequence, or lower max_tokens."
+            many = f"returned {len(ids):,} tokens and was asked for at most {request.max_tokens:,}: it ignores max_tokens"
+            few = f"cut a completion after {len(ids)} of {request.max_tokens} tokens; raise its longest sequence, or lower max_tokens"
             return many if len(ids) > request.max_tokens else few
         if truncated and (one.kept is None or len(one.kept) != len(ids)):
-            return "does not say how many tokens top_k, top_p and min_p kept; leave the three off."
+            return "does not say how many tokens top_k, top_p and min_p kept; leave the three off"
         return ""
 
     def _speak(self) -> None:
@@ -368,6 +366,18 @@ class ServedEngine(InferenceEngine):
 
         if adapter is not None and self._pool.alive:
             self._pool.run(self._pool.on_each(one))
+
+
+def _damage(one: Sampled) -> str:
+    """Say what no completion of any model has; "" where there is nothing."""
+    ids, values = one.token_ids, one.logprobs
+    if not len(ids) == len(values) > 0:
+        return f"returned {len(ids)} tokens with {len(values)} log-probs"
+    if others := [token for token in ids if type(token) is not int]:
+        return f"returned {json.dumps(others[0])} as the id of a token, which is not an integer"
+    if wrong := [value for value in values if type(value) not in (float, int) or not -inf < value <= _ROUNDING]:
+        return f"returned a log-prob of {json.dumps(wrong[0])}, which no sampled token has: its weights or its settings are broken"
+    return ""
 
 
 def sampling_seed(request: SampleRequest, sample: int) -> int:

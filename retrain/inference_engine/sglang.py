@@ -8,7 +8,7 @@ from typing import Any
 
 from retrain.errors import ServerFailure
 from retrain.inference_engine.base import SGLANG, SampleRequest
-from retrain.inference_engine.http import Json, Refused, Server
+from retrain.inference_engine.http import Foreign, Json, Refused, Server, Unreadable
 from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine, sampling_seed
 
 
@@ -51,10 +51,10 @@ class SGLangDialect(Dialect):
         """Read ids and log-probs from the same pairs, the sampled EOS among them; output_ids may lack it."""
         about = one["meta_info"]
         if about["prompt_tokens"] != prompt:
-            raise ValueError(f"the prompt of {prompt} tokens reached the model as {about['prompt_tokens']}")
+            raise Foreign(f"got a prompt of {prompt} tokens, which reached the model as {about['prompt_tokens']}")
         reason = about["finish_reason"]["type"]
         if reason not in ("stop", "length"):
-            raise ValueError(f'finish_reason "{reason}"')
+            raise Unreadable(f'ended a completion with finish_reason "{reason}"')
         pairs = about["output_token_logprobs"]
         return Sampled([token for _, token, *_ in pairs], [logprob for logprob, *_ in pairs], reason == "stop")
 

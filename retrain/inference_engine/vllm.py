@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import VLLM, SampleRequest
-from retrain.inference_engine.http import LOOPBACK, Json, Refused, Server, Unavailable
+from retrain.inference_engine.http import LOOPBACK, Foreign, Json, Refused, Server, Unavailable
 from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
 
 COMPLETIONS, _GENERATE = "/v1/completions", "/inference/v1/generate"
@@ -85,7 +85,7 @@ class VLLMDialect(Dialect):
 
     def _read_one(self, choice: Json, request: SampleRequest) -> Sampled:
         if choice.get("prompt_token_ids") is not None and choice["prompt_token_ids"] != request.prompt_ids.tolist():
-            raise ValueError("the prompt reached the model with other token ids")
+            raise Foreign("got a prompt that reached the model with other token ids: it serves another tokenizer")
         logprobs, mask = choice["logprobs"], choice.get("sampling_mask")
         values = logprobs["token_logprobs"] if "token_logprobs" in logprobs else [token["logprob"] for token in logprobs["content"]]
         kept = None if mask is None else [len(tokens) for tokens in mask]
