@@ -1,6 +1,7 @@
 """Engines on servers, against one in this process that answers as vLLM does: adapters, faults, the gate, runs that survive a server."""
 
 import json
+import os
 import socket
 import threading
 from collections import Counter
@@ -18,7 +19,7 @@ from vllm_double import HastyVLLM, SleepyVLLM, VLLMDouble, doubles, first, lab, 
 from retrain import train
 from retrain.cli.main import main
 from retrain.config import dump_toml, replaced
-from retrain.errors import ConfigurationError, RunFailed, ServerFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, RunFailed, ServerFailure
 from retrain.inference_engine.base import BASE_MODEL, NoiseKey, SampleRequest, Truncation
 from retrain.inference_engine.openai import OpenAIEngine
 from retrain.noise import Stream
@@ -202,6 +203,44 @@ def test_a_server_that_does_not_answer_stops_before_a_model_is_loaded(tmp_path: 
     output = capsys.readouterr()
     assert "The vllm server does not answer (http://127.0.0.1:9: no connection" in output.err and "Loading train model" not in output.out
     assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["log_dir", "adapter_dir"])
+def test_an_adapter_that_the_server_cannot_read_is_told_with_the_path_that_both_must_see(
+    tmp_path: Path, server: VLLMDouble, own: bool
+) -> None:
+    """vLLM's words for a folder that is not there. The folders may be read by any user, whatever the umask."""
+    place = tmp_path / "shared" if own else tmp_path / "run"
+    (tmp_path / "run").mkdir()
+    modes: list[int] = []
+
+    def not_there(path: str, body: Any) -> Any:
+        if path != LOAD:
+            return None
+        folder = Path(body["lora_path"])
+        assert folder.parent.parent == place
+        modes.extend(each.stat().st_mode & 0o777 for each in (folder.parent, folder, *folder.iterdir()))
+        return 404, {"error": {"message": f"Loading lora {body['lora_name']} failed: No adapter found for {folder}"}}
+
+    server.faults.append(not_there)
+    before = os.umask(0o077)
+    try:
+        with closing(engine_of(served(tmp_path / "run", server.url, inference={"adapter_dir": str(place) if own else ""}))) as engine:
+            key = r"\[inference\] adapter_dir" if own else r"\[logging\] log_dir"
+            with pytest.raises(
+                ServerFailure, match=rf"cannot read the adapter in {place}/.*: server and learner must both see {key} under"
+            ):
+                engine.sync(lab().save_adapter, 0)
+    finally:
+        os.umask(before)
+    assert modes[:2] == [0o755, 0o755] and set(modes[2:]) == {0o644}
+    assert not list(place.glob(".served-*"))
+
+
+def test_a_folder_for_adapters_that_cannot_be_made_is_named_with_its_key(tmp_path: Path, server: VLLMDouble) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFailure, match=r"\[inference\] adapter_dir = '.*/file/in' cannot be a folder: Not a directory; name"):
+        engine_of(served(tmp_path, server.url, inference={"adapter_dir": str(tmp_path / "file" / "in")}))
 
 
 # -- kept sets, sleep, other servers ------------------------------------------------------------------------------------

@@ -105,6 +105,12 @@ class Inference(Section):
     timeout_s: float = key(
         300.0, "Longest wait for an answer of the server, in seconds.", gt=0, may_change_at_resume=True, own_to_a_run=True
     )
+    adapter_dir: PathText = key(
+        "",
+        "Folder in which a server reads each step's adapter, seen by both under this path; empty is the run's own folder.",
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = key(
         "default",
         "Attention implementation. default: torch's flash kernel where it runs, else torch's choice. flash: that or nothing. cutlass: "

@@ -158,7 +158,7 @@ BACKEND_KEYS: dict[str, Table] = {"local": LOCAL, "tinker": TINKER, "prime_rl": 
 
 # -- engines, with the local backend -------------------------------------------------------------------------------------
 
-_SERVER = ("inference.url", "inference.served_model", "inference.api_key_env", "inference.timeout_s")
+_SERVER = ("inference.url", "inference.served_model", "inference.api_key_env", "inference.timeout_s", "inference.adapter_dir")
 _ROUNDING = ("inference.dtype", "inference.kv_cache_dtype")
 """A server's own setting, which `retrain serve` passes on; in a run it says that the parity gate must allow for the rounding."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.inference_engine.base import MLX, SampleRequest
 from retrain.inference_engine.http import Foreign, Json, Server
-from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine
+from retrain.inference_engine.served import Dialect, Sampled, ServedAdapter, ServedEngine, make_readable
 from retrain.inference_engine.texts import Texts
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class MLXDialect(Dialect):
         """The server loads an adapter, and with it the model again, at the first request that names its folder."""
         if not (adapter.folder / _CONVERTED).is_dir():
             to_mlx(adapter.folder, adapter.folder / _CONVERTED)
+            make_readable(adapter.folder)
         self.read_one(await server.post(*self._completion("1", {"max_tokens": 1}, adapter)))
 
 

@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import psutil
 
-from retrain.errors import ConfigurationError, ServerFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, ServerFailure
 from retrain.inference_engine.base import BASE_MODEL, InferenceEngine, Once, RequestFeed, SampleRequest
 from retrain.inference_engine.http import Foreign, Json, Patience, Refused, Server, ServerPool, Unavailable, Unreadable
 from retrain.noise import uniform
+from retrain.parsing import expanded
 from retrain.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from retrain.config.schema import Inference
 
 _FOLDER = ".served-"
+_UNSEEN = ("No adapter found", "No such file", "Permission denied", "does not exist", "Can't find", "Repo id must")
+"""What vLLM and SGLang (through peft and the hub's client) say of an adapter's folder that they cannot read."""
 _LOOK_S = 0.05
 """Seconds between two looks, while servers are at work, at whether an environment has answered or a signal asked the run to stop."""
 _ROUNDING = 1e-3
@@ -146,12 +149,12 @@ class ServedEngine(InferenceEngine):
         self._turn = asyncio.Lock()
         self._room = asyncio.Semaphore(self._dialect.concurrency * len(self._pool.servers))
         self._run = f"retrain-{token_hex(4)}"
-        run = Path(config.logging.log_dir)  # which servers on other machines are likely to see too
-        place = run if os.access(run, os.W_OK) else Path(gettempdir())
+        place = _place_of_adapters(config)
         for old in place.glob(f"{_FOLDER}*"):
             if _owner_is_dead(old):
                 shutil.rmtree(old, ignore_errors=True)
         self._folder = Path(mkdtemp(prefix=f"{_FOLDER}{_host()}-{os.getpid()}-", dir=place)).resolve()
+        make_readable(self._folder)
         self._version = 0
         self._adapter: ServedAdapter | None = None
         self._asleep = False
@@ -288,6 +291,7 @@ class ServedEngine(InferenceEngine):
         self._version += 1
         fresh = ServedAdapter(f"{self._run}-{self._version}", self._folder / f"version-{self._version}")
         save_adapter(fresh.folder)
+        make_readable(fresh.folder)
         old, self._adapter = self._adapter, fresh
         self._pool.run(self._pool.on_each(self._prepare))
         self.unchecked |= self._asleep or self._pool.came_back
@@ -326,13 +330,27 @@ class ServedEngine(InferenceEngine):
         adapter = self._adapter
         if adapter is None:
             return
-        await self._dialect.load(server, adapter)
+        try:
+            await self._dialect.load(server, adapter)
+        except Refused as error:
+            if any(words in str(error) for words in _UNSEEN):
+                raise self._unseen(server, adapter, str(error)) from error
+            raise
         listed = await self._dialect.adapters(server)
         if listed is not None and listed.get(adapter.name) != str(adapter.folder):
             raise ServerFailure(
                 f"{self._dialect.title} {server.url} does not list the adapter {adapter.name} that it was given "
                 f"({', '.join(listed) or 'it lists none'}); it would sample from another policy."
             )
+
+    def _unseen(self, server: Server, adapter: ServedAdapter, said: str) -> ServerFailure:
+        inference = self._dialect.config.inference
+        key = "[inference] adapter_dir" if inference.adapter_dir else "[logging] log_dir"
+        return ServerFailure(
+            f"{self._dialect.title} {server.url} cannot read the adapter in {adapter.folder} ({said}): server and learner must both see "
+            f"{key} under this one path, and the server as a user that may read it; mount it there, or name a folder that both see in "
+            "[inference] adapter_dir."
+        )
 
     # -- around the learning pass ----------------------------------------------------------------------------------------
 
@@ -400,6 +418,32 @@ def _pool(
         say=say,
         patience=patience,
     )
+
+
+def make_readable(folder: Path) -> None:
+    """Let a server that runs as another user read the folder, whatever the umask, and mkdtemp's own 0700."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _place_of_adapters(config: "TrainConfig") -> Path:
+    """Return `[inference] adapter_dir`, which is made, or the run's folder, which servers on other machines are likely to see too.
+
+    Raises EnvironmentFailure where nothing can be written there.
+    """
+    if not config.inference.adapter_dir:
+        run = Path(config.logging.log_dir)
+        return run if os.access(run, os.W_OK) else Path(gettempdir())
+    place = expanded(config.inference.adapter_dir, "[inference] adapter_dir")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be a folder: {error.strerror}; name another one."
+        ) from error
+    if not os.access(place, os.W_OK):
+        raise EnvironmentFailure(f"[inference] adapter_dir = {config.inference.adapter_dir!r} cannot be written to; name another one.")
+    return place
 
 
 def _owner_is_dead(folder: Path) -> bool:
