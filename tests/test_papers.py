@@ -3,6 +3,7 @@
 Nothing of the references is shared with retrain: one completion at a time, as the papers write it, and autograd through log-probs.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -161,6 +162,52 @@ def rloo(batch: Answers) -> Tensor:
     return torch.stack(terms).sum() / num_answers(batch) / MAX_TOKENS
 
 
+def sapo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        tau = 1.0 if a > 0 else 1.05
+        gate = 4 / tau / (1 + (-tau * (answer.ratios - 1)).exp())
+        terms.append((gate * a).mean())
+    return torch.stack(terms).mean()
+
+
+def gmpo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        ratios = answer.ratios.clamp(max=math.exp(0.4)) if a > 0 else answer.ratios.clamp(min=math.exp(-0.4))
+        terms.append(a * ratios.prod() ** (1 / len(ratios)))
+    return torch.stack(terms).mean()
+
+
+def dppo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(batch, centred):
+        for new, old in zip(answer.new, answer.old, strict=True):
+            weight = min(math.exp(new.item() - old.item()), 20.0)
+            moved = math.exp(new.item()) - math.exp(old.item())
+            masked = (a > 0 and moved > 0.15) or (a < 0 and moved < -0.15)
+            terms.append(0.0 * new if masked else weight * a * new)
+    return torch.stack(terms).sum() / num_answers(batch) / MAX_TOKENS
+
+
+def topr(batch: Answers) -> Tensor:
+    terms = []
+    for answer in (answer for prompt in batch for answer in prompt):
+        reward = 1.0 if answer.reward else -1.0
+        weight = 1.0 if reward > 0 else min(1.0, answer.ratios.prod().item())
+        terms.append(weight * reward * answer.new.sum())
+    return torch.stack(terms).mean() / 2 / MAX_TOKENS
+
+
+def vespo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        c1, c2 = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        w = math.exp(max(-20.0, min(20.0, (answer.new - answer.old).sum().item())))
+        terms.append(w**c1 * math.exp(c2 * (1 - w)) * a * answer.new.sum())
+    return torch.stack(terms).sum() / num_tokens(mixed(batch))
+
+
 OBJECTIVES: dict[str, Objective] = {
     "dapo": dapo,
     "dr_grpo": dr_grpo,
@@ -168,6 +215,11 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo": gspo,
     "cispo": cispo,
     "rloo": rloo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo": dppo,
+    "topr": topr,
+    "vespo": vespo,
 }
 ON_POLICY = {"rloo"}
 """Papers whose formula has no ratio, since they make one update per batch."""
