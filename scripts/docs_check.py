@@ -24,6 +24,7 @@ from retrain.errors import ConfigurationError
 from scripts.docs_commands import commands_document
 from scripts.docs_keys import artefacts
 from scripts.docs_metrics import metrics_document
+from scripts.docs_papers import papers_document
 
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -63,7 +64,8 @@ def documents() -> list[Path]:
 
 def generated() -> dict[str, str]:
     """Paths of the files that are made from the code, and what they must hold."""
-    return {**artefacts(), "docs/metrics.md": metrics_document(), "docs/commands.md": commands_document()}
+    pages = {"docs/metrics.md": metrics_document(), "docs/commands.md": commands_document(), "docs/papers.md": papers_document()}
+    return {**artefacts(), **pages}
 
 
 def _drifted() -> Iterator[Problem]:

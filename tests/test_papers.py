@@ -1,0 +1,331 @@
+"""examples/papers: the gradient that each file gives on one fixed batch is that of its paper's formula, written out here in float64.
+
+Nothing of the references is shared with retrain: one completion at a time, as the papers write it, and autograd through log-probs.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from retrain import load_config
+from retrain.advantages.pipeline import CreditPipeline
+from retrain.backends.local.loss import ActionTokens, policy_loss
+from retrain.backends.rows import num_completions, row_weights
+from retrain.config import TrainConfig
+from retrain.config.load import replaced
+from retrain.errors import ConfigurationError
+from retrain.types import Completion, Example, FinishReason, Group, Outcome, Prompt, Row, Score, Scored, Trajectory
+
+PAPERS = Path(__file__).resolve().parents[1] / "examples" / "papers"
+MAX_TOKENS, CACHE = 128, 32
+"""Of the files."""
+
+
+# --- the batch -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion as a paper sees it: its reward, and the log-probs [T] of its tokens."""
+
+    reward: float
+    new: Tensor
+    old: Tensor
+
+    @property
+    def ratios(self) -> Tensor:
+        return (self.new - self.old).exp()
+
+
+Answers = list[list[Answer]]
+"""[prompts][completions]"""
+Objective = Callable[[Answers], Tensor]
+
+REWARDS = ((1, 0, 0, 1), (1, 1, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 0, 0))
+LENGTHS = ((5, 9, 128, 60), (104, 3, 31, 120), (7, 110, 20, 4), (12, 128, 6, 40), (1, 17, 99, 2))
+SPREADS = ((2e-3, 0.3, 0.05, 0.02), (0.3, 1e-3, 3.0, 0.1), (0.3, 0.3, 0.3, 0.3), (0.1, 0.2, 0.1, 2e-3), (0.5, 0.1, 0.02, 2e-3))
+"""Of a completion's log-ratios: from within gspo's clip of 3e-4 to beyond cispo's bound of 4."""
+
+
+def answers(*, on_policy: bool = False) -> Answers:
+    """Two prompts are solved or hopeless; three completions lie in the cache of the soft overlong penalty."""
+    draw = np.random.default_rng(0)
+
+    def answer(reward: float, length: int, spread: float) -> Answer:
+        old = -draw.exponential(0.7, length).astype(np.float32).astype(np.float64)
+        new = np.minimum(old + spread * draw.standard_normal(length), -1e-3)
+        return Answer(reward, torch.tensor(old if on_policy else new).requires_grad_(), torch.tensor(old))
+
+    shapes = zip(REWARDS, LENGTHS, SPREADS, strict=True)
+    return [[answer(*shape) for shape in zip(*prompt, strict=True)] for prompt in shapes]
+
+
+def gradients(batch: Answers) -> Tensor:
+    """The gradient of every token's log-prob, [n]; of one that was not used, 0."""
+    leaves = [answer.new for prompt in batch for answer in prompt]
+    return torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+
+
+# --- the papers ----------------------------------------------------------------------------------------------------
+
+
+def mixed(batch: Answers) -> Answers:
+    """The prompts with right and wrong answers: the others have no advantage and count in no mean."""
+    return [prompt for prompt in batch if len({answer.reward for answer in prompt}) > 1]
+
+
+def centred(prompt: list[Answer]) -> list[float]:
+    rewards = [answer.reward for answer in prompt]
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+
+
+def over_std(values: list[float], sample: list[float]) -> list[float]:
+    return [value / float(np.std(sample, ddof=1)) for value in values]
+
+
+def grpo(prompt: list[Answer]) -> list[float]:
+    return over_std(centred(prompt), [answer.reward for answer in prompt])
+
+
+def clipped(ratios: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    return torch.minimum(ratios * advantage, ratios.clamp(1 - low, 1 + high) * advantage)
+
+
+def over(batch: Answers, advantage: Callable[[list[Answer]], list[float]]) -> Iterator[tuple[Answer, float]]:
+    for prompt in batch:
+        yield from zip(prompt, advantage(prompt), strict=True)
+
+
+def num_tokens(batch: Answers) -> int:
+    return sum(len(answer.new) for prompt in batch for answer in prompt)
+
+
+def num_answers(batch: Answers) -> int:
+    return sum(len(prompt) for prompt in batch)
+
+
+def dapo(batch: Answers) -> Tensor:
+    def advantage(prompt: list[Answer]) -> list[float]:
+        shaped = []
+        for answer in prompt:
+            length, penalty = len(answer.new), 0.0
+            if length > MAX_TOKENS - CACHE:
+                penalty = ((MAX_TOKENS - CACHE) - length) / CACHE
+            shaped.append((1.0 if answer.reward else -1.0) + penalty)
+        return over_std([value - sum(shaped) / len(shaped) for value in shaped], shaped)
+
+    terms = [clipped(answer.ratios, a, 0.2, 0.28).sum() for answer, a in over(mixed(batch), advantage)]
+    return sum(terms, torch.tensor(0.0)) / num_tokens(mixed(batch))
+
+
+def dr_grpo(batch: Answers) -> Tensor:
+    terms = [clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in over(batch, centred)]
+    return sum(terms, torch.tensor(0.0)) / num_answers(batch) / MAX_TOKENS
+
+
+def lite_ppo(batch: Answers) -> Tensor:
+    everything = [answer.reward for prompt in batch for answer in prompt]
+    pairs = over(mixed(batch), lambda prompt: over_std(centred(prompt), everything))
+    return sum((clipped(answer.ratios, a, 0.2, 0.2).sum() for answer, a in pairs), torch.tensor(0.0)) / num_tokens(mixed(batch))
+
+
+def gspo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        s = (answer.new - answer.old).mean().exp()
+        terms.append(clipped(s, a, 3e-4, 4e-4))
+    return torch.stack(terms).mean()
+
+
+def cispo(batch: Answers) -> Tensor:
+    of_prompts = []
+    for prompt in mixed(batch):
+        terms = [(answer.ratios.clamp(max=4.0).detach() * a * answer.new).sum() for answer, a in over([prompt], grpo)]
+        of_prompts.append(torch.stack(terms).sum() / num_tokens([prompt]))
+    return torch.stack(of_prompts).mean()
+
+
+def rloo(batch: Answers) -> Tensor:
+    def advantage(prompt: list[Answer]) -> list[float]:
+        total = sum(answer.reward for answer in prompt)
+        return [answer.reward - (total - answer.reward) / (len(prompt) - 1) for answer in prompt]
+
+    terms = [a * answer.new.sum() for answer, a in over(batch, advantage)]
+    return torch.stack(terms).sum() / num_answers(batch) / MAX_TOKENS
+
+
+def sapo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        tau = 1.0 if a > 0 else 1.05
+        gate = 4 / tau / (1 + (-tau * (answer.ratios - 1)).exp())
+        terms.append((gate * a).mean())
+    return torch.stack(terms).mean()
+
+
+def gmpo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        ratios = answer.ratios.clamp(max=math.exp(0.4)) if a > 0 else answer.ratios.clamp(min=math.exp(-0.4))
+        terms.append(a * ratios.prod() ** (1 / len(ratios)))
+    return torch.stack(terms).mean()
+
+
+def dppo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(batch, centred):
+        for new, old in zip(answer.new, answer.old, strict=True):
+            weight = min(math.exp(new.item() - old.item()), 20.0)
+            moved = math.exp(new.item()) - math.exp(old.item())
+            masked = (a > 0 and moved > 0.15) or (a < 0 and moved < -0.15)
+            terms.append(0.0 * new if masked else weight * a * new)
+    return torch.stack(terms).sum() / num_answers(batch) / MAX_TOKENS
+
+
+def topr(batch: Answers) -> Tensor:
+    terms = []
+    for answer in (answer for prompt in batch for answer in prompt):
+        reward = 1.0 if answer.reward else -1.0
+        weight = 1.0 if reward > 0 else min(1.0, answer.ratios.prod().item())
+        terms.append(weight * reward * answer.new.sum())
+    return torch.stack(terms).mean() / 2 / MAX_TOKENS
+
+
+def vespo(batch: Answers) -> Tensor:
+    terms = []
+    for answer, a in over(mixed(batch), grpo):
+        c1, c2 = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        w = math.exp(max(-20.0, min(20.0, (answer.new - answer.old).sum().item())))
+        terms.append(w**c1 * math.exp(c2 * (1 - w)) * a * answer.new.sum())
+    return torch.stack(terms).sum() / num_tokens(mixed(batch))
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "dapo": dapo,
+    "dr_grpo": dr_grpo,
+    "lite_ppo": lite_ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "rloo": rloo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo": dppo,
+    "topr": topr,
+    "vespo": vespo,
+}
+ON_POLICY = {"rloo"}
+"""Papers whose formula has no ratio, since they make one update per batch."""
+
+
+# --- retrain -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def imported_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A plugin's folder stays on sys.path; here it does not outlive the test, nor do modules named after papers."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in OBJECTIVES:
+        sys.modules.pop(name, None)
+
+
+def config_of(name: str) -> TrainConfig:
+    return load_config(PAPERS / f"{name}.toml", environ={})
+
+
+def rows_of(config: TrainConfig, batch: Answers) -> list[Row]:
+    """The rows that credit assignment makes of the batch."""
+    groups = []
+    for slot, answers_of_prompt in enumerate(batch):
+        members = []
+        for sample, answer in enumerate(answers_of_prompt):
+            length = len(answer.old)
+            reason = FinishReason.LENGTH if length == MAX_TOKENS else FinishReason.STOP
+            completion = Completion(slot, sample, np.zeros(length, np.int32), answer.old.numpy().astype(np.float32), None, reason)
+            outcome = Outcome.RIGHT if answer.reward else Outcome.WRONG
+            members.append(Scored(Trajectory.of(completion), "", Score(outcome, float(answer.reward))))
+        groups.append(Group(Prompt(Example("?", "!"), "?", np.zeros(3, np.int32)), slot, members))
+    return CreditPipeline(config, lambda ids: [""] * len(ids)).assign(groups, 0, 0.0).rows()
+
+
+def descend(config: TrainConfig, batch: Answers) -> None:
+    """One backward pass of the loss that the learner takes of the batch in one update."""
+    rows = rows_of(config, batch)
+    trained = [row for row in rows if row.trained]
+    counted = [row.num_counted for row in trained]
+    weights = row_weights(trained, counted, config.loss.aggregation, config.training.max_tokens, num_completions(rows))
+    lengths = [row.num_actions for row in trained]
+    old = torch.cat([torch.tensor(row.logprobs, dtype=torch.float64) for row in trained])
+    tokens = ActionTokens(
+        new=torch.cat([batch[row.group][row.sample].new for row in trained]),
+        old=old,
+        sampler=old,
+        advantages=torch.cat([torch.tensor(row.advantages, dtype=torch.float64) for row in trained]),
+        weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths)),
+        lengths=lengths,
+    )
+    policy_loss(tokens, config.loss).backward()
+
+
+def gradient_of_file(config: TrainConfig, name: str) -> Tensor:
+    batch = answers(on_policy=name in ON_POLICY)
+    descend(config, batch)
+    return -gradients(batch)
+
+
+def gradient_of_paper(name: str) -> Tensor:
+    batch = answers(on_policy=name in ON_POLICY)
+    OBJECTIVES[name](batch).backward()
+    return gradients(batch)
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def test_every_file_has_its_formula_here() -> None:
+    assert {path.stem for path in PAPERS.glob("*.toml")} == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_of_a_file_is_that_of_its_papers_formula(name: str) -> None:
+    """Up to the epsilon beside a standard deviation, 1e-6, and the rows' advantages in float32."""
+    wanted = gradient_of_paper(name)
+    assert 0 < (wanted != 0).sum() < len(wanted)
+    assert distance(gradient_of_file(config_of(name), name), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_setting_of_a_file_matters_to_its_gradient(name: str) -> None:
+    """With any key of the method changed the gradient is another one: none is decoration, and the batch would show a wrong value."""
+    config, wanted = config_of(name), gradient_of_paper(name)
+
+    def is_noticed(change: dict[str, Any]) -> bool:
+        try:
+            return distance(gradient_of_file(replaced(config, change), name), wanted) > 1e-3
+        except ConfigurationError:  # it does not go with another key of the file
+            return True
+
+    changes = [change for section in ("algorithm", "loss") for change in changed(section, config)]
+    assert changes and not [change for change in changes if not is_noticed(change)]
+
+
+def changed(section: str, config: TrainConfig) -> Iterator[dict[str, Any]]:
+    """Each key that the file sets in a section: a number four times as large, a name back at its default."""
+    for key in sorted(getattr(config, section).model_fields_set - {"max_grad_norm"}):
+        path = f"{section}.{key}"
+        value, default = config.value(path), TrainConfig().value(path)
+        if isinstance(value, float):
+            yield {path: value * 4 or 1.0}
+        elif isinstance(value, dict):
+            yield from ({path: {**value, name: number * 4}} for name, number in value.items())
+        elif value != default:
+            yield {path: default}
