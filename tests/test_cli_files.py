@@ -10,6 +10,7 @@ from retrain.cli.init import template_names
 from retrain.cli.main import main
 from retrain.config import load_config
 
+ROOT = Path(__file__).resolve().parents[1]
 LEGACY = """\
 # my run
 [backend]
@@ -40,6 +41,13 @@ def test_templates_load(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--template", name]) == 0
     assert "retrain.toml" in capsys.readouterr().out
     assert load_config().evaluation.at_end
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "retrain/assets/templates").glob("*.toml"), ROOT / "examples/lab.toml"], ids=str)
+def test_the_first_and_the_last_step_of_a_first_run_can_be_inspected(path: Path) -> None:
+    config = load_config(path, environ={})
+    stored = range(0, config.training.max_steps, config.logging.tokens_every)
+    assert stored[-1] == config.training.max_steps - 1 and len(stored) <= 10
 
 
 def test_quickstart_and_lab_are_the_templates() -> None:
