@@ -39,6 +39,10 @@ class ResolvedTransform:
     params: dict[str, Any]
 
 
+_CENTRED = 1e-6
+"""Largest mean of a group's advantages that counts as 0, for plugins that compute in float32."""
+
+
 class _ProbeFailed(RetrainError):
     pass
 
@@ -61,8 +65,28 @@ def resolve_advantage(name: str, config: "TrainConfig", notes: list[str]) -> Epi
             assigned.append(numbers(values, len(rewards), f'group {group}: advantage "{name}"').tolist())
         return assigned
 
-    _probe("advantage", name, config, notes, lambda: advantages(_SMALL, 0))
+    def trial() -> None:
+        advantages(_SMALL, 0)
+        notes.extend(_equal_reward_notes(name, advantages))
+
+    _probe("advantage", name, config, notes, trial)
     return advantages
+
+
+def _equal_reward_notes(name: str, advantages: EpisodeStage) -> list[str]:
+    """Name a plugin's advantages of equal rewards, unless they cancel: such a group says nothing about which completion is better."""
+    equal = replace(_SMALL, rewards=[[0.0, 0.0, 0.0], [1.0, 1.0]])
+    uncentred = [
+        f"mean {np.mean(values):.3g} where all rewards are {rewards[0]:g}"
+        for rewards, values in zip(equal.rewards, advantages(equal, 0), strict=True)
+        if abs(np.mean(values)) > _CENTRED
+    ]
+    if not uncentred:
+        return []
+    return [
+        f'[algorithm] advantage_mode = "{name}" gives a group of equal rewards advantages that do not cancel ({", ".join(uncentred)}): '
+        "such groups are trained too, also those whose completions are all wrong; subtract the group's mean unless that is meant."
+    ]
 
 
 def _builtin_advantage(name: str, builtin: BuiltinAdvantage, params: dict[str, Any], config: "TrainConfig") -> EpisodeStage:
