@@ -62,6 +62,14 @@ def test_init_never_overwrites(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("other.toml").exists()
 
 
+def test_the_checkout_has_what_init_writes_and_init_beside_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init"]) == 0
+    assert Path("retrain.toml").read_bytes() == (ROOT / "retrain.toml").read_bytes()
+    capsys.readouterr()
+    assert main(["init"]) == 0 and "Already there" in capsys.readouterr().out
+    assert main(["init", "--template", "lab"]) == 2
+
+
 @pytest.mark.parametrize("arguments", [["--template", "quickstrat"], ["--output", "no/folder/x.toml"]])
 def test_init_explains_what_is_wrong(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", *arguments]) == 2
