@@ -105,7 +105,7 @@ def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[...
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("def f(rewards):\n    return [float(r == max(rewards)) for r in rewards]", "mean 1 where all rewards are 0, mean 1 where"),
+        ("def f(rewards):\n    return [float(r == max(rewards)) for r in rewards]", "mean 1 where all rewards are 0, 1 where"),
         ("def f(rewards):\n    return rewards", "mean 1 where all rewards are 1"),
         ("import numpy as np\ndef f(rewards):\n    r = np.float32(rewards)\n    return (r - r.mean()) / (r.std() + 1e-3)", ""),
         ("def f(ctx):\n    return [0.0] * len(ctx.rewards)", ""),
@@ -118,7 +118,7 @@ def test_an_advantage_that_moves_a_group_of_equal_rewards_is_named_at_the_start(
 
 
 def test_an_advantage_that_fails_on_equal_rewards_is_refused_before_the_run(write: Callable[..., str]) -> None:
-    name = write("def f(rewards):\n    low, high = min(rewards), max(rewards)\n    return [(r - low) / (high - low) - 0.5 for r in rewards]")
+    name = write("def f(rewards):\n    low, high = min(rewards), max(rewards)\n    return [(r - low) / (high - low) for r in rewards]")
     assert "fails on a small example (ZeroDivisionError" in refused(config(advantage_mode=f"{name}.f"))
 
 

@@ -67,26 +67,23 @@ def resolve_advantage(name: str, config: "TrainConfig", notes: list[str]) -> Epi
 
     def trial() -> None:
         advantages(_SMALL, 0)
-        notes.extend(_equal_reward_notes(name, advantages))
+        notes.extend(filter(None, [_note_on_equal_rewards(name, advantages)]))
 
     _probe("advantage", name, config, notes, trial)
     return advantages
 
 
-def _equal_reward_notes(name: str, advantages: EpisodeStage) -> list[str]:
-    """Name a plugin's advantages of equal rewards, unless they cancel: such a group says nothing about which completion is better."""
+def _note_on_equal_rewards(name: str, advantages: EpisodeStage) -> str:
+    """Name a plugin's advantages of equal rewards unless they cancel: such a group says nothing about which completion is better."""
     equal = replace(_SMALL, rewards=[[0.0, 0.0, 0.0], [1.0, 1.0]])
-    uncentred = [
-        f"mean {np.mean(values):.3g} where all rewards are {rewards[0]:g}"
-        for rewards, values in zip(equal.rewards, advantages(equal, 0), strict=True)
-        if abs(np.mean(values)) > _CENTRED
-    ]
+    means = {group[0]: float(np.mean(values)) for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)}
+    uncentred = [f"{mean:.3g} where all rewards are {reward:g}" for reward, mean in means.items() if abs(mean) > _CENTRED]
     if not uncentred:
-        return []
-    return [
-        f'[algorithm] advantage_mode = "{name}" gives a group of equal rewards advantages that do not cancel ({", ".join(uncentred)}): '
-        "such groups are trained too, also those whose completions are all wrong; subtract the group's mean unless that is meant."
-    ]
+        return ""
+    return (
+        f'[algorithm] advantage_mode = "{name}" gives equal rewards advantages that do not cancel (mean {", ".join(uncentred)}): it trains '
+        "such groups too, also one whose completions are all wrong; subtract the group's mean unless that is meant."
+    )
 
 
 def _builtin_advantage(name: str, builtin: BuiltinAdvantage, params: dict[str, Any], config: "TrainConfig") -> EpisodeStage:
