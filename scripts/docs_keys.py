@@ -1,10 +1,11 @@
-"""The documents that are made from the schema: the annotated retrain.toml, the tables of docs/configuration-keys.md, the JSON Schema."""
+"""The files that are made from the schema: examples/all_keys.toml, the tables of docs/configuration-keys.md, the JSON Schema."""
 
 import json
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from retrain.cli.init import template_text
 from retrain.config.keys import Key, all_keys, section_models
 from retrain.config.names import ALIASES, bracketed
 from retrain.config.schema import BACKEND_OPTIONS, DEFAULT_CONDITIONS, TrainConfig
@@ -111,9 +112,10 @@ def _plain(value: Any) -> Any:
 
 
 def artefacts() -> dict[str, str]:
-    """Paths in the repository and what they must hold."""
+    """Paths in the repository and what they must hold. retrain.toml is what `retrain init` writes."""
     return {
-        "retrain.toml": annotated_toml(),
+        "retrain.toml": template_text("quickstart"),
+        "examples/all_keys.toml": annotated_toml(),
         "docs/configuration-keys.md": markdown_tables(),
         "docs/retrain.schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
     }

@@ -195,7 +195,7 @@ CASES = [
         {"old/.retrain.json": RUN_MARK, "old/checkpoints/step_000020/adapter_config.json": "{}"},
     ),
     Case("a run in place of a file", 2, "retrain old/config.toml --resume old", None, ("old",), {"old/.retrain.json": RUN_MARK}),
-    Case("a run to resume and no file", 2, "old/config.toml", None, ("--resume", "old"), {"old/.retrain.json": RUN_MARK}),
+    Case("a run to resume that did not begin", 2, "retrain FILE --resume old", None, ("--resume", "old"), {"old/.retrain.json": RUN_MARK}),
     Case("a folder in place of a file", 2, "name the file", None, ("old",), {"old/notes.txt": ""}),
     Case(
         "a run resumed and overwritten", 2, "leave one", "", ("run.toml", "--resume", "old", "--overwrite"), {"old/.retrain.json": RUN_MARK}

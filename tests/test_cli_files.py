@@ -10,6 +10,7 @@ from retrain.cli.init import template_names
 from retrain.cli.main import main
 from retrain.config import load_config
 
+ROOT = Path(__file__).resolve().parents[1]
 LEGACY = """\
 # my run
 [backend]
@@ -42,6 +43,13 @@ def test_templates_load(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_config().evaluation.at_end
 
 
+@pytest.mark.parametrize("path", [*(ROOT / "retrain/assets/templates").glob("*.toml"), ROOT / "examples/lab.toml"], ids=str)
+def test_the_first_and_the_last_step_of_a_first_run_can_be_inspected(path: Path) -> None:
+    config = load_config(path, environ={})
+    stored = range(0, config.training.max_steps, config.logging.tokens_every)
+    assert stored[-1] == config.training.max_steps - 1 and len(stored) <= 10
+
+
 def test_quickstart_and_lab_are_the_templates() -> None:
     assert template_names() == ["lab", "quickstart"]
 
@@ -52,6 +60,14 @@ def test_init_never_overwrites(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("retrain.toml").read_text() == "mine" and "not overwritten" in capsys.readouterr().err
     assert main(["init", "--output", "other.toml"]) == 0
     assert Path("other.toml").exists()
+
+
+def test_the_checkout_has_what_init_writes_and_init_beside_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init"]) == 0
+    assert Path("retrain.toml").read_bytes() == (ROOT / "retrain.toml").read_bytes()
+    capsys.readouterr()
+    assert main(["init"]) == 0 and "Already there" in capsys.readouterr().out
+    assert main(["init", "--template", "lab"]) == 2
 
 
 @pytest.mark.parametrize("arguments", [["--template", "quickstrat"], ["--output", "no/folder/x.toml"]])

@@ -164,7 +164,7 @@ def test_generated_files_have_not_drifted(name: str) -> None:
 
 
 def test_the_annotated_file_loads_as_the_defaults_and_sets_nothing_by_accident() -> None:
-    config = load_config(ROOT / "retrain.toml", environ={})
+    config = load_config(ROOT / "examples/all_keys.toml", environ={})
     assert config == TrainConfig()
     assert config.kind == "run"
     assert not any(config.is_set(key.path) for key in all_keys() if key.traits.meaningful_unset)

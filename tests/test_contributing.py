@@ -26,12 +26,16 @@ def block(section: str, language: str) -> str:
     return str(found)
 
 
-def advantages(folder: Path) -> set[float]:
-    return {line["advantage"] for line in lines(folder / "emergence" / "generations.jsonl")}
+def advantages(folder: Path) -> list[list[float]]:
+    """Of each group."""
+    of_prompt: dict[str, list[float]] = {}
+    for line in lines(folder / "emergence" / "generations.jsonl"):
+        of_prompt.setdefault(line["prompt_id"], []).append(line["advantage"])
+    return list(of_prompt.values())
 
 
 PROOFS: dict[str, Callable[[Path], bool]] = {
-    "An advantage": lambda folder: advantages(folder) == {0.0, 1.0},
+    "An advantage": lambda folder: {sum(group) for group in advantages(folder)} == {0.0} and any(map(any, advantages(folder))),
     "A transform": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec",
     "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
     "A data source": lambda folder: all("=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")),

@@ -189,7 +189,7 @@ def test_a_key_of_another_trainer_is_answered_with_ours_wherever_it_stands() -> 
     with pytest.raises(ConfigurationError, match=r"learning_rate is not a key of a condition; did you mean training\.lr\?"):
         config_from_toml('[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\nlearning_rate = 1e-4')
     with pytest.raises(ConfigurationError, match="did you mean RETRAIN_TRAINING_LR"):
-        load_config(Path(__file__).parents[1] / "retrain.toml", environ={"RETRAIN_TRAINING_LEARNING_RATE": "1"})
+        load_config(Path(__file__).parents[1] / "examples/all_keys.toml", environ={"RETRAIN_TRAINING_LEARNING_RATE": "1"})
 
 
 @pytest.mark.parametrize("name", ["debug", "yes", "cap", "sft", "l2", "no-wandb", "world_size", "adam", "port-number", "abc"])

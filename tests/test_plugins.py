@@ -102,6 +102,26 @@ def test_parameters_that_a_function_cannot_take_are_an_error(write: Callable[...
     assert "takes no params" in message and "scale" in message
 
 
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("def f(rewards):\n    return [float(r == max(rewards)) for r in rewards]", "mean 1 where all rewards are 0, 1 where"),
+        ("def f(rewards):\n    return rewards", "mean 1 where all rewards are 1"),
+        ("import numpy as np\ndef f(rewards):\n    r = np.float32(rewards)\n    return (r - r.mean()) / (r.std() + 1e-3)", ""),
+        ("def f(ctx):\n    return [0.0] * len(ctx.rewards)", ""),
+    ],
+)
+def test_an_advantage_that_moves_a_group_of_equal_rewards_is_named_at_the_start(source: str, named: str, write: Callable[..., str]) -> None:
+    name = f"{write(source)}.f"
+    notes = CreditPipeline(config(advantage_mode=name), lambda ids: [""] * len(ids)).notes
+    assert len(notes) == bool(named) and all(named in note and name in note for note in notes)
+
+
+def test_an_advantage_that_fails_on_equal_rewards_is_refused_before_the_run(write: Callable[..., str]) -> None:
+    name = write("def f(rewards):\n    low, high = min(rewards), max(rewards)\n    return [(r - low) / (high - low) for r in rewards]")
+    assert "fails on a small example (ZeroDivisionError" in refused(config(advantage_mode=f"{name}.f"))
+
+
 # -- transforms, uncertainty, algorithms -----------------------------------------------------------------------------
 
 SHIFT = """

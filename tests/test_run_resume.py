@@ -15,9 +15,10 @@ import torch
 
 from retrain import train
 from retrain.cli.main import main
-from retrain.config import dump_toml, load_config, resume_differences
+from retrain.config import TrainConfig, dump_toml, load_config, replaced, resume_differences
 from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, Interrupted, RunFailed
+from retrain.records.run_folder import RunFolder
 from retrain.run.session import Session
 from tests import commands
 from tests.runs import lines, small, timeless
@@ -236,6 +237,37 @@ def test_every_printed_command_continues_the_run_whatever_began_it(
     assert again[:3] == held == ["logs/my run/config.toml", "--resume", "logs/my run"]
     assert main([*again[:-1], "1"]) == 0 and again[-2] == "--max-hours" and float(again[-1]) > 1e-9
     assert [line["step"] for line in lines(Path("logs/my run/metrics.jsonl"))] == [0, 1] and not Path("other").exists()
+
+
+def test_resume_without_a_file_reads_the_runs_own_or_a_newer_retrain_toml_of_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started: list[TrainConfig] = []
+    monkeypatch.setattr("retrain.run.loop.train", lambda config, **_: started.append(config))
+    run, beside = RunFolder(Path("logs/run")), Path("retrain.toml")
+    run.create()
+    run.config.write_text(dump_toml(small(run.path, training={"seed": 7, "lr": 3e-4})))
+    begun = small(run.path, training={"seed": -1})  # the seed was drawn, and --lr 3e-4 was given
+
+    def resumed(*flags: str) -> str:
+        assert main(["--resume", "logs/run", *flags]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        return line
+
+    assert resumed("--max-steps", "9") == "Read logs/run/config.toml."
+    assert (started[-1].training.max_steps, started[-1].training.lr, started[-1].resume.from_) == (9, 3e-4, "logs/run")
+    beside.write_text(dump_toml(begun))
+    assert resumed() == (
+        "Read logs/run/config.toml, and not retrain.toml, which describes another run: [training] lr = 0.001 (was 0.0003)."
+    )
+    assert started[-1].training.lr == 3e-4
+    assert resumed("--lr", "1e-3") == "Read retrain.toml, which describes this run."
+    beside.write_text(dump_toml(replaced(begun, {"training.lr": 3e-4, "training.max_steps": 50})))
+    assert resumed() == "Read retrain.toml, which describes this run, with changes: [training] max_steps = 50 (was 4)."
+    assert started[-1].training.max_steps == 50
+    beside.write_text("[training]\nlr = fast\n")
+    assert resumed().startswith("Read logs/run/config.toml, and not retrain.toml: retrain.toml ")
 
 
 def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

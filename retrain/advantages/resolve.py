@@ -39,6 +39,10 @@ class ResolvedTransform:
     params: dict[str, Any]
 
 
+_CENTRED = 1e-6
+"""Largest mean of a group's advantages that counts as 0, for plugins that compute in float32."""
+
+
 class _ProbeFailed(RetrainError):
     pass
 
@@ -61,8 +65,25 @@ def resolve_advantage(name: str, config: "TrainConfig", notes: list[str]) -> Epi
             assigned.append(numbers(values, len(rewards), f'group {group}: advantage "{name}"').tolist())
         return assigned
 
-    _probe("advantage", name, config, notes, lambda: advantages(_SMALL, 0))
+    def trial() -> None:
+        advantages(_SMALL, 0)
+        notes.extend(filter(None, [_note_on_equal_rewards(name, advantages)]))
+
+    _probe("advantage", name, config, notes, trial)
     return advantages
+
+
+def _note_on_equal_rewards(name: str, advantages: EpisodeStage) -> str:
+    """Name a plugin's advantages of equal rewards unless they cancel: such a group says nothing about which completion is better."""
+    equal = replace(_SMALL, rewards=[[0.0, 0.0, 0.0], [1.0, 1.0]])
+    means = {group[0]: float(np.mean(values)) for group, values in zip(equal.rewards, advantages(equal, 0), strict=True)}
+    uncentred = [f"{mean:.3g} where all rewards are {reward:g}" for reward, mean in means.items() if abs(mean) > _CENTRED]
+    if not uncentred:
+        return ""
+    return (
+        f'[algorithm] advantage_mode = "{name}" gives equal rewards advantages that do not cancel (mean {", ".join(uncentred)}): it trains '
+        "such groups too, also one whose completions are all wrong; subtract the group's mean unless that is meant."
+    )
 
 
 def _builtin_advantage(name: str, builtin: BuiltinAdvantage, params: dict[str, Any], config: "TrainConfig") -> EpisodeStage:

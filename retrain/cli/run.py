@@ -36,8 +36,10 @@ def run_file(arguments: Sequence[str]) -> int:
     from retrain.config import load_config
 
     _refuse_run_as_file(parsed)
-    config = load_config(parsed.path, parsed.overrides)  # before the trainer's seconds of imports: a typo is answered at once
+    config, note = _continued(parsed) or (load_config(parsed.path, parsed.overrides), "")  # a typo is answered before seconds of imports
     _refuse_two_intents(parsed, config)
+    if note and not parsed.quiet:
+        print(note, flush=True)
     if config.kind == "squeeze":
         from retrain.records.terminal import clean
         from retrain.squeeze import run_squeeze
@@ -67,20 +69,67 @@ def run_file(arguments: Sequence[str]) -> int:
 
 
 def _refuse_run_as_file(parsed: RunArguments) -> None:
-    """Raise ConfigurationError for `retrain RUN_DIR`, and for `retrain --resume RUN_DIR` where there is no retrain.toml."""
-    from retrain.config.load import DEFAULT_FILE
-
-    folder = parsed.path
-    if folder is None and not Path(DEFAULT_FILE).exists():
-        folder = next((Path(given.value) for given in parsed.overrides.given if given.path == "resume.from"), None)
-    if folder is None or not folder.is_dir():
+    """Raise ConfigurationError for `retrain RUN_DIR`."""
+    if parsed.path is None or not parsed.path.is_dir():
         return
     from retrain.records.run_folder import RunFolder, kind_of
 
-    if kind_of(folder) == "run":
+    if kind_of(parsed.path) == "run":
         raise ConfigurationError(
-            f"{folder} is a run's folder, and no configuration file is given; continue it with `{RunFolder(folder).resume_command}`."
+            f"{parsed.path} is a run's folder, and no configuration file is given; continue it with "
+            f"`{RunFolder(parsed.path).resume_command}`."
         )
+
+
+def _continued(parsed: RunArguments) -> "tuple[TrainConfig, str] | None":
+    """Return what `retrain --resume RUN_DIR` continues with, and a line that names its file; None for any other command line.
+
+    That is the run's own config.toml. A ./retrain.toml that describes the same run goes before it, since what a resume may change is newer
+    there.
+    """
+    from retrain.config import load_config
+    from retrain.config.load import DEFAULT_FILE
+    from retrain.records.run_folder import RunFolder, kind_of
+
+    named = [RunFolder(Path(given.value)) for given in parsed.overrides.given if given.path == "resume.from"]
+    if parsed.path is not None or not named or kind_of(named[0].path) != "run":
+        return None
+    folder, beside = named[0], Path(DEFAULT_FILE)
+    if not folder.config.is_file():
+        if beside.exists():
+            return None
+        raise ConfigurationError(
+            f"{folder.path} holds no {folder.config.name} yet, and no configuration file is given; name the file that the run began with: "
+            f"`retrain FILE --resume {folder.path}`."
+        )
+    own = load_config(folder.config, parsed.overrides)
+    if not beside.exists():
+        return own, f"Read {folder.config}."
+    try:
+        newer = load_config(beside, parsed.overrides)
+    except ConfigurationError as error:
+        return own, f"Read {folder.config}, and not {beside}: {error.problems[0]}"
+    fixed, changed = _differences(own, newer)
+    if fixed:
+        return own, f"Read {folder.config}, and not {beside}, which describes another run: {fixed}."
+    return newer, f"Read {beside}, which describes this run" + (f", with changes: {changed}." if changed else ".")
+
+
+def _differences(own: "TrainConfig", newer: "TrainConfig") -> tuple[str, str]:
+    """Name the values of `newer` that differ from a run's own: those that the run cannot change, and those that it can."""
+    from retrain.config import config_from_toml, dump_toml, replaced
+    from retrain.config.stored import differing_keys, shown_value
+    from retrain.records.redact import Redactor
+
+    if newer.training.seed == -1:  # the run's own was drawn
+        newer = replaced(newer, {"training.seed": own.training.seed})
+    own, newer = (config_from_toml(dump_toml(Redactor().config(config))) for config in (own, newer))  # as config.toml masks them
+    words: dict[bool, list[str]] = {False: [], True: []}
+    for key in differing_keys(own, newer):
+        if key.path not in ("resume.from", "logging.log_dir"):
+            value, before = shown_value(newer, key.path), shown_value(own, key.path)
+            words[key.traits.may_change_at_resume].append(f"[{key.section}] {key.name} = {value} (was {before})")
+    return ", ".join(words[False][:3]), ", ".join(words[True])
 
 
 def _refuse_two_intents(parsed: RunArguments, config: "TrainConfig") -> None:

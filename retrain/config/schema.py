@@ -1,6 +1,6 @@
 """The whole configuration, and the only list of keys: their sections are in learning_sections.py and run_sections.py.
 
-Flags, the manual, the documentation's tables, the JSON Schema, the annotated retrain.toml and every error are made from
+Flags, the manual, the documentation's tables, the JSON Schema, examples/all_keys.toml and every error are made from
 these classes.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from retrain.config.keys import all_keys, section_models
+from retrain.config.keys import Key, all_keys, section_models
 from retrain.config.schema import TrainConfig
 from retrain.parsing import toml_value
 
@@ -73,27 +73,31 @@ def config_hash(config: TrainConfig) -> str:
 
 def resume_differences(stored: TrainConfig, current: TrainConfig) -> list[str]:
     """One sentence for each value that a resumed run may not change, with both values; empty when it may be resumed."""
-    sentences = []
-    for key in all_keys():
-        if key.traits.may_change_at_resume:
-            continue
-        before, now = (_jsonable(config.value(key.path)) for config in (stored, current))
-        if key.path == "backend.devices":  # those of the same kind are as good, and an unset device is chosen by the machine
-            if not (stored.is_set(key.path) and current.is_set(key.path)):
-                continue
-            before, now = ([device.partition(":")[0] for device in config.backend.device_list] for config in (stored, current))
-        if before != now:
-            sentences.append(
-                f"[{key.section}] {key.name} = {_shown(current, key.path)} differs from {_shown(stored, key.path)}, the run's own value, "
-                "and cannot change at resume; restore it, or start a new run."
-            )
-    return sentences
+    return [
+        f"[{key.section}] {key.name} = {shown_value(current, key.path)} differs from {shown_value(stored, key.path)}, the run's own value, "
+        "and cannot change at resume; restore it, or start a new run."
+        for key in differing_keys(stored, current)
+        if not key.traits.may_change_at_resume
+    ]
+
+
+def differing_keys(stored: TrainConfig, current: TrainConfig) -> list[Key]:
+    """The keys whose values differ, in the order of the schema."""
+    return [key for key in all_keys() if _differs(key, stored, current)]
+
+
+def _differs(key: Key, stored: TrainConfig, current: TrainConfig) -> bool:
+    if key.path == "backend.devices":  # those of the same kind are as good, and an unset device is chosen by the machine
+        kinds = [[device.partition(":")[0] for device in config.backend.device_list] for config in (stored, current)]
+        return stored.is_set(key.path) and current.is_set(key.path) and kinds[0] != kinds[1]
+    return bool(_jsonable(stored.value(key.path)) != _jsonable(current.value(key.path)))
 
 
 def _jsonable(value: Any) -> Any:
     return [item.model_dump() if hasattr(item, "model_dump") else item for item in value] if isinstance(value, list) else value
 
 
-def _shown(config: TrainConfig, path: str) -> str:
+def shown_value(config: TrainConfig, path: str) -> str:
+    """The value of a key as TOML, or `unset`."""
     value = config.value(path)
     return "unset" if value is None else toml_value(_jsonable(value))
