@@ -192,3 +192,33 @@ def test_a_full_disk_under_standard_output_is_named() -> None:
     command = f"{sys.executable} -m retrain help config > /dev/full"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert result.returncode == 3 and "Standard output, or a file, cannot be used: No space left" in result.stderr
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_a_help_page_fits_80_columns(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.count("Usage:") == 1 and f"Usage: retrain {name}" in page and "Example: retrain" in page
+    assert not [form for form in ("[[", "<list", "<str", "[x>=", "[default", "--as-json", "--form ") if form in page]
+    assert all(len(line) <= 80 for line in page.split("\nExample:")[0].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("version --loud", "--loud is not an option of `retrain version`"),
+        ("init --outputt x", "did you mean --output?"),
+        ("init --output", "--output of `retrain init` takes a path"),
+        ("status --watch=3", "--watch of `retrain status` takes no value"),
+        ("status --interval 0", "--interval of `retrain status` takes a number of at least 0.1, and got '0'"),
+        ("power --effect=abc", "--effect of `retrain power` takes a number, and got 'abc'"),
+        ("backends --format x", "--format of `retrain backends` takes text, json or markdown, and got 'x'"),
+        ("backends a b", "`retrain backends [NAME] [options]` has no place for 'b'"),
+        ("report", "`retrain report` needs DIR: a run's folder"),
+    ],
+)
+def test_a_wrong_use_of_a_command_is_one_sentence_of_ours(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("retrain: ") and sentence in shown.err

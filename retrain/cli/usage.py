@@ -17,6 +17,9 @@ COMMANDS = {
     "version": "print the version",
 }
 
+MAX_WIDTH = 110
+"""Columns of help pages on a wide terminal."""
+
 EXAMPLES = {
     "init": "retrain init --template lab --output lab.toml",
     "migrate-config": "retrain migrate-config old.toml --write --backup",
