@@ -92,7 +92,7 @@ def test_a_wrong_option_of_a_command_is_wrong_usage(capsys: pytest.CaptureFixtur
 
 
 def test_the_reference_shows_every_flag_and_one_section(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help"]) == 0 and capsys.readouterr().out == usage()
+    assert main(["help"]) == 0 and capsys.readouterr().out.startswith(usage())
     assert main(["help", "config"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {key.flag}" in shown for key in all_keys())

@@ -117,19 +117,19 @@ def description(name: str) -> list[str]:
 
 def help_page(name: str, width: int) -> str:
     """`retrain NAME --help`, in lines of at most `width` columns."""
-    parts = [textwrap.fill(f"Usage: {usage_line(name)}", width, subsequent_indent="       ")]
-    parts += [textwrap.fill(paragraph, width) for paragraph in description(name)]
+    parts = [textwrap.fill(f"Usage: {usage_line(name)}", width, subsequent_indent="       ", break_on_hyphens=False)]
+    parts += [textwrap.fill(paragraph, width, break_on_hyphens=False) for paragraph in description(name)]
     parameters = parameters_of(name)
     for title, is_option in (("Arguments:", False), ("Options:", True)):
         rows = [(each.head, each.text) for each in parameters if each.is_option is is_option] + ([_HELP] if is_option else [])
         if rows:
-            parts.append("\n".join([title, *_columns(rows, width)]))
+            parts.append("\n".join([title, *columns(rows, width)]))
     return "\n\n".join([*parts, f"Example: {EXAMPLES[name]}"]) + "\n"
 
 
-def _columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Names on the left, texts on the right; a name too long for its column has its own line."""
-    left = min(max(len(head) for head, _ in rows), width * 2 // 5) + 4
+    left = max((len(head) for head, _ in rows if len(head) <= width * 2 // 5), default=0) + 4
     lines = []
     for head, text in rows:
         filled = textwrap.wrap(text, width - left, break_on_hyphens=False) or [""]
