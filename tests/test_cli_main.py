@@ -222,3 +222,40 @@ def test_a_wrong_use_of_a_command_is_one_sentence_of_ours(line: str, sentence: s
     assert main(line.split()) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("retrain: ") and sentence in shown.err
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("train", "`retrain FILE.toml` trains"),
+        ("run mine.toml --seed 3", "`retrain mine.toml --seed 3` trains"),
+        ("fit", "`retrain FILE.toml` trains"),
+        ("start", "`retrain FILE.toml` trains"),
+        ("lab", "`retrain init --template lab --output lab.toml`"),
+        ("mine --lr 1", "did you mean `retrain mine.toml --lr 1`?"),
+        ("doctor", "`retrain explain FILE.toml`"),
+        ("versoin", "did you mean `retrain version`?"),
+    ],
+)
+def test_first_words_that_people_type_are_answered_with_the_command(line: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.toml").touch()
+    for name in ("train", "mine"):  # a folder of that name changes nothing
+        Path(name).mkdir()
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert advice in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--bp-ema-decay", "--backpressure-ema-decay"), ("--bp-enabled", "--backpressure-enabled"),
+        ("--bp-max-batch-size", "--backpressure-max-batch-size"), ("--optim-beta1", "--beta1"), ("--optim-eps", "--eps"),
+        ("--backend-opt", "--options"), ("--attention-kernel", "--inference-attention-kernel"), ("--resume-from", "--resume"),
+        ("--kv-cache-dtype", "--inference-kv-cache-dtype"), ("--prefix-caching", "--inference-prefix-caching"),
+        ("--tinker-max-concurrent", "--max-concurrent"), ("--tinker-throttle-dir", "--throttle-dir"),
+    ],
+)  # fmt: skip
+def test_flags_of_the_earlier_project_are_answered_with_ours(flag: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["x.toml", flag, "1"]) == 2
+    assert f"did you mean {ours}?" in capsys.readouterr().err

@@ -61,15 +61,14 @@ def _dispatch(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(usage())
         return 0
-    if not first or first.startswith("-") or is_path(first):
+    from retrain.cli.first_words import TRAIN, advice
+
+    folder_of_that_name = Path(first).is_dir() and (first in TRAIN or Path(f"{first}.toml").is_file())
+    if not first or first.startswith("-") or (is_path(first) and not folder_of_that_name):
         from retrain.cli.run import run_file
 
         return run_file(arguments)
-    from retrain.config.suggestions import nearest
-
-    near = nearest(first, COMMANDS, cutoff=0.5)
-    hint = f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
-    raise ConfigurationError(f"{shortened(first)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}")
+    raise ConfigurationError(f"{shortened(first)!r} is neither a command nor a file; {advice(arguments)}")
 
 
 def is_path(argument: str) -> bool:
