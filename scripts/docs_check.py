@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.cli.main import command_named, is_path
+from retrain.cli.manual import read_source, source_path, synced
 from retrain.cli.run import parse_arguments
 from retrain.cli.usage import COMMANDS
 from retrain.config import config_from_toml
@@ -64,7 +65,12 @@ def documents() -> list[Path]:
 
 def generated() -> dict[str, str]:
     """Paths of the files that are made from the code, and what they must hold."""
-    pages = {"docs/metrics.md": metrics_document(), "docs/commands.md": commands_document(), "docs/papers.md": papers_document()}
+    pages = {
+        "docs/metrics.md": metrics_document(),
+        "docs/commands.md": commands_document(),
+        "docs/papers.md": papers_document(),
+        str(source_path().relative_to(ROOT)): synced(read_source()),
+    }
     return {**artefacts(), **pages}
 
 

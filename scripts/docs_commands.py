@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-import typer
-
-from retrain.cli.main import command_named
+from retrain.cli.parameters import description, parameters_of, usage_line
 from retrain.cli.usage import COMMANDS, EXAMPLES, FLAGS, SWITCHES
 
 PAGES = {
@@ -57,14 +55,12 @@ def commands_document() -> str:
 
 
 def _command(name: str) -> str:
-    command = command_named(name)
-    context = typer.Context(command, info_name=f"retrain {name}")
-    records = [parameter.get_help_record(context) for parameter in command.get_params(context)]
-    rows = [(f"`{record[0]}`", record[1]) for record in records if record and record[0] != "--help"]
+    rows = [(f"`{parameter.head}`", parameter.text) for parameter in parameters_of(name)]
     page = f"[More of it]({PAGES[name]})." if name in PAGES else ""
     parts = [
         f"## retrain {name}",
-        command.help or "",
+        *description(name),
+        f"`{usage_line(name)}`",
         f"```bash\n{EXAMPLES[name]}\n```",
         _table(("argument or option", "what it does"), rows) if rows else "",
         page,

@@ -22,7 +22,7 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "wandb", "trackio", "tenso
 LONGEST_FUNCTION = 55
 
 LAYERS: tuple[set[str], ...] = (
-    {"distributed", "errors", "noise", "parsing", "processes", "types", "web"},
+    {"distributed", "errors", "install", "noise", "parsing", "processes", "types", "web"},
     {"config", "plugins"},
     {"advantages", "backends", "backpressure", "data", "environments", "inference_engine", "model", "records", "rewards", "sepa"},
     {"tracking"},

@@ -1,6 +1,7 @@
 """The same campaign through a local Ray cluster."""
 
 import contextlib
+import re
 import socket
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from retrain.campaign.ray_cluster import gpu_share
 from retrain.config import config_from_mapping
 from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.install import install_hint
 from tests.test_campaign_runs import sections
 
 
@@ -28,7 +30,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     from retrain.campaign import run_campaign
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(EnvironmentFailure, match=r'pip install "retrain\[ray\]"'):
+    with pytest.raises(EnvironmentFailure, match=re.escape(install_hint("ray"))):
         run_campaign(config_from_mapping(sections(tmp_path / "c", {"launcher": "ray"})), quiet=True)
     assert not (tmp_path / "c").exists()
 

@@ -92,7 +92,7 @@ def test_a_wrong_option_of_a_command_is_wrong_usage(capsys: pytest.CaptureFixtur
 
 
 def test_the_reference_shows_every_flag_and_one_section(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help"]) == 0 and capsys.readouterr().out == usage()
+    assert main(["help"]) == 0 and capsys.readouterr().out.startswith(usage())
     assert main(["help", "config"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {key.flag}" in shown for key in all_keys())
@@ -192,3 +192,70 @@ def test_a_full_disk_under_standard_output_is_named() -> None:
     command = f"{sys.executable} -m retrain help config > /dev/full"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert result.returncode == 3 and "Standard output, or a file, cannot be used: No space left" in result.stderr
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_a_help_page_fits_80_columns(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.count("Usage:") == 1 and f"Usage: retrain {name}" in page and "Example: retrain" in page
+    assert not [form for form in ("[[", "<list", "<str", "[x>=", "[default", "--as-json", "--form ") if form in page]
+    assert all(len(line) <= 80 for line in page.split("\nExample:")[0].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("version --loud", "--loud is not an option of `retrain version`"),
+        ("init --outputt x", "did you mean --output?"),
+        ("init --output", "--output of `retrain init` takes a path"),
+        ("status --watch=3", "--watch of `retrain status` takes no value"),
+        ("status --interval 0", "--interval of `retrain status` takes a number of at least 0.1, and got '0'"),
+        ("power --effect=abc", "--effect of `retrain power` takes a number, and got 'abc'"),
+        ("backends --format x", "--format of `retrain backends` takes text, json or markdown, and got 'x'"),
+        ("backends a b", "`retrain backends [NAME] [options]` has no place for 'b'"),
+        ("report", "`retrain report` needs DIR: a run's folder"),
+    ],
+)
+def test_a_wrong_use_of_a_command_is_one_sentence_of_ours(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("retrain: ") and sentence in shown.err
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("train", "`retrain FILE.toml` trains"),
+        ("run mine.toml --seed 3", "`retrain mine.toml --seed 3` trains"),
+        ("fit", "`retrain FILE.toml` trains"),
+        ("start", "`retrain FILE.toml` trains"),
+        ("lab", "`retrain init --template lab --output lab.toml`"),
+        ("mine --lr 1", "did you mean `retrain mine.toml --lr 1`?"),
+        ("doctor", "`retrain explain FILE.toml`"),
+        ("versoin", "did you mean `retrain version`?"),
+    ],
+)
+def test_first_words_that_people_type_are_answered_with_the_command(line: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.toml").touch()
+    for name in ("train", "mine"):  # a folder of that name changes nothing
+        Path(name).mkdir()
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert advice in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--bp-ema-decay", "--backpressure-ema-decay"), ("--bp-enabled", "--backpressure-enabled"),
+        ("--bp-max-batch-size", "--backpressure-max-batch-size"), ("--optim-beta1", "--beta1"), ("--optim-eps", "--eps"),
+        ("--backend-opt", "--options"), ("--attention-kernel", "--inference-attention-kernel"), ("--resume-from", "--resume"),
+        ("--kv-cache-dtype", "--inference-kv-cache-dtype"), ("--prefix-caching", "--inference-prefix-caching"),
+        ("--tinker-max-concurrent", "--max-concurrent"), ("--tinker-throttle-dir", "--throttle-dir"),
+    ],
+)  # fmt: skip
+def test_flags_of_the_earlier_project_are_answered_with_ours(flag: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["x.toml", flag, "1"]) == 2
+    assert f"did you mean {ours}?" in capsys.readouterr().err

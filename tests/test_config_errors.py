@@ -183,3 +183,15 @@ def test_wrong_options_beyond_number_are_counted_and_not_each_compared_with_the_
         config_from_mapping({"backend": {"options": {f"k{number}": 1 for number in range(5000)}}})
     assert len(caught.value.problems) == 20 and "4,981 more of its names" in caught.value.problems[-1]
     assert compared == [f"k{number}" for number in range(19)]
+
+
+def test_a_data_source_that_names_what_lies_here_is_answered_with_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "lines.jsonl").touch()
+    for word, place in (("sums", "./sums"), ("lines", "lines.jsonl")):
+        with pytest.raises(ConfigurationError, match=f'did you mean "{place}"'):
+            config_from_mapping({"data": {"source": word}})
+    with pytest.raises(ConfigurationError) as refused:
+        config_from_mapping({"data": {"source": "nothing"}})
+    assert "did you mean" not in str(refused.value)

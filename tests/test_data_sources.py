@@ -174,7 +174,8 @@ def test_an_empty_answer_is_counted_and_never_a_reference(tmp_path, answer):
 
 def test_a_set_left_empty_is_fatal_and_says_why_and_which_columns_there_are(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "x", "gold": "1"}] * 3)
-    said = r"has no usable training row: 3 malformed \(first: rows\.jsonl line 1\); its columns are question, gold"
+    said = r"has no usable training row: 3 malformed \(first: rows\.jsonl line 1\); its columns are question, gold; "
+    said += r'set \[data\] prompt_column = "question" and answer_column = "gold"\.'
     with pytest.raises(ConfigurationError, match=said):
         load_examples(config(source=str(path)))
 

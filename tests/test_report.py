@@ -21,6 +21,7 @@ from showcase import HOSTILE, write_showcase
 from retrain import train
 from retrain.analysis.runs import find_runs
 from retrain.cli.main import main
+from retrain.install import install_hint
 from retrain.records.terminal import visible
 from retrain.report.curves import ConditionCurves, Curves, curves_by_condition, smoothed
 from retrain.report.data import ReportRequest, read_report_data
@@ -310,7 +311,7 @@ def test_without_the_extra_one_sentence_names_it(campaign: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(campaign)]) == 3
     error = capsys.readouterr().err
-    assert 'pip install "retrain[report]"' in error and error.count("\n") == 1
+    assert install_hint("report") in error and error.count("\n") == 1
 
 
 # -- served --------------------------------------------------------------------------------------------------------------

@@ -280,3 +280,31 @@ def test_the_printed_command_of_a_campaign_has_its_file_and_its_flags(tmp_path: 
     again = load_config(command[0], command[1:], {})
     assert command[0] == "camp.toml" and again.resume.from_ == "logs/a campaign"
     assert not resume_differences(config, again) and again.campaign == config.campaign
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"data": {"source": "lines.jsonl"}}, "no usable training row"),
+        ({"algorithm": {"advantage_mode": "no.such"}}, "cannot be loaded"),
+        ({"lora": {"target_modules": ["zzz"]}}, "no such linear layer"),
+    ],
+)
+def test_a_refused_run_leaves_no_folder_behind(
+    wrong: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lines.jsonl").write_text('{"question": "1+1", "gold": "2"}\n')
+    (tmp_path / "here").mkdir()
+    config = small(Path("here/logs/run"), **wrong, backend={"devices": "cpu", "adapter_path": str(tmp_path / "adapters" / "mine")})
+    with pytest.raises(ConfigurationError, match=said):
+        train(config, quiet=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "lines.jsonl"] and not [*Path("here").iterdir()]
+
+
+def test_a_refused_run_deletes_nothing_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match="cannot be loaded"):
+        train(small(tmp_path / "run", algorithm={"advantage_mode": "no.such"}), quiet=True)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"

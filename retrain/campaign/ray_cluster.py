@@ -21,6 +21,7 @@ from retrain.config import config_from_mapping, replaced
 from retrain.config.load import given_values
 from retrain.config.schema import Campaign, Provenance
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.install import install_hint
 
 _POLL_S = 0.2
 _CONNECT_TIMEOUT_S = 10.0
@@ -42,7 +43,7 @@ class RayLauncher:
             import ray
         except ImportError as error:
             raise EnvironmentFailure(
-                f'[campaign] launcher = "ray" needs Ray, which is not installed ({error}); pip install "retrain[ray]".'
+                f'[campaign] launcher = "ray" needs Ray, which is not installed ({error}); {install_hint("ray")}.'
             ) from error
         self._ray = ray
         self._own_folder = ""

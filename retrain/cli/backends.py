@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Show one of them, and what it does with each key.")] = "",
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Show one of them, and what it does with each key.")] = "",
     form: Annotated[Literal["text", "json", "markdown"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:

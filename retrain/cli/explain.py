@@ -12,6 +12,7 @@ from retrain.errors import ConfigurationError
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 """The file and the configuration's flags are left to its own parser."""
+FILE_ARGUMENT = "[FILE]"
 _MOST = 1_000_000
 
 
@@ -26,8 +27,8 @@ def command(
 ) -> None:
     """Show what a configuration would run, its settings and where they come from, and its memory, time and cost.
 
-    Usage: retrain explain [FILE] [flags]; without a file, ./retrain.toml. Any flag of the configuration may follow, such as --lr 1e-4.
-    The exit code is 2 if the configuration would be refused.
+    Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as --lr 1e-4. The exit
+    code is 2 if the configuration would be refused.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides

@@ -1,40 +1,85 @@
-"""`retrain help [config [SECTION]]`: the short page, or every key of the configuration with its flag."""
+"""`retrain help [NAME]`: the short page with the names of all keys; or a key, a section, a command, or all keys with their flags."""
 
 import textwrap
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.cli.usage import usage
+from retrain.cli.usage import COMMANDS, MAX_WIDTH, usage
 from retrain.errors import ConfigurationError
 
-_WIDTH = 110
-"""Columns of the text about a key."""
-_FOOTER = """\
---flag VALUE and --flag=VALUE; --switch and --no-switch; lists as 1,2 or [1, 2]; tables as repeated KEY=VALUE.
---section.key VALUE works for every key. RETRAIN_<SECTION>_<KEY> sets a key from the environment.
+if TYPE_CHECKING:
+    from retrain.config.keys import Key
+
+FOOTER = """\
+--flag VALUE and --flag=VALUE; --switch and --no-switch; lists as 1,2 or [1, 2];
+tables as repeated KEY=VALUE. --section.key VALUE works for every key, and
+RETRAIN_<SECTION>_<KEY> sets it from the environment.
 A later one wins: defaults, file, environment, flags.
+"""
+_ASK = """\
+`retrain help KEY` says what a key does, `retrain help SECTION` all keys of a
+section, `retrain man` everything; --KEY VALUE sets one (outside of model,
+algorithm, training, optimizer, backend and logging: --SECTION-KEY VALUE).
 """
 
 
 def command(
-    topic: Annotated[str, typer.Argument(help="config, for every key with its flag, default and allowed values.")] = "",
-    section: Annotated[str, typer.Argument(help="One section of the configuration, such as training.")] = "",
+    topic: Annotated[str, typer.Argument(metavar="NAME", help="A key, a section, a command, or config, for every key.")] = "",
+    section: Annotated[str, typer.Argument(help="After config: one section, such as training.")] = "",
 ) -> None:
-    """Print the short page, or with `config` the reference of the configuration."""
+    """Print the short page and the names of all keys; or what there is to know about one name."""
     if not topic:
-        print(usage(), end="")
+        print(usage() + "\n" + key_names(80), end="")
     elif topic == "config":
         print(reference(section), end="")
+    elif section:
+        raise ConfigurationError(f"retrain help takes one name, and {section!r} is one too many; `retrain help config SECTION` takes two.")
+    elif topic in COMMANDS:
+        from retrain.cli.parameters import help_page
+
+        print(help_page(topic, MAX_WIDTH), end="")
     else:
-        raise ConfigurationError(f"retrain help {topic!r} is not known; there is `retrain help` and `retrain help config [SECTION]`.")
+        print(_page(topic), end="")
 
 
-def reference(section: str) -> str:
+def key_names(width: int) -> str:
+    """The name of every key by section, and how to ask for one."""
+    from retrain.config.keys import all_keys, section_models
+
+    lines = ["Keys:"]
+    for section in section_models():
+        names = " ".join(key.name for key in all_keys() if key.section == section)
+        lines += textwrap.wrap(f"{f'[{section}]':<15} {names}", width, initial_indent="  ", subsequent_indent=" " * 18)
+    return "\n".join(lines) + f"\n\n{_ASK}"
+
+
+def _page(name: str) -> str:
+    """A section, or the keys of a name: lr, training.lr, --lr. Raises ConfigurationError for any other name."""
+    from retrain.config.keys import all_keys, key_meant, section_models
+    from retrain.config.names import ALIASES
+    from retrain.config.suggestions import NAME_CUTOFF, instead, nearest
+
+    word = name.strip("[]")
+    if word in section_models():
+        return reference(word)
+    path = ALIASES.get(word, word)
+    keys = [key for key in all_keys() if path in (key.name, key.path, key.flag)]
+    if not keys and (meant := key_meant(word.removeprefix("--"))):
+        keys = [meant]
+    if not keys:
+        names = [*COMMANDS, *section_models(), *(key.name for key in all_keys()), *(key.flag for key in all_keys())]
+        near = nearest(word, names, NAME_CUTOFF)
+        clause = instead(word.removeprefix("--")) or (f"did you mean `retrain help {near}`?" if near else "`retrain help` lists all.")
+        raise ConfigurationError(f"{name!r} is not a key, a section or a command; {clause.rstrip('.?')}{'?' if near else '.'}")
+    return "\n".join(f"[{key.section}]\n" + "\n".join(_about(key, MAX_WIDTH)) + "\n" for key in keys)
+
+
+def reference(section: str, width: int = MAX_WIDTH) -> str:
     """Every key, or those of one section. Raises ConfigurationError for a section that does not exist."""
-    from retrain.config.keys import SHORT_TABLE_FLAGS, all_keys, section_models
+    from retrain.config.keys import all_keys, section_models
     from retrain.config.suggestions import nearest
-    from retrain.parsing import toml_value
 
     names = tuple(section_models())
     if section and section not in names:
@@ -48,10 +93,30 @@ def reference(section: str) -> str:
             continue
         lines.append(f"[{name}]  {(model.__doc__ or '').splitlines()[0]}")
         for key in (key for key in all_keys() if key.section == name):
-            default = "unset" if key.default is None else toml_value(key.default)
-            short = f", {SHORT_TABLE_FLAGS[key.path]} KEY=VALUE" if key.path in SHORT_TABLE_FLAGS else ""
-            lines.append(f"  {key.flag}{short}  ({key.name} = {default})")
-            words = f"{key.doc} Allowed: {key.allowed}."
-            lines += textwrap.wrap(words, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+            lines += _about(key, width)
+        if name == "backend":
+            lines += _options(width)
         lines.append("")
-    return "\n".join(lines) + "\n" + _FOOTER
+    return "\n".join(lines) + "\n" + FOOTER
+
+
+def _options(width: int) -> Iterator[str]:
+    """What the table [backend.options] takes."""
+    from retrain.config.keys import Key
+    from retrain.config.schema import BACKEND_OPTIONS
+
+    for backend, model in BACKEND_OPTIONS.items():
+        for name, field in model.model_fields.items():
+            yield from _about(Key("backend.options", name, field, field.get_default()), width, f"--options {name}=VALUE, for {backend}")
+
+
+def _about(key: "Key", width: int, flag: str = "") -> Iterator[str]:
+    from retrain.config.keys import SHORT_TABLE_FLAGS
+    from retrain.parsing import toml_value
+
+    default = "unset" if key.default is None else toml_value(key.default)
+    short = f", {SHORT_TABLE_FLAGS[key.path]} KEY=VALUE" if key.path in SHORT_TABLE_FLAGS else ""
+    head = f"{flag or key.flag}{short}  ({key.name} = {default})"
+    yield from textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False, break_long_words=False)
+    words = f"{key.doc} Allowed: {key.allowed}."
+    yield from textwrap.wrap(words, width, initial_indent="      ", subsequent_indent="      ", break_on_hyphens=False)

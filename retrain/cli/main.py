@@ -3,18 +3,18 @@
 Nothing heavy is imported here: a command's module is imported when the command is called.
 """
 
-import importlib
 import io
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from retrain.cli.usage import COMMANDS, EXAMPLES, usage
+from retrain.cli.usage import COMMANDS, MAX_WIDTH, usage
 from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
 from retrain.processes import prepare_torch
 from retrain.records.disk import is_reader_gone, path_error
@@ -61,15 +61,14 @@ def _dispatch(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(usage())
         return 0
-    if not first or first.startswith("-") or is_path(first):
+    from retrain.cli.first_words import TRAIN, advice
+
+    folder_of_that_name = Path(first).is_dir() and (first in TRAIN or Path(f"{first}.toml").is_file())
+    if not first or first.startswith("-") or (is_path(first) and not folder_of_that_name):
         from retrain.cli.run import run_file
 
         return run_file(arguments)
-    from retrain.config.suggestions import nearest
-
-    near = nearest(first, COMMANDS, cutoff=0.5)
-    hint = f"did you mean `retrain {near}`?" if near else f"the commands are {', '.join(COMMANDS)}."
-    raise ConfigurationError(f"{shortened(first)!r} is neither a command nor a file (a path has a slash, ends in .toml, or exists); {hint}")
+    raise ConfigurationError(f"{shortened(first)!r} is neither a command nor a file; {advice(arguments)}")
 
 
 def is_path(argument: str) -> bool:
@@ -86,20 +85,34 @@ def command_named(name: str) -> "TyperCommand":
     """Import the module of a command and return the command with its arguments and options."""
     import typer
 
-    module = importlib.import_module(f"retrain.cli.{name.replace('-', '_')}")
+    from retrain.cli.parameters import module_of
+
+    module = module_of(name)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name, epilog=f"Example: {EXAMPLES[name]}", **getattr(module, "SETTINGS", {}))(module.command)
+    app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
     command: TyperCommand = typer.main.get_command(app)  # type: ignore[assignment]  # typed as click.Command
     return command
 
 
 def _run_command(name: str, arguments: list[str]) -> int:
+    import typer
+
+    from retrain.cli.parameters import help_page, wrong_use
+
+    if {"--help", "-h"} & set(arguments):
+        sys.stdout.write(help_page(name, min(shutil.get_terminal_size().columns, MAX_WIDTH)))
+        return 0
+    usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer gives this class no name of its own
+    command = command_named(name)
     try:
         # Not typer's `app()`: that would put typer's own hook in place of the one that masks secrets.
-        code = command_named(name).main(args=arguments, prog_name=f"retrain {name}")
-    except SystemExit as stop:
-        code = stop.code
-    return code if isinstance(code, int) else 0
+        with command.make_context(f"retrain {name}", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except usage_error as error:
+        raise ConfigurationError(wrong_use(name, arguments, error)) from None
+    return 0
 
 
 def _say_error(error: RetrainError | StoppedAtOnce) -> None:

@@ -79,7 +79,7 @@ def _shown(value: Any) -> str:
 
 
 def command(
-    path: Annotated[Path | None, typer.Argument(help="The configuration; left out with --stdin.")] = None,
+    path: Annotated[Path | None, typer.Argument(metavar="FILE", help="The configuration; left out with --stdin.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit 1 if the file needs migration; write nothing.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Rewrite the file in place.")] = False,
     backup: Annotated[bool, typer.Option("--backup", help="With --write: keep the old file as FILE.bak.")] = False,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    pilot: Annotated[Path | None, typer.Argument(metavar="[PILOT_DIR]", help="A campaign or runs that show the spread.")] = None,
+    pilot: Annotated[Path | None, typer.Argument(metavar="PILOT_DIR", help="A campaign or runs that show the spread.")] = None,
     effect: Annotated[float | None, typer.Option(help="The difference to find; for rates a fraction, such as 0.02.")] = None,
     sd: Annotated[float | None, typer.Option(help="Standard deviation of the differences between two arms, in place of a pilot.")] = None,
     metric: Annotated[str | None, typer.Option(help="The pilot's pass@K, correct_rate, auc, or a column of metrics.jsonl.")] = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.install import install_hint
 
 if TYPE_CHECKING:
     from retrain.report.data import ReportRequest
@@ -35,7 +36,7 @@ def command(
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise EnvironmentFailure(
-                f'retrain report needs the extra "report" ({error.name} is missing); pip install "retrain[report]".'
+                f'retrain report needs the extra "report" ({error.name} is missing); {install_hint("report")}.'
             ) from error
     from retrain.analysis.verdict import TestSettings
     from retrain.records.run_folder import RunFolder

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from retrain.cli.shared import load_dotenv
 from retrain.errors import ConfigurationError
+from retrain.install import install_hint
 from retrain.parsing import expanded
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _draw_squeeze(settings: "Squeeze", runs: Path, squeezed: "Squeezed") -> str:
     It lies in the squeezed adapter's folder or, of an adapter that is only analysed, beside the `runs` and under the adapter's name.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return 'The variance curve is not drawn: matplotlib is not installed; pip install "retrain[report]".'
+        return f"The variance curve is not drawn: matplotlib is not installed; {install_hint('report')}."
     from retrain.report.data import SqueezeCurve
     from retrain.report.figures import write_squeeze_picture
     from retrain.tracking.build import SQUEEZE_RUN

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 """The file and the configuration's flags are left to its own parser."""
+FILE_ARGUMENT = "[FILE]"
 _GATE_TOKENS = 512
 """Context that the parity gate needs for its long prompt."""
 
 
 def command(
     context: typer.Context,
-    engine: Annotated[str, typer.Argument(help="vllm, sglang, mlx or max.")],
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="vllm, sglang, mlx or max.")],
     run: Annotated[bool, typer.Option("--run", help="Start it in this terminal instead of printing it.")] = False,
     python: Annotated[str, typer.Option(help="Python of the environment in which the server is installed.")] = "python",
     prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the longest prompt; 0 reads the data and counts them.")] = 0,
 ) -> None:
     """Print the command that starts an inference server as a configuration needs it: adapters, log-probs, context, data types.
 
-    Usage: retrain serve ENGINE [FILE] [flags]; without a file, ./retrain.toml. Any flag of the configuration may follow, such as
-    --max-tokens 512.
+    Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as --max-tokens 512.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides

@@ -3,19 +3,23 @@
 COMMANDS = {
     "init": "write a configuration to start from",
     "migrate-config": "rewrite the removed keys of an older configuration",
-    "explain": "what a configuration would do, and its memory, time and cost",
+    "explain": "what a configuration would do; memory, time and cost",
     "status": "progress of runs and campaigns",
-    "eval": "held-out pass@1 and pass@k of a run's checkpoint or of a base model",
-    "compare": "conditions across seeds: differences, intervals, p values, verdicts",
-    "report": "one HTML page of a run or campaign: curves, differences, completions",
+    "eval": "held-out pass@1 and pass@k of a checkpoint or base model",
+    "compare": "conditions across seeds: differences, intervals, verdicts",
+    "report": "one HTML page of a run or campaign",
     "inspect": "the credit of every token of a step, in colour",
-    "audit": "how often a reward calls right answers wrong and wrong ones right",
+    "audit": "how often a reward errs on answers whose verdict is known",
     "power": "how many seeds it takes to find a difference",
-    "help": "this page; `retrain help config` lists every key with its flag",
-    "serve": "the command that starts an inference server as a configuration needs it",
-    "backends": "engines and backends: versions, capabilities, what they were verified against",
+    "man": "the manual, whole or by topic",
+    "help": "this page and every key; `retrain help NAME` says more",
+    "serve": "the command that starts an inference server",
+    "backends": "engines and backends: what each can do, and its version",
     "version": "print the version",
 }
+
+MAX_WIDTH = 110
+"""Columns of help pages on a wide terminal."""
 
 EXAMPLES = {
     "init": "retrain init --template lab --output lab.toml",
@@ -28,6 +32,7 @@ EXAMPLES = {
     "inspect": "retrain inspect logs/tokens --against gtpo_hicra",
     "audit": "retrain audit retrain.toml --examples 50",
     "power": "retrain power logs/campaign_20261121_120000 --effect 0.05",
+    "man": "retrain man --topic quickstart",
     "help": "retrain help config training",
     "serve": "retrain serve vllm examples/lab.toml --run",
     "backends": "retrain backends vllm",
@@ -53,7 +58,7 @@ FLAGS = {
 SWITCHES = {
     "--overwrite": "empty the run's folder first, if retrain made it",
     "--quiet": "print nothing on standard output",
-    "--skip-parity": "do not check that the engine samples from the trained policy",
+    "--skip-parity": "do not check that the engine samples what is trained",
 }
 
 
@@ -62,8 +67,8 @@ def usage() -> str:
 retrain: reinforcement learning with verifiable rewards, a LoRA adapter out.
 
 Usage:
-  retrain [FILE.toml] [--overwrite] [--quiet] [flags]   train; without a file, ./retrain.toml
-  retrain COMMAND ...                                   `retrain COMMAND --help` says more
+  retrain [FILE.toml] [flags]   train; without a file, ./retrain.toml
+  retrain COMMAND ...           `retrain COMMAND --help` says more
 
 Commands:
 {_table(COMMANDS)}
@@ -72,7 +77,8 @@ Flags (every key of the configuration has one):
 {_table(FLAGS)}
 {_table(SWITCHES)}
 
-Exit codes: 0 done, 1 the run failed, 2 wrong usage or configuration, 3 the machine lacks something, 130 and 143 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 wrong usage or configuration,
+3 the machine lacks something, 129, 130 and 143 interrupted.
 """
 
 

@@ -5,18 +5,19 @@ nearest name.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from retrain.config.keys import CONDITION_KEYS, Key, all_keys, choices_of, condition_homes, key_meant, keys_by_path, section_models
-from retrain.config.names import ALIASES, names_of
+from retrain.config.names import ALIASES, DATA_FILE_SUFFIXES, names_of
 from retrain.config.rules import RuleViolations, Violation
 from retrain.config.schema import Condition, Provenance
 from retrain.config.suggestions import NAME_CUTOFF, instead, nearest, synonym
 from retrain.errors import MOST_SENTENCES
-from retrain.parsing import toml_value
+from retrain.parsing import is_path_text, toml_value
 
 LEGACY_PREFIX = "prime_rl_"
 LONGEST_VALUE = 80
@@ -178,7 +179,16 @@ def _wrong_value(key: Key, value: Any, details: list[ErrorDetails]) -> str:
     near = nearest(word, choices_of(key.field, names_of)) if isinstance(word, str) else None
     wrong = str(refusal["ctx"]["problem"]) if refusal else _what_is_wrong(key, value, details[0])
     suffix = f'; did you mean "{near}"?' if near and near != value else ""
+    if isinstance(value, str) and key.path in ("data.source", "evaluation.source") and (place := _place_named(value)):
+        suffix = f'; did you mean "{place}"?'
     return f"[{key.section}] {key.name} = {_shown(value)} {wrong}; allowed: {key.allowed}{suffix}"
+
+
+def _place_named(word: str) -> str:
+    """The path, as a data source, of a folder or a data file here that is called `word`; "" if there is none."""
+    if is_path_text(word) and Path(word).is_dir():
+        return f"./{word}"
+    return next((word + suffix for suffix in DATA_FILE_SUFFIXES if is_path_text(word) and Path(word + suffix).is_file()), "")
 
 
 def _what_is_wrong(key: Key, value: Any, detail: ErrorDetails) -> str:

@@ -134,6 +134,7 @@ SYNONYMS: dict[str, str] = {
     "attn_implementation": "inference.attention_kernel",
     "vllm_server_base_url": "inference.url",
     "random_seed": "training.seed",
+    "backend_opt": "backend.options",
     # short forms, verl, OpenRLHF, prime-rl
     "pretrain": "model.model",
     "pretrained": "model.model",
@@ -284,6 +285,9 @@ SYNONYMS: dict[str, str] = {
 place. "section.name" is what the name means in that section alone.
 """
 
+PREFIXES = {"bp_": "backpressure", "optim_": "optimizer", "tinker_": "backend"}
+"""How flags begin in an earlier project of this name -> the section of the key that the rest names."""
+
 _CRITIC = "there is no critic and no discount: advantages come from the rewards of a prompt's group"
 _SERVER = "it is a setting of the inference server, whose command `retrain serve` prints"
 _REFERENCE = "the KL term's reference is the frozen base model; --loss-kl-coef is its weight"
@@ -355,7 +359,8 @@ _LONGEST = 100
 def synonym(name: str, section: str = "") -> str | None:
     """The "section.key" for a name in another trainer, None for any other name; dashes count as underscores."""
     word = _word(name)
-    return SYNONYMS.get(f"{section}.{word}") or SYNONYMS.get(word)
+    prefixed = (f"{home}.{word.removeprefix(prefix)}" for prefix, home in PREFIXES.items() if word.startswith(prefix) and not section)
+    return SYNONYMS.get(f"{section}.{word}") or SYNONYMS.get(word) or next(prefixed, None)
 
 
 def instead(name: str) -> str:

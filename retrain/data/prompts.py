@@ -43,7 +43,7 @@ def load_examples(config: "TrainConfig", split: Split = "train") -> ReadResult:
     if not result.examples:
         details = "; ".join(filter(None, [result.dropped_rows(), *result.notes])) or "it is empty"
         kind = "training" if split == "train" else "held-out"
-        raise ConfigurationError(f"{query.key} has no usable {kind} row: {details}; check the file, prompt_column and answer_column.")
+        raise ConfigurationError(f"{query.key} has no usable {kind} row: {details}.")
     named = [
         example if example.example_id else replace(example, example_id=f"{data.source}-{index}")
         for index, example in enumerate(result.examples)

@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -264,10 +264,30 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
         elif example is not None:
             result.drop(example, row.where)
     if not result.examples and columns:
-        result.notes.append(f"its columns are {', '.join(columns)}")
+        result.notes.append(f"its columns are {', '.join(columns)}{_columns_to_set(query.data, columns)}")
     if not result.examples and Reason.NOT_JSON in result.dropped:
         result.notes.append("convert it: a .jsonl file is UTF-8 text with one JSON object per line, not CSV and not a JSON list")
     return result
+
+
+_USUAL = {
+    "prompt_column": ("question", "problem", "instruction", "input", "query", "text", "messages"),
+    "answer_column": ("solution", "gold", "target", "label", "reference", "output", "ground_truth", "final_answer", "expected"),
+}
+"""Names that data sets give to the two columns; of several, the first that is there is meant."""
+
+
+def _columns_to_set(data: "Data", columns: Collection[str]) -> str:
+    """Say, as the end of a sentence, which keys name the columns of rows that could not be read."""
+    given = {"prompt_column": data.prompt_column, "answer_column": data.answer_column}
+    absent = {key: name for key, name in given.items() if name not in columns}
+    if data.source in ("math", "gsm8k"):
+        return "; check the file"
+    if not absent:
+        return f"; {data.prompt_column} is to be a text or a conversation, and {data.answer_column} a text or a number"
+    found = {key: next((name for name in _USUAL[key] if name in columns), "") for key in absent}
+    words = [f'{key} = "{name}"' if name else f"{key} to one of them" for key, name in found.items()]
+    return f"; set [data] {' and '.join(words)}"
 
 
 # ---- Python code --------------------------------------------------------------------------------------------------------------------

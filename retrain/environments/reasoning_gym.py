@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.config.suggestions import nearest
 from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.install import install_hint
 from retrain.types import ChatMessage, Example
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ReasoningGym(Environment):
         except ImportError as error:
             raise EnvironmentFailure(
                 '[environment] provider = "reasoning_gym" needs the package reasoning-gym, which is not installed here; '
-                "install it with pip install 'retrain[reasoning-gym]'."
+                f"install it with {install_hint('reasoning-gym')}."
             ) from error
         given = dict(args)
         size, evaluation_size, seed = (int(given.pop(*pair)) for pair in (("size", _TRAIN), ("evaluation_size", _EVALUATION), ("seed", 0)))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.environments.base import Environment, Episode, Result, Split
 from retrain.errors import ConfigurationError, EnvironmentFailure
+from retrain.install import install_hint
 from retrain.plugins import describe
 from retrain.types import ChatMessage, Example
 
@@ -36,7 +37,7 @@ class TextArena(Environment):
         except ImportError as error:
             raise EnvironmentFailure(
                 '[environment] provider = "textarena" needs the package textarena, which is not installed here; '
-                "install it with pip install 'retrain[textarena]'."
+                f"install it with {install_hint('textarena')}."
             ) from error
         given = dict(args)
         self._sizes = {"train": int(given.pop("size", _TRAIN)), "evaluation": int(given.pop("evaluation_size", _EVALUATION))}

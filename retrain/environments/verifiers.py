@@ -11,6 +11,7 @@ from packaging.version import Version
 
 from retrain.environments.base import Environment
 from retrain.errors import ConfigurationError, EnvironmentFailure, first_line
+from retrain.install import install_hint
 
 if TYPE_CHECKING:
     from retrain.config.schema import Environment as Settings
@@ -29,7 +30,7 @@ def load(settings: "Settings") -> Environment:
     except PackageNotFoundError:
         raise EnvironmentFailure(
             '[environment] provider = "verifiers" needs the package verifiers, which is not installed here; install it with '
-            "pip install 'retrain[verifiers]', or 'retrain[verifiers-v0]' for environments of the older interface."
+            f"{install_hint('verifiers')}, or the extra verifiers-v0 for environments of the older interface."
         ) from None
     if installed < _FIRST:
         raise EnvironmentFailure(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrain.errors import EnvironmentFailure
+from retrain.install import install_hint
 from retrain.model.hub import why_unreachable
 from retrain.model.load import no_progress_bar
 
@@ -43,7 +44,7 @@ def _load(name: str, device: str) -> "SentenceTransformer":
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
         raise EnvironmentFailure(
-            f'[planning] detector = "semantic" needs the extra "semantic" ({error.name} is missing): pip install "retrain[semantic]", '
+            f'[planning] detector = "semantic" needs the extra "semantic" ({error.name} is missing): {install_hint("semantic")}, '
             'or use detector = "regex".'
         ) from error
     folder = Path(name).expanduser()

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +16,10 @@ from filelock import FileLock, Timeout
 
 from retrain.config import TrainConfig, config_from_toml, config_hash, dump_toml, load_stored, replaced, resume_differences, with_drawn_seed
 from retrain.config.schema import Backend
-from retrain.errors import ConfigurationError, RunFailed
+from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.parsing import expanded, is_path_text, read_object
 from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState
-from retrain.records.disk import put_back, replace_file
+from retrain.records.disk import put_back, remove_empty, replace_file
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
 from retrain.run.pressure import decided_by
@@ -72,8 +72,10 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
             f"{folder.path} holds {', '.join(taken)} and was not made by retrain (no {MARKER}), so nothing in it is overwritten; "
             "choose another [logging] log_dir or move them away."
         )
+    elsewhere = [expanded(config.backend.adapter_path, "[backend] adapter_path") / folder.path.name] if config.backend.adapter_path else []
+    missing = [list(_missing(place.resolve())) for place in (folder.path, *elsewhere)]
     folder.create()
-    with writer_lock(folder):
+    with writer_lock(folder), _no_trace_of_a_refusal(folder, *missing):
         if resuming and folder.holds_run():
             yield _reopen(config, folder)
         elif folder.holds_run() and not overwrite:
@@ -83,6 +85,36 @@ def open_run(config: TrainConfig, *, overwrite: bool) -> Iterator[OpenedRun]:
             )
         else:
             yield _open_new(config, folder, resuming, overwrite)
+
+
+@contextmanager
+def _no_trace_of_a_refusal(folder: RunFolder, made: Sequence[Path], elsewhere: Sequence[Path] = ()) -> Iterator[None]:
+    """Delete the folders `made` for a run that is refused before it begins, so that the corrected command is a first one.
+
+    `elsewhere`: those of its checkpoints, outside of its folder.
+    """
+    try:
+        yield
+    except RetrainError as error:
+        # A mistake in the configuration may show after the files are opened, but before the first line of numbers.
+        files = (folder.metrics, folder.evaluation) if isinstance(error, ConfigurationError) else (folder.config,)
+        if made and not any(path.is_file() for path in files):
+            if elsewhere and elsewhere[0].is_dir():
+                CheckpointStore(elsewhere[0]).empty()
+                (elsewhere[0] / MARKER).unlink(missing_ok=True)
+                remove_empty(elsewhere)
+            folder.empty()
+            for path in (folder.marker, folder.lock_owner, folder.lock):
+                path.unlink(missing_ok=True)
+            remove_empty(made)
+        raise
+
+
+def _missing(path: Path) -> Iterator[Path]:
+    """The folders that are made with `path`, each one before its parent."""
+    while not path.exists():
+        yield path
+        path = path.parent
 
 
 @contextmanager

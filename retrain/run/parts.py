@@ -22,6 +22,7 @@ from retrain.environments.episodes import EpisodeHost
 from retrain.environments.loading import environment_name, load_environment, load_problems
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
+from retrain.install import install_hint
 from retrain.model.budget import longest_row
 from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
@@ -150,7 +151,7 @@ def _prime_rl_backend(config: TrainConfig, eos_ids: Sequence[int], say: Say) -> 
         import zmq  # noqa: F401 - only whether it is installed
     except ImportError as error:
         raise EnvironmentFailure(
-            f'[backend] backend = "prime_rl" needs {error.name}: pip install "retrain[prime_rl]", or use backend = "local".'
+            f'[backend] backend = "prime_rl" needs {error.name}: {install_hint("prime_rl")}, or use backend = "local".'
         ) from error
     from retrain.backends.prime_rl.backend import PrimeRLBackend
 

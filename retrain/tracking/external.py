@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import EnvironmentFailure
+from retrain.install import install_hint
 from retrain.records.entries import GenerationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.redact import Redactor
@@ -124,16 +125,17 @@ def squeeze_metrics(row: TableRow) -> dict[str, float]:
 GENERATION_COLUMNS = tuple(field.name for field in fields(GenerationRecord))
 
 
-def import_extra(module: str, extra: str) -> ModuleType:
+def import_extra(module: str, extra: str = "") -> ModuleType:
+    """Import a tracker's library; `extra` is "" for one that comes with retrain itself."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise EnvironmentFailure(
-            f'[logging] trackers asks for {extra}, which is not installed ({error.name} is missing); pip install "retrain[{extra}]".'
+            f"[logging] trackers asks for {module}, which is not installed ({error.name} is missing); {install_hint(extra)}."
         ) from error
     except ImportError as error:
         raise EnvironmentFailure(
-            f"[logging] trackers asks for {extra}, which cannot be imported ({error}); reinstall it or leave it out."
+            f"[logging] trackers asks for {module}, which cannot be imported ({error}); reinstall it or leave it out."
         ) from error
 
 

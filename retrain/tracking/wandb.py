@@ -44,7 +44,7 @@ class WandbTracker(ExternalTracker):
     def __init__(self, settings: ExternalSettings) -> None:
         super().__init__(settings)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb reports every exception to its makers
-        self._wandb = import_extra("wandb", "wandb")
+        self._wandb = import_extra("wandb")
         self._run: Any = None
         # Chosen here and not by wandb: the first checkpoint may be sealed before wandb has answered.
         self._run_id = settings.resumed.get(_RUN_ID) or secrets.token_hex(4)

@@ -19,6 +19,7 @@ from retrain.advantages.semantic import SemanticDetector
 from retrain.config import config_from_toml, load_config
 from retrain.config.overrides import parse_overrides
 from retrain.errors import EnvironmentFailure
+from retrain.install import install_hint
 from retrain.model.sentences import load_sentence_encoder
 from tests.runs import lines, small
 
@@ -118,4 +119,4 @@ def test_without_the_library_the_extra_is_named() -> None:
         "try:\n    load_sentence_encoder('x')\nexcept EnvironmentFailure as error:\n    print(error)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert 'pip install "retrain[semantic]"' in said
+    assert install_hint("semantic") in said

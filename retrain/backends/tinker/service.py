@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from retrain.config.stored import run_command
 from retrain.errors import EnvironmentFailure, ServerFailure, first_line
+from retrain.install import install_hint
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from retrain.config.schema import Backend
 
 KEY = "TINKER_API_KEY"
-INSTALL = 'pip install "retrain[tinker]", or without torch as docs/tinker.md describes'
 _REACH_S = 10.0
 _CLOSE_S = 10.0
 _POLL_S = 0.05
@@ -48,7 +48,10 @@ class Service:
         try:
             import tinker
         except ImportError as error:
-            raise EnvironmentFailure(f'[backend] backend = "tinker" needs the Tinker SDK, which is not installed; {INSTALL}.') from error
+            raise EnvironmentFailure(
+                f'[backend] backend = "tinker" needs the Tinker SDK, which is not installed; {install_hint("tinker")}, or without torch as '
+                "docs/tinker.md describes."
+            ) from error
         key = os.environ.get(KEY, "")
         if not key:
             raise EnvironmentFailure(f"{KEY} is not set, and Tinker at {self.address} asks for a key; set the variable, or add it to .env.")

@@ -1,0 +1,176 @@
+"""A command's arguments and options, read from the signature that typer reads: its help page, and a sentence for each wrong use."""
+
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from types import ModuleType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from typer.models import ArgumentInfo, OptionInfo
+
+from retrain.cli.usage import EXAMPLES
+from retrain.config.suggestions import NAME_CUTOFF, nearest
+
+_ANY_FLAG = "[--KEY VALUE]..."
+"""In the usage of a command that also takes the configuration's flags."""
+_WORDS = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "a text"), Path: ("PATH", "a path")}
+_HELP = ("--help", "Print this page.")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    """--option, or an argument's name."""
+    value: str
+    """What follows an option: "N", "text|json"; "" for a switch and for an argument."""
+    text: str
+    """What it does, with its default."""
+    allowed: str
+    """The values in words."""
+    is_option: bool
+    is_required: bool
+    is_repeatable: bool
+
+    @property
+    def head(self) -> str:
+        return f"{self.name} {self.value}".rstrip()
+
+    @property
+    def in_usage(self) -> str:
+        dots = "..." if self.is_repeatable and not self.name.endswith("...") else ""
+        return self.name + dots if self.is_required else f"[{self.name}{dots}]"
+
+
+def module_of(name: str) -> ModuleType:
+    """Import the module of a command."""
+    return importlib.import_module(f"retrain.cli.{name.replace('-', '_')}")
+
+
+def takes_flags(name: str) -> bool:
+    """Return True if the configuration's flags may follow."""
+    return "context_settings" in getattr(module_of(name), "SETTINGS", {})
+
+
+@cache
+def parameters_of(name: str) -> tuple[Parameter, ...]:
+    """The arguments and options of a command, in the order of its signature."""
+    signature = inspect.signature(module_of(name).command, eval_str=True)
+    return tuple(
+        _parameter(given, get_args(given.annotation)) for given in signature.parameters.values() if get_args(given.annotation)
+    )
+
+
+def _parameter(given: inspect.Parameter, annotation: Sequence[Any]) -> Parameter:
+    kind, info = annotation
+    assert isinstance(info, ArgumentInfo | OptionInfo)
+    members = [part for part in get_args(kind) if part is not type(None)] if get_origin(kind) in (Union, UnionType) else [kind]
+    several = get_origin(members[0]) is list
+    inner = get_args(members[0])[0] if several else members[0]
+    is_option, required = isinstance(info, OptionInfo), given.default is inspect.Parameter.empty
+    value, allowed = _values(inner, info)
+    text = info.help or ""
+    if not required and given.default not in (None, "", False):
+        text += f" Default: {given.default}."
+    return Parameter(_name(given.name, info), (info.metavar or value) if is_option else "", text, allowed, is_option, required, several)
+
+
+def _name(word: str, info: ArgumentInfo | OptionInfo) -> str:
+    if isinstance(info, ArgumentInfo):
+        return info.metavar or word.upper()
+    # The first word of an annotation's Option(...) is taken for its default until typer builds the command.
+    flags = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
+    return flags[0] if flags else f"--{word.replace('_', '-')}"
+
+
+def _values(kind: Any, info: ArgumentInfo | OptionInfo) -> tuple[str, str]:
+    """The values as they stand behind an option, and in words."""
+    if kind is bool:
+        return "", "no value"
+    if get_origin(kind) is Literal or issubclass(kind, StrEnum):
+        choices = [str(choice) for choice in (get_args(kind) or kind)]
+        return "|".join(choices), f"{', '.join(choices[:-1])} or {choices[-1]}"
+    value, words = _WORDS[kind]
+    limits = [f"{side} {limit:g}" for side, limit in (("at least", info.min), ("at most", info.max)) if limit is not None]
+    return value, words + (f" of {' and '.join(limits)}" if limits else "")
+
+
+# -- the help page -------------------------------------------------------------------------------------------------------
+
+
+def usage_line(name: str) -> str:
+    """`retrain compare CAMPAIGN_DIR | RUN... [options]`."""
+    parts = [parameter.in_usage for parameter in parameters_of(name) if not parameter.is_option]
+    file = getattr(module_of(name), "FILE_ARGUMENT", "")
+    return " ".join(part for part in ["retrain", name, *parts, file, "[options]", _ANY_FLAG if takes_flags(name) else ""] if part)
+
+
+def description(name: str) -> list[str]:
+    """The paragraphs that say what a command does, each on one line."""
+    return [" ".join(paragraph.split()) for paragraph in inspect.cleandoc(module_of(name).command.__doc__).split("\n\n")]
+
+
+def help_page(name: str, width: int) -> str:
+    """`retrain NAME --help`, in lines of at most `width` columns."""
+    parts = [textwrap.fill(f"Usage: {usage_line(name)}", width, subsequent_indent="       ", break_on_hyphens=False)]
+    parts += [textwrap.fill(paragraph, width, break_on_hyphens=False) for paragraph in description(name)]
+    parameters = parameters_of(name)
+    for title, is_option in (("Arguments:", False), ("Options:", True)):
+        rows = [(each.head, each.text) for each in parameters if each.is_option is is_option] + ([_HELP] if is_option else [])
+        if rows:
+            parts.append("\n".join([title, *columns(rows, width)]))
+    return "\n\n".join([*parts, f"Example: {EXAMPLES[name]}"]) + "\n"
+
+
+def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Names on the left, texts on the right; a name too long for its column has its own line."""
+    left = max((len(head) for head, _ in rows if len(head) <= width * 2 // 5), default=0) + 4
+    lines = []
+    for head, text in rows:
+        filled = textwrap.wrap(text, width - left, break_on_hyphens=False) or [""]
+        if len(head) + 4 > left:
+            lines.append(f"  {head}")
+        else:
+            lines.append(f"  {head:<{left - 2}}{filled.pop(0)}")
+        lines += [" " * left + line for line in filled]
+    return lines
+
+
+# -- wrong uses ----------------------------------------------------------------------------------------------------------
+
+
+def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
+    """Say in one sentence what typer's UsageError found in the arguments of a command."""
+    parameters, where = parameters_of(name), f"`retrain {name} --help`"
+    kind = type(error).__name__
+    if kind == "NoSuchOption":
+        option = str(error.option_name)
+        near = nearest(option, [each.name for each in parameters if each.is_option], NAME_CUTOFF)
+        return f"{option} is not an option of `retrain {name}`; {f'did you mean {near}?' if near else f'{where} lists them.'}"
+    if extra := re.search(r"unexpected extra arguments? ?\(?s?\)? \((.*)\)", str(error)):
+        return f"`{usage_line(name)}` has no place for {extra.group(1)!r}; {where} says more."
+    option = getattr(error, "option_name", None) or (error.param.opts[0] if getattr(error, "param", None) else "")
+    meant = next((each for each in parameters if each.name.lower() == option.lower()), None)
+    if kind == "MissingParameter":
+        meant = next((each for each in parameters if each.is_required), meant)
+    if meant is None:
+        return f"`retrain {name}`: {error.format_message().rstrip('.')}; {where} says more."
+    if kind == "MissingParameter":
+        return f"`retrain {name}` needs {meant.name}: {meant.text[:1].lower()}{meant.text[1:].rstrip('.')}; such as `{EXAMPLES[name]}`."
+    if kind == "BadOptionUsage":
+        return f"{option} of `retrain {name}` takes {meant.allowed}{f', such as {meant.head}' if meant.value else ''}."
+    return f"{option} of `retrain {name}` takes {meant.allowed}, and got {_value_of(option, arguments)!r}."
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str:
+    """The value that the arguments give to an option."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            return value if equals else " ".join(arguments[index + 1 : index + 2])
+    return ""

@@ -1,0 +1,59 @@
+"""The command that installs an extra, from how this retrain is installed.
+
+`pip install "retrain[x]"` would take what the package index has under that name, which is an older, other program.
+"""
+
+import json
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+_SOURCE = Path(__file__).resolve().parents[1]
+_CORE = "retrain-core"
+"""The same package without torch, made by core/. An environment holds this or retrain, never both."""
+
+
+def install_hint(extra: str = "") -> str:
+    """Return the shell command that adds an extra: `pip install -e ".[x]"` in a checkout, and what does the same elsewhere.
+
+    Without an extra it is the command that installs retrain itself, with what its core leaves out.
+    """
+    core = _found(_CORE)
+    if core is None:
+        return f"pip install {_target('retrain', extra, _found('retrain'))}"
+    if extra in (core.metadata.get_all("Provides-Extra") or []):
+        return f"pip install {_target(_CORE, extra, core)}"
+    return f"pip uninstall --yes {_CORE} && pip install {_target('retrain', extra, core)}"
+
+
+def _target(name: str, extra: str, installed: Distribution | None) -> str:
+    """What pip shall install: a folder, the repository that the package came from, or its version in an index."""
+    extras = f"[{extra}]" if extra else ""
+    origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
+    url = origin.get("url", "")
+    if (_SOURCE / "pyproject.toml").is_file():
+        return _folder(_SOURCE, name, extras, "-e ")
+    if "dir_info" in origin:
+        folder = Path(unquote(urlsplit(url).path))
+        return _folder(folder.parent if folder.name == "core" else folder, name, extras)
+    if "vcs_info" in origin:
+        vcs, part = origin["vcs_info"], "#subdirectory=core" if name == _CORE else ""
+        return f'"{name}{extras} @ {vcs["vcs"]}+{url}@{vcs["commit_id"]}{part}"'
+    if url and installed is not None and installed.name == name:
+        return f'"{name}{extras} @ {url}"'
+    return f'"{name}{extras}=={installed.version}"' if installed else f'"{name}{extras}"'
+
+
+def _folder(checkout: Path, name: str, extras: str, editable: str = "") -> str:
+    """A folder as pip takes it: "." where the current folder is the checkout, else its whole path."""
+    base = "." if Path.cwd() == checkout else str(checkout)
+    if name == _CORE:
+        base += "/core"
+    return f'{editable}"{base}{extras}"' if extras or " " in base else editable + base
+
+
+def _found(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
