@@ -208,10 +208,15 @@ def test_every_flag_reaches_its_key() -> None:
 def test_the_kind_of_a_file_follows_from_its_sections() -> None:
     assert TrainConfig().kind == "run"
     assert config_from_toml("[training]\n[squeeze]\nmin_variance_retention = 0.9").kind == "run"
-    with pytest.raises(ConfigurationError, match=r"\[squeeze\] needs adapter_path, the folder"):
-        config_from_toml("[squeeze]\nmin_variance_retention = 0.9\n[model]\nlora_rank = 8")
     assert config_from_toml('[squeeze]\nadapter_path = "a"').kind == "squeeze"
     assert config_from_toml('[campaign]\n[squeeze]\nadapter_path = "a"').kind == "campaign"
+
+
+def test_a_file_that_squeezes_nothing_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "squeeze.toml").write_text("[squeeze]\nmin_variance_retention = 0.9\n[model]\nlora_rank = 8")
+    with pytest.raises(ConfigurationError, match=r"squeeze.toml: \[squeeze\] needs adapter_path, the folder"):
+        load_config(tmp_path / "squeeze.toml", environ={})
+    assert load_config(tmp_path / "squeeze.toml", ["--lr", "1e-4"], environ={}).kind == "run"
 
 
 def test_on_a_campaign_steps_and_seed_mean_the_campaigns(tmp_path: Path) -> None:
@@ -388,8 +393,8 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
             "[hicra] alpha = 0.2 is unused here: no transform here uses HICRA.",
         ),
         (
-            {"gtpo": {"beta": 0.1, "norm": "completion"}, "algorithm": {"transform_mode": "none"}},
-            "[gtpo] beta, [gtpo] norm (all at their defaults) are unused here: no transform here uses GTPO weights.",
+            {"gtpo": {"beta": 0.1}, "algorithm": {"transform_mode": "none"}},
+            "[gtpo] beta = 0.1 is unused here: no transform here uses GTPO weights.",
         ),
     ],
 )

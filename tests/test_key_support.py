@@ -1,11 +1,12 @@
 """Every key that a backend or an engine could use: it does, or a sentence says that it does not."""
 
+import re
 from typing import Any
 
 import pytest
 
 from retrain.backends.declared import incapable
-from retrain.config import TrainConfig, config_from_mapping, replaced, unused_keys
+from retrain.config import TrainConfig, config_from_mapping, config_from_toml, dump_toml, replaced, unused_keys
 from retrain.config.keys import Key, all_keys, keys_by_path
 from retrain.config.names import bracketed
 from retrain.config.outcomes import UNUSED
@@ -160,6 +161,11 @@ def test_every_reason_for_a_key_without_effect_is_said_of_its_default_too() -> N
                 continue
             config = config_from_mapping({**situation, key.section: {**own, key.name: key.default}})
             assert any(bracketed(key.path) in said for said in unused_keys(config)) == row.when(config), (key.path, row.because)
+
+
+def test_a_file_of_every_key_gets_one_sentence_for_its_defaults() -> None:
+    (said,) = unused_keys(config_from_toml(dump_toml(config_from_mapping(SITUATIONS[0]))))
+    assert re.match(r"\d+ keys that are written at their default are unused here; the first is \[backend\] max_concurrent = \d+: it", said)
 
 
 def test_values_that_another_key_implies_are_not_the_users() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
 from retrain.config.load import arms
-from retrain.config.names import bracketed, builtin_names, fixed_aggregation, is_data_location, transforms_with
+from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, transforms_with
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.support import support_of, tables_of
@@ -20,6 +20,9 @@ Test = Callable[[TrainConfig], bool]
 
 TRUNCATING_KEYS = ("training.top_k", "training.top_p", "training.min_p")
 
+
+MAX_DEFAULTS_NAMED = 8
+"""Keys at their default up to which each unused one has a sentence."""
 
 # -- keys without effect -------------------------------------------------------------------------------------------------
 
@@ -41,7 +44,7 @@ class Unused:
 def unused_keys(config: TrainConfig) -> list[str]:
     """One sentence for each key that was set and has no effect: in this run, or in no run of the campaign.
 
-    Keys that are written at their default share one sentence for each reason, since a file may hold every key.
+    Of keys that are written at their default, more than MAX_DEFAULTS_NAMED share one sentence, since a file may hold every key.
     """
     if not any(condition.sets for condition in config.conditions):
         return [sentence for _, sentence in _unused(config)]
@@ -58,19 +61,21 @@ def unused_keys(config: TrainConfig) -> list[str]:
 
 def _unused(config: TrainConfig, apart: Collection[str] = ()) -> Iterator[tuple[str, str]]:
     """Yield the path of each unused key and a sentence about it; the paths `apart` have one of their own even at their default."""
-    at_default: dict[str, list[Key]] = {}
+    at_default: list[tuple[str, str]] = []
     for key in all_keys():
-        reason = _reason_unused(config, key)
-        if reason and config.value(key.path) == key.default and key.path not in apart:
-            at_default.setdefault(reason, []).append(key)
-        elif reason:
-            yield key.path, f"[{key.section}] {key.name} = {toml_value(config.value(key.path))} is unused here: {reason}."
+        if reason := _reason_unused(config, key):
+            value = config.value(key.path)
+            sentence = f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
+            if value == key.default and key.path not in apart:
+                at_default.append((key.path, sentence))
+            else:
+                yield key.path, sentence
     yield from _unused_options(config)
-    for reason, keys in at_default.items():
-        if len(keys) == 1:
-            yield keys[0].path, f"[{keys[0].section}] {keys[0].name} = {toml_value(keys[0].default)} is unused here: {reason}."
-        else:
-            yield "", f"{', '.join(bracketed(key.path) for key in keys)} (all at their defaults) are unused here: {reason}."
+    if len(at_default) <= MAX_DEFAULTS_NAMED:
+        yield from at_default
+    else:
+        first = at_default[0][1].replace(" is unused here: ", ": ")
+        yield "", f"{len(at_default)} keys that are written at their default are unused here; the first is {first}"
 
 
 def _reason_unused(config: TrainConfig, key: Key) -> str:

@@ -503,21 +503,6 @@ def _an_algorithm_keeps_its_aggregation(config: "TrainConfig") -> Iterator[Viola
             )
 
 
-_SQUEEZE_SECTIONS = {"squeeze", "model", "logging", "plugins"}
-"""Sections of a squeeze job's file; a file of these alone trains nothing on purpose."""
-
-
-@_rule
-def _a_squeeze_job_names_its_adapter(config: "TrainConfig") -> Iterator[Violation]:
-    """A file with [squeeze] and a section of training is a run, which a campaign or a later job may squeeze."""
-    if config.is_set("squeeze") and not config.squeeze.adapter_path and config.model_fields_set <= _SQUEEZE_SECTIONS:
-        yield Violation(
-            ("squeeze.adapter_path",),
-            "[squeeze] needs adapter_path, the folder of the adapter to squeeze, such as logs/lab/checkpoints/final; for a training run "
-            "leave [squeeze] out",
-        )
-
-
 @_rule
 def _prime_rl_divides_by_all_tokens(config: "TrainConfig") -> Iterator[Violation]:
     if config.backend.backend == "prime_rl" and config.algorithm.surprisal_mask_denominator == "kept":
