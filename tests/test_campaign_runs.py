@@ -422,6 +422,39 @@ def test_a_worker_whose_campaign_is_gone_ends_at_once(tmp_path: Path) -> None:
         worker.kill()
 
 
+FORKS_AND_LEAVES = """
+import os, time
+
+if not os.path.exists("child"):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    open("child", "w").write(str(child))
+raise ImportError("on purpose " * 20_000)
+"""
+
+
+def test_a_child_that_a_plugin_leaves_does_not_hold_up_the_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaving.py").write_text(FORKS_AND_LEAVES)
+    condition = {"advantage_mode": "leaving.advantage", "transform_mode": "none"}
+    run = plan_campaign(config_from_mapping(sections(tmp_path / "c", {"conditions": [condition]})), tmp_path / "c").runs[0]
+    worker = start_worker(run, threads=1)
+    try:
+        deadline = time.monotonic() + 60
+        while worker._process.poll() is None and worker.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        began = time.monotonic()
+        outcome = worker.poll()
+        assert time.monotonic() - began < 1
+        assert outcome is not None and outcome.status is Status.FAILED and "on purpose" in outcome.reason
+    finally:
+        worker.kill()
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
 def test_ctrl_c_saves_and_ends_with_130(parallel: bool, sequential: Finished, tmp_path: Path) -> None:
     campaign = start(tmp_path / "c", "--seed", "1", "--max-steps", "20", parallel=parallel)

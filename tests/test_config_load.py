@@ -207,9 +207,16 @@ def test_every_flag_reaches_its_key() -> None:
 
 def test_the_kind_of_a_file_follows_from_its_sections() -> None:
     assert TrainConfig().kind == "run"
-    assert config_from_toml("[squeeze]\nmin_variance_retention = 0.9").kind == "run"
+    assert config_from_toml("[training]\n[squeeze]\nmin_variance_retention = 0.9").kind == "run"
     assert config_from_toml('[squeeze]\nadapter_path = "a"').kind == "squeeze"
     assert config_from_toml('[campaign]\n[squeeze]\nadapter_path = "a"').kind == "campaign"
+
+
+def test_a_file_that_squeezes_nothing_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "squeeze.toml").write_text("[squeeze]\nmin_variance_retention = 0.9\n[model]\nlora_rank = 8")
+    with pytest.raises(ConfigurationError, match=r"squeeze.toml: \[squeeze\] needs adapter_path, the folder"):
+        load_config(tmp_path / "squeeze.toml", environ={})
+    assert load_config(tmp_path / "squeeze.toml", ["--lr", "1e-4"], environ={}).kind == "run"
 
 
 def test_on_a_campaign_steps_and_seed_mean_the_campaigns(tmp_path: Path) -> None:
@@ -348,7 +355,10 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
             "[sepa] steps = 9 is unused here: no transform here uses SEPA.",
         ),
         ({"hicra": {"alpha": 0.5}}, "[hicra] alpha = 0.5 is unused here: no transform here uses HICRA."),
-        ({"squeeze": {"per_layer": True}}, "[squeeze] per_layer = true is unused here: a single run has no adapter_path to squeeze."),
+        (
+            {"squeeze": {"per_layer": True}, "training": {"lr": 1e-4}},
+            "[squeeze] per_layer = true is unused here: a single run has no adapter_path to squeeze.",
+        ),
         (
             {"squeeze": {"adapter_path": "a", "compress_to": 4}},
             "[squeeze] compress_to = 4 is unused here: no output_path is given, so nothing is compressed.",
@@ -378,7 +388,14 @@ def test_devices_may_change_within_their_kind(stored: str | None, current: str |
         ({"campaign": {}, "hicra": {"alpha": 0.5}}, ""),
         ({"algorithm": {"transform_mode": "my.plugin"}, "hicra": {"alpha": 0.5}}, ""),
         ({"sepa": {"steps": 9}}, ""),
-        ({"hicra": {"alpha": 0.2}, "algorithm": {"transform_mode": "none"}}, ""),
+        (
+            {"hicra": {"alpha": 0.2}, "algorithm": {"transform_mode": "none"}},
+            "[hicra] alpha = 0.2 is unused here: no transform here uses HICRA.",
+        ),
+        (
+            {"gtpo": {"beta": 0.1}, "algorithm": {"transform_mode": "none"}},
+            "[gtpo] beta = 0.1 is unused here: no transform here uses GTPO weights.",
+        ),
     ],
 )
 def test_a_key_without_effect_is_said_in_one_sentence(data: dict[str, dict[str, object]], sentence: str) -> None:

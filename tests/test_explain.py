@@ -269,7 +269,7 @@ def test_the_text_is_aligned_and_leaves_out_what_is_empty(tmp_path: Path, capsys
     assert main(["explain", str(write(tmp_path, small(tmp_path / "run")))]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Run: maxrl+none, seed 3, 4 steps\n")
-    assert not any(title in text for title in ("Warnings", "Unused", "refused", "Conditions", "  cost"))
+    assert not any(title in text for title in ("Warnings", "refused", "Conditions", "  cost"))
     assert all(line == line.rstrip() and len(line) <= 140 for line in text.splitlines())
     memory = text.split("Memory\n")[1].split("\n\n")[0].splitlines()
     assert len({line.index("iB") for line in memory}) == 1

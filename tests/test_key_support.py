@@ -1,13 +1,15 @@
 """Every key that a backend or an engine could use: it does, or a sentence says that it does not."""
 
+import re
 from typing import Any
 
 import pytest
 
 from retrain.backends.declared import incapable
-from retrain.config import TrainConfig, config_from_mapping, unused_keys
+from retrain.config import TrainConfig, config_from_mapping, config_from_toml, dump_toml, replaced, unused_keys
 from retrain.config.keys import Key, all_keys, keys_by_path
 from retrain.config.names import bracketed
+from retrain.config.outcomes import UNUSED
 from retrain.config.support import BACKEND_KEYS, BACKEND_SECTIONS, ENGINE_KEYS, ENGINE_SECTIONS, Table, support_of
 from retrain.errors import ConfigurationError
 
@@ -122,3 +124,60 @@ def test_what_is_refused_is_told_in_one_sentence_with_a_way_out() -> None:
             assert not row.because.endswith(".") and (row.use == "used") == (not row.because)
             if row.use == "refused":
                 assert any(word in row.because for word in ("leave it", "leave out", "use ", "set ")), row.because
+
+
+REFUSED_DEFAULTS = {("backend", "tinker", "training.temperature")}
+"""Defaults that do what the row refuses."""
+
+
+@pytest.mark.parametrize(("kind", "name", "table"), [("backend", *row) for row in BACKEND_KEYS.items()])
+def test_a_default_that_is_written_out_is_judged_like_any_value(kind: str, name: str, table: Table) -> None:
+    for key in all_keys():
+        if key.section not in BACKEND_SECTIONS or key.default is None or key.path in ("backend.backend", "backend.options"):
+            continue
+        with_default = configuration(key.path, key.default, **{kind: name})
+        row = support_of(table, with_default, key.path)
+        refused = [sentence for sentence in incapable(with_default) if f"{bracketed(key.path)} = " in sentence]
+        assert bool(refused) == ((kind, name, key.path) in REFUSED_DEFAULTS), (key.path, refused)
+        if row is not None and row.use == "unused":
+            assert any(f"{bracketed(key.path)} = " in sentence for sentence in unused_keys(with_default)), key.path
+
+
+SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
+    {"algorithm": {"advantage_mode": "grpo", "transform_mode": "none"}, "data": {"source": "gsm8k"}},
+    {"algorithm": {"algorithm_mode": "dr_grpo", "transform_params": {"uncertainty_kind": "surprisal"}}, "gtpo": {"beta": 0.0}},
+    {"algorithm": {"transform_mode": "gtpo", "transform_params": {"uncertainty_kind": "surprisal"}}, "gtpo": {"beta": 0.0}},
+    {"environment": {"provider": "reasoning_gym", "id": "x"}, "sepa": {"schedule": "linear", "steps": 9}},
+    {"planning": {"detector": "semantic"}, "loss": {"mode": "ppo", "aggregation": "constant"}, "data": {"source": "lab"}},
+    {"squeeze": {"adapter_path": "a"}},
+    {"squeeze": {"adapter_path": "a", "output_path": "b", "evaluate": True}},
+    {"campaign": {"seeds": [1, 2], "max_steps": 3}},
+    {"campaign": {"launcher": "ray"}},
+    {"reward": {"type": "random"}, "logging": {"generations_every": 0}},
+)
+
+
+def test_every_reason_for_a_key_without_effect_is_said_of_its_default_too() -> None:
+    for row in UNUSED:
+        situation = next((found for found in SITUATIONS if row.when(config_from_mapping(found))), None)
+        assert situation is not None, f"no situation here is one in which {row.because}"
+        for key in (key for key in all_keys() if row.covers(key) and key.default is not None):
+            own = situation.get(key.section, {})
+            if key.name in own or (key.section == "campaign" and "campaign" not in situation):
+                continue
+            config = config_from_mapping({**situation, key.section: {**own, key.name: key.default}})
+            assert any(bracketed(key.path) in said for said in unused_keys(config)) == row.when(config), (key.path, row.because)
+
+
+def test_a_file_of_every_key_gets_one_sentence_for_its_defaults() -> None:
+    (said,) = unused_keys(config_from_toml(dump_toml(config_from_mapping(SITUATIONS[0]))))
+    assert re.match(r"\d+ keys that are written at their default are unused here; the first is \[backend\] max_concurrent = \d+: it", said)
+
+
+def test_values_that_another_key_implies_are_not_the_users() -> None:
+    tinker = config_from_mapping({"backend": {"backend": "tinker"}, "training": {"lr": 1e-4}})
+    assert tinker.training.temperature == 1.0 and not tinker.is_set("training.temperature")
+    assert tinker.origins["training.temperature"] == "implied by backend.backend"
+    assert replaced(tinker, {"backend.backend": "local"}).training.temperature == 0.7
+    squeeze = config_from_mapping({"squeeze": {"adapter_path": "a"}, "backend": {"backend": "tinker"}})
+    assert not any("temperature" in sentence for sentence in unused_keys(squeeze))

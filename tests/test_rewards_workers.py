@@ -221,6 +221,42 @@ def test_closing_ends_every_job() -> None:
     assert verify(pool, "4").cancelled()
 
 
+LEAVES_A_CHILD = """
+import os, time
+
+def score(response, reference):
+    child = os.fork()
+    if child == 0:
+        os.setsid()  # out of the worker's session, so that nothing kills it with the worker
+        time.sleep(20)
+        os._exit(0)
+    open(reference, "w").write(str(child))
+    if response == "die":
+        os._exit(3)
+    time.sleep(20)
+"""
+
+
+@linux_only
+@pytest.mark.parametrize("response", ["die", "sleep"])
+def test_a_child_that_holds_the_channel_delays_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, response: str) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVES_A_CHILD)
+    monkeypatch.chdir(tmp_path)
+    setup = WorkerSetup(rewards=("leaving.score",), plugins={}, params={})
+    job = {"handler": "leaving.score", "response": response, "reference": str(tmp_path / "pid"), "prompt": "", "example": {"prompt": "", "reference": ""}}
+    with pool_of(setup, deadline_s=30) as pool:
+        pool.wait_ready()
+        asked = pool.submit(job)
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.02)
+        began = time.monotonic()
+    try:
+        assert time.monotonic() - began < 5
+        assert asked.result(1).value is None
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 def test_a_pool_closed_while_it_still_imports_does_not_wait_for_the_import() -> None:
     with math_pool() as pool:
         process = pool._server._process

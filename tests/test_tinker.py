@@ -29,7 +29,8 @@ from retrain.backends.tinker import archive, datums
 from retrain.backends.tinker.backend import STATE_FILE, TinkerBackend
 from retrain.backends.tinker.datums import ShiftedRow, policy_datum
 from retrain.campaign.runner import run_campaign
-from retrain.config import config_from_mapping, config_from_toml, unused_keys
+from retrain.cli.main import main
+from retrain.config import config_from_mapping, config_from_toml, dump_toml, unused_keys
 from retrain.config.overrides import deep_merge
 from retrain.config.schema import Loss
 from retrain.errors import EnvironmentFailure, RunFailed, ServerFailure
@@ -382,6 +383,26 @@ def test_neither_a_run_nor_a_campaign_imports_torch(tmp_path: Path, campaign: bo
     assert not campaign or "LoRA-Squeeze failed; the campaign continues: LoRA-Squeeze needs torch" in found.stdout
 
 
+COMMANDS_WITHOUT_TORCH = """
+import json, sys
+
+sys.modules |= {"torch": None, "peft": None}
+from retrain.cli.main import main
+print(json.dumps([main(command.split()) for command in sys.argv[1:]]))
+"""
+
+
+def test_a_command_that_needs_torch_says_where_it_is_to_be_had(tmp_path: Path) -> None:
+    (tmp_path / "lab.toml").write_text('[model]\nmodel = "lab"\n[data]\nsource = "lab"\n[training]\nmax_examples = 64\n')
+    commands = ["lab.toml", "explain lab.toml", "eval lab.toml", "serve vllm lab.toml", "inspect .", "backends"]
+    command = [sys.executable, "-c", COMMANDS_WITHOUT_TORCH, *commands]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert json.loads(found.stdout.splitlines()[-1]) == [3, 3, 3, 3, 3, 0], found.stderr
+    assert found.stderr.count("this needs torch, which is not installed here") == 5
+    assert "install retrain itself with `pip install .`" in found.stderr
+    assert "Traceback" not in found.stderr and "bug" not in found.stderr
+
+
 # -- configurations ------------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +418,20 @@ def test_the_blocks_of_the_guide_start_as_they_are(name: str) -> None:
 def test_options_belong_to_their_backend() -> None:
     unused = unused_keys(config_from_mapping({"backend": {"options": {"loss_reduction": "mean"}}}))
     assert unused == ['[backend.options] loss_reduction = "mean" is unused here: it is an option of tinker, and backend is "local".']
+
+
+@pytest.mark.parametrize("command", [[], ["explain"]])
+def test_a_file_of_every_default_is_refused_for_its_temperature(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], double: Double
+) -> None:
+    every_key = config_from_mapping({"model": {"model": "lab"}, "data": {"source": "lab"}, "logging": {"log_dir": str(tmp_path / "run")}})
+    (tmp_path / "all.toml").write_text(dump_toml(every_key))
+    assert main([*command, str(tmp_path / "all.toml"), "--backend", "tinker"]) == 2
+    said = "".join(capsys.readouterr())
+    assert '[training] temperature = 0.7 with backend = "tinker"' in said
+    assert "remove [training] temperature" in said and "or write 1.0" in said
+    assert "sampled and trained at temperature 1" not in said
+    assert said.count('with backend = "tinker"') == 1
 
 
 def test_the_temperature_is_said_and_is_one() -> None:

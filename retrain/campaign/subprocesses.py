@@ -19,6 +19,9 @@ from retrain.config import dump_toml, replaced
 from retrain.config.schema import Campaign
 from retrain.errors import ConfigurationError
 
+MAX_ANSWER = 1 << 24
+"""Bytes of an outcome; what a child that a plugin left writes there without end is not read."""
+_CHUNK = 1 << 16
 Devices = tuple[str, ...]
 """Names as torch has them, for example ("cuda:0",); empty leaves the run's configuration unchanged."""
 
@@ -110,7 +113,10 @@ class Worker:
             start_new_session=True,
             env={**environment, **os.environ},
         )
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # A child that a plugin forked and left may hold the pipe for ever, so its end says nothing and a read must not wait for it.
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._answer = bytearray()
         path = run.config.source_path
         request = {"config": dump_toml(run.config), "path": str(path) if path else ""}
         with contextlib.suppress(BrokenPipeError):  # the process has already ended, which `poll` reports
@@ -120,16 +126,24 @@ class Worker:
     def poll(self) -> RunOutcome | None:
         """The run's outcome; None while it is running."""
         code = self._process.poll()
+        self._receive()  # also before the end: an answer longer than the pipe would keep the process from ending
         if code is None:
             return None
-        assert self._process.stdout is not None
-        answer = self._process.stdout.read()
         self._close_pipes()
-        if answer:
-            values = json.loads(answer)
+        try:
+            values = json.loads(self._answer)
             return RunOutcome(Status(values["status"]), values["reason"])
+        except ValueError:  # nothing, or not all of it
+            pass
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return RunOutcome(Status.FAILED, f"its process {how}", lost=True)
+
+    def _receive(self) -> None:
+        """Take what has arrived of the answer."""
+        assert self._process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while len(self._answer) < MAX_ANSWER and (chunk := os.read(self._process.stdout.fileno(), _CHUNK)):
+                self._answer += chunk
 
     def stop(self, signal_number: int) -> None:
         """Ask the run to save a checkpoint and end."""

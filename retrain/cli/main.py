@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from retrain.cli.usage import COMMANDS, MAX_WIDTH, usage
-from retrain.errors import ConfigurationError, RetrainError, StoppedAtOnce
+from retrain.errors import ConfigurationError, EnvironmentFailure, RetrainError, StoppedAtOnce
 from retrain.processes import prepare_torch
 from retrain.records.disk import is_reader_gone, path_error
 
@@ -38,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RetrainError, StoppedAtOnce) as error:
         _say_error(error)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in _LOCAL_TRAINER:
+            raise
+        missing = _without_local_trainer(error.name)
+        _say_error(missing)
+        return missing.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `retrain help config | head`: the reader has what it wanted
@@ -50,6 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return known.exit_code
     finally:
         _let_go_of_closed_streams()
+
+
+_LOCAL_TRAINER = ("torch", "peft")
+"""What retrain-core leaves out: every command runs without it until it needs a model on this machine."""
+
+
+def _without_local_trainer(package: str) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        f"this needs {package}, which is not installed here (retrain-core leaves it out); install retrain itself with `pip install .` in a "
+        'clone of it, or train on a service with [backend] backend = "tinker".'
+    )
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -22,6 +22,8 @@ from retrain.errors import ConfigurationError
 from retrain.parsing import ParseError, parse_toml
 
 DEFAULT_FILE = "retrain.toml"
+_SECTIONS_OF_A_SQUEEZE_JOB = {"squeeze", "model", "logging", "plugins"}
+"""A file of these alone trains nothing on purpose."""
 Sections = dict[str, Any]
 _SHOWN = 100
 """Characters of a line that an error quotes."""
@@ -39,7 +41,13 @@ def load_config(
     data = read_toml(file, named=path is not None)
     flags = overrides if isinstance(overrides, Overrides) else _flags_only(overrides)
     given = [*variable_overrides(os.environ if environ is None else environ), *flags.given]
-    return _build(data, given, file)
+    config = _build(data, given, file)
+    if config.is_set("squeeze") and not config.squeeze.adapter_path and config.model_fields_set <= _SECTIONS_OF_A_SQUEEZE_JOB:
+        raise ConfigurationError(
+            f"{file}: [squeeze] needs adapter_path, the folder of the adapter to squeeze, such as logs/lab/checkpoints/final; for a "
+            "training run leave [squeeze] out."
+        )
+    return config
 
 
 def config_from_mapping(

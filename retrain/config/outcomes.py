@@ -3,7 +3,7 @@
 The unused ones are data: a row names its keys and says when it holds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ Test = Callable[[TrainConfig], bool]
 
 TRUNCATING_KEYS = ("training.top_k", "training.top_p", "training.min_p")
 
+
+MAX_DEFAULTS_NAMED = 8
+"""Keys at their default up to which each unused one has a sentence."""
 
 # -- keys without effect -------------------------------------------------------------------------------------------------
 
@@ -39,39 +42,58 @@ class Unused:
 
 
 def unused_keys(config: TrainConfig) -> list[str]:
-    """One sentence for each key that was set away from its default and has no effect: in this run, or in no run of the campaign."""
+    """One sentence for each key that was set and has no effect: in this run, or in no run of the campaign.
+
+    Of keys that are written at their default, more than MAX_DEFAULTS_NAMED share one sentence, since a file may hold every key.
+    """
     if not any(condition.sets for condition in config.conditions):
         return [sentence for _, sentence in _unused(config)]
-    found = [list(_unused(arm)) for arm in arms(config)]
+    conditions = config.conditions
+    found = [list(_unused(arm, condition.sets)) for arm, condition in zip(arms(config), conditions, strict=True)]
     everywhere = [sentence for _, sentence in found[0] if all(any(sentence == other for _, other in arm) for arm in found)]
     return everywhere + [
         f'Condition "{condition.label}": {sentence}'
-        for condition, arm in zip(config.conditions, found, strict=True)
+        for condition, arm in zip(conditions, found, strict=True)
         for path, sentence in arm
         if path in condition.sets and sentence not in everywhere
     ]
 
 
-def _unused(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield the path of each unused key and a sentence about it."""
+def _unused(config: TrainConfig, apart: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield the path of each unused key and a sentence about it; the paths `apart` have one of their own even at their default."""
+    at_default: list[tuple[str, str]] = []
     for key in all_keys():
-        value = config.value(key.path)
-        if value is None or value == key.default or (key.section == "campaign" and config.campaign is None):
-            continue
-        if key.path == "model.base_url" and squeezes_remote_adapter(config):
-            continue
-        reasons = [row.because for row in UNUSED if row.covers(key) and row.when(config)]
-        support = [support_of(table, config, key.path) for _, table in tables_of(config)]
-        reasons += [row.because for row in support if row and row.use in ("serve", "unused")]
-        if reason := next(iter(reasons), ""):
-            yield key.path, f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
+        if reason := _reason_unused(config, key):
+            value = config.value(key.path)
+            sentence = f"[{key.section}] {key.name} = {toml_value(value)} is unused here: {reason}."
+            if value == key.default and key.path not in apart:
+                at_default.append((key.path, sentence))
+            else:
+                yield key.path, sentence
+    yield from _unused_options(config)
+    if len(at_default) <= MAX_DEFAULTS_NAMED:
+        yield from at_default
+    else:
+        first = at_default[0][1].replace(" is unused here: ", ": ")
+        yield "", f"{len(at_default)} keys that are written at their default are unused here; the first is {first}"
+
+
+def _reason_unused(config: TrainConfig, key: Key) -> str:
+    """Return why a key that was set has no effect; empty where it has one or was left to its default."""
+    if not config.is_set(key.path) or (key.path == "model.base_url" and squeezes_remote_adapter(config)):
+        return ""
+    reasons = [row.because for row in UNUSED if row.covers(key) and row.when(config)]
+    support = [support_of(table, config, key.path) for _, table in tables_of(config)]
+    reasons += [row.because for row in support if row and row.use in ("serve", "unused")]
+    return next(iter(reasons), "")
+
+
+def _unused_options(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.kind == "squeeze" or config.backend.backend not in builtin_names("backend"):
         return
     owners = {name: owner for owner, model in BACKEND_OPTIONS.items() for name in model.model_fields}
     for name, value in config.backend.options.items():
         owner, backend = owners[name], config.backend.backend
-        if value == BACKEND_OPTIONS[owner]().model_dump()[name]:
-            continue
         shown = f"[backend.options] {name} = {toml_value(value)} is unused here"
         if backend != owner:
             yield "backend.options", f'{shown}: it is an option of {owner}, and backend is "{backend}".'
@@ -164,7 +186,9 @@ UNUSED: tuple[Unused, ...] = (
         "the rubric of [environment] scores",
         but=("reward.correct_threshold", "reward.max_failure_rate"),
     ),
-    Unused(("environment.*",), lambda c: not c.environment.provider, "no environment provider is set"),
+    Unused(
+        ("environment.*",), lambda c: not c.environment.provider, "no environment provider is set", but=("environment.provider",)
+    ),
     Unused(("environment.id",), lambda c: c.environment.provider not in builtin_names("environment"), "the plugin is the environment"),
     Unused(("environment.auto_install",), lambda c: c.environment.provider != "verifiers", "only verifiers environments come from the hub"),
     Unused(
@@ -232,9 +256,18 @@ UNUSED: tuple[Unused, ...] = (
         )
     ),
     Unused(("loss.kl_estimator",), lambda c: c.loss.kl_coef == 0, "kl_coef is 0"),
-    Unused(("evaluation.*",), _no_evaluation, "no evaluation is asked for (every, at_start, at_end)"),
-    Unused(("backpressure.*",), lambda c: not c.backpressure.enabled, "back pressure is not enabled"),
-    Unused(("squeeze.*",), lambda c: c.kind == "run", "a single run has no adapter_path to squeeze"),
+    Unused(
+        ("evaluation.*",),
+        _no_evaluation,
+        "no evaluation is asked for (every, at_start, at_end)",
+        but=("evaluation.every", "evaluation.at_start", "evaluation.at_end"),
+    ),
+    Unused(
+        ("backpressure.*",), lambda c: not c.backpressure.enabled, "back pressure is not enabled", but=("backpressure.enabled",)
+    ),
+    Unused(
+        ("squeeze.*",), lambda c: c.kind == "run", "a single run has no adapter_path to squeeze", but=("squeeze.adapter_path",)
+    ),
     Unused(("logging.wandb_entity", "logging.wandb_tags"), _no_tracker_of("wandb"), "no wandb_project is set"),
     Unused(("logging.wandb_run_name", "logging.wandb_group"), _no_tracker_of("wandb", "trackio"), "neither wandb nor trackio is asked for"),
     Unused(("logging.generations_per_step",), lambda c: c.logging.generations_every == 0, "generations_every is 0"),
@@ -261,9 +294,10 @@ def key_refusals(config: TrainConfig) -> list[str]:
     return [
         f"[{key.section}] {key.name} = {toml_value(config.value(key.path))} with {owner}: {row.because}."
         for key in all_keys()
-        if config.value(key.path) not in (None, key.default) and is_read(config, key.path)
+        if config.is_set(key.path) and is_read(config, key.path)
         for owner, table in tables_of(config)
         if (row := support_of(table, config, key.path)) and row.use == "refused"
+        if row.refuses_default or config.value(key.path) != key.default
     ]
 
 

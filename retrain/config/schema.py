@@ -159,7 +159,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, data: Any) -> Any:
-        """Move aliases to their canonical keys, and fill in what another key decides: dr_grpo's aggregation and Tinker's temperature."""
+        """Move aliases to their canonical keys."""
         if not isinstance(data, dict):
             return data
         data, both_given = moved_aliases(data)
@@ -167,15 +167,17 @@ class TrainConfig(Section):
             sentence = "{} is another name of {} and both are given; keep the second"
             pairs = [(alias, ALIASES[alias]) for alias in both_given]
             raise RuleViolations([Violation(pair, sentence.format(*map(bracketed, pair))) for pair in pairs])
-        algorithm, loss = data.get("algorithm"), data.get("loss", {})
-        mode = algorithm.get("algorithm_mode") if isinstance(algorithm, dict) else None
-        aggregation = fixed_aggregation(mode) if isinstance(mode, str) else ""
-        if aggregation and isinstance(loss, dict):
-            data["loss"] = {"aggregation": aggregation, **loss}
-        backend, training = data.get("backend"), data.get("training", {})
-        if isinstance(backend, dict) and backend.get("backend") == "tinker" and isinstance(training, dict):
-            data["training"] = {"temperature": 1.0, **training}  # the only one that its learner knows
         return data
+
+    @model_validator(mode="after")
+    def _fill_in(self) -> "TrainConfig":
+        """Fill in what another key decides. Such a key stays unset, so that it is never taken for the user's."""
+        for path, (value, _) in self._implied.items():
+            section, _, name = path.partition(".")
+            filled = getattr(self, section).model_copy()
+            object.__setattr__(filled, name, value)  # the models are frozen for everybody else
+            object.__setattr__(self, section, filled)
+        return self
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "TrainConfig":
@@ -192,17 +194,30 @@ class TrainConfig(Section):
     __hash__ = None  # type: ignore[assignment]  # tables and lists are not hashable
 
     @property
+    def _implied(self) -> dict[str, tuple[Any, str]]:
+        """The unset keys that another key decides: "section.key" -> (value, the key that decides)."""
+        implied: dict[str, tuple[Any, str]] = {}
+        if aggregation := fixed_aggregation(self.algorithm.algorithm_mode):
+            implied["loss.aggregation"] = (aggregation, "algorithm.algorithm_mode")
+        if self.backend.backend == "tinker":  # the only temperature that its learner knows
+            implied["training.temperature"] = (1.0, "backend.backend")
+        return {path: row for path, row in implied.items() if not self.is_set(path)}
+
+    @property
     def source_path(self) -> Path | None:
         """The file it was loaded from; None when built in Python."""
         return self._provenance.path
 
     @property
     def origins(self) -> dict[str, str]:
-        """The source of each value: "section.key" to "default", "file", "environment NAME" or "flag --name"."""
+        """The source of each value: "section.key" to "default", "file", "environment NAME", "flag --name" or "implied by KEY"."""
         from retrain.config.keys import all_keys
 
+        unset = {path: f"implied by {decides}" for path, (_, decides) in self._implied.items()}
         given = self._provenance.origins
-        return {path: given.get(path, "file" if self.is_set(path) else "default") for path in (k.path for k in all_keys())}
+        return {
+            path: given.get(path, "file") if self.is_set(path) else unset.get(path, "default") for path in (k.path for k in all_keys())
+        }
 
     def is_set(self, path: str) -> bool:
         """True if a section ("squeeze") or a key ("backend.devices") was given rather than left to its default."""

@@ -30,7 +30,9 @@ class Support:
     because: str = ""
     """Ends the sentence that names the key and its value; for a refused key it also says what to do."""
     values: tuple[Any, ...] = ()
-    """The row holds for these values alone; empty: for every value other than the default."""
+    """The row holds for these values alone; empty: for every value, but a refused row lets a key be written at its default."""
+    refuses_default: bool = False
+    """The default itself does what the row refuses, so it may be left out and not written."""
     when: Callable[["TrainConfig"], bool] | None = None
     """None: always."""
 
@@ -89,10 +91,12 @@ LOCAL: Table = (
 TINKER: Table = (
     used(*_FILES, *_TINKER_ONLY, "backend.options", "training.seed", "training.max_tokens", *_LOOP),
     Support("used", ("training.temperature",), values=(1.0,)),
-    refused(
-        "training.temperature",
-        because="Tinker's learner knows log-probs at temperature 1 only, so another policy would be sampled than is trained; set it to 1, "
-        "or leave it out",
+    Support(
+        "refused",
+        ("training.temperature",),
+        "Tinker's learner knows log-probs at temperature 1 only, so another policy would be sampled than is trained; leave it out "
+        "(remove [training] temperature), or write 1.0",
+        refuses_default=True,
     ),
     unused("backend.devices", "model.dtype", "model.load_in_4bit", *_MEMORY, because="Tinker holds the model"),
     refused("backend.shard_base", because="the service holds the model, so there is nothing to shard; leave it false"),

@@ -39,7 +39,7 @@ class Setting:
     """The key, as "section.key"."""
     value: Any
     origin: str
-    """"file", "environment NAME" or "flag --name"."""
+    """"file", "environment NAME", "flag --name" or "implied by KEY"."""
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,16 @@ class Channel:
         self._socket = sock
         self._received = bytearray()
 
-    def send(self, message: Message) -> None:
-        self.send_encoded(encode(message))
+    def send(self, message: Message, timeout: float | None = None) -> None:
+        self.send_encoded(encode(message), timeout)
 
-    def send_encoded(self, message: bytes) -> None:
+    def send_encoded(self, message: bytes, timeout: float | None) -> None:
+        """Raises TimeoutError if the other side has not taken the whole message after `timeout` seconds; the channel is useless then."""
         try:
-            self._socket.settimeout(None)
+            self._socket.settimeout(timeout)
             self._socket.sendall(message)
+        except TimeoutError:
+            raise
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 

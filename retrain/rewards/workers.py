@@ -185,14 +185,14 @@ class _Keeper(threading.Thread):
         except _Refused as error:
             self.refusal = str(error)
             return self.refusal
-        except (ForkServerLost, ChannelClosed, BadMessage, OSError) as error:
+        except (ForkServerLost, ChannelClosed, BadMessage, OSError) as error:  # a TimeoutError is an OSError
             return f"no reward worker could be started ({error})"
         return ""
 
     def _spawn(self) -> _Worker:
         pid, channel = self._server.spawn()
         try:
-            channel.send(self._setup.message())
+            channel.send(self._setup.message(), STARTUP_LIMIT_S)
             answer = channel.receive(STARTUP_LIMIT_S, _LONGEST_REPLY)
             if "refused" in answer:
                 raise _Refused(str(answer["refused"]))
@@ -209,8 +209,12 @@ class _Keeper(threading.Thread):
         if self._worker is None:
             return Judgement(None, reason)
         try:
-            self._worker.channel.send_encoded(job.message)
-            return self._wait(self._worker, job.number)
+            deadline = time.monotonic() + self._deadline_s
+            self._worker.channel.send_encoded(job.message, self._deadline_s)
+            return self._wait(self._worker, job.number, deadline)
+        except TimeoutError:
+            self._discard()
+            return Judgement(None, f"the reward worker did not take its job within deadline_s = {self._deadline_s:g} and was killed")
         except BadMessage as error:
             self._discard()
             return Judgement(None, f"the reward worker's reply could not be read: {error}")
@@ -219,8 +223,7 @@ class _Keeper(threading.Thread):
             how = f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
             return Judgement(None, "the run is ending" if self._closing.is_set() else f"the reward worker died ({how})")
 
-    def _wait(self, worker: _Worker, number: int) -> Judgement:
-        deadline = time.monotonic() + self._deadline_s
+    def _wait(self, worker: _Worker, number: int, deadline: float) -> Judgement:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -229,6 +232,9 @@ class _Keeper(threading.Thread):
             try:
                 reply = worker.channel.receive(min(left, _TICK_S), _LONGEST_REPLY)
             except TimeoutError:
+                if self._closing.is_set():  # the worker is dead, but a child that it left may hold its end of the channel
+                    self._discard()
+                    return Judgement(None, "the run is ending")
                 if self._is_too_large(worker):
                     self._discard()
                     return Judgement(None, f"the reward needed more than {MEMORY_LIMIT / 2**30:g} GiB and its worker was killed")

@@ -17,7 +17,7 @@ def refuse_lone_sharding(backend: Backend, world: World) -> None:
 
 def preflight_lines(config: TrainConfig) -> list[str]:
     """Return the remarks at the start of a run, one sentence each."""
-    given = {path: origin for path, origin in config.origins.items() if origin not in ("default", "file")}
+    given = {path: origin for path, origin in config.origins.items() if config.is_set(path) and origin != "file"}
     overrides = [f"{path} = {config.value(path)!r} from {origin}" for path, origin in given.items()]  # the file alone would mislead
     return [*overrides, *unused_keys(config), *notes(config)]
 
@@ -32,7 +32,7 @@ def notes(config: TrainConfig) -> list[str]:
         _truncation_note(config),
         _split_note(config),
     ]
-    if config.backend.backend == "tinker" and config.kind != "squeeze":
+    if config.backend.backend == "tinker" and config.kind != "squeeze" and config.training.temperature == 1:
         found.append("Tinker's learner knows log-probs at temperature 1 only, so the model is sampled and trained at temperature 1.")
     if config.backend.shard_base and config.kind != "squeeze":
         found.append(
