@@ -25,11 +25,13 @@ from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl_backwards
 from retrain.records.run_folder import RunFolder
+from retrain.records.writer import Writer
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST = "manifest.json"
+_CHANGED = ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
 
 
 @dataclass(frozen=True)
@@ -138,18 +140,40 @@ class StoredRun:
         elif len(steps) < expected:
             found = f"ends after {len(steps)} of the" if steps else "holds none of the" if path.is_file() else "is missing, with the"
             problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
-        return f"{problem}: the file was changed or the disk is damaged; put it back from a copy, or make the run anew." if problem else ""
+        problem = problem or self._broken_seal(path)
+        return f"{problem}{_CHANGED}" if problem else ""
+
+    @cached_property
+    def held_out_file(self) -> Path:
+        """evaluation.jsonl. Raises RunFailed if its bytes are not those whose sha256 trainer_state.json holds."""
+        return self._sealed(self.folder.evaluation)
+
+    @cached_property
+    def metrics_file(self) -> Path:
+        """metrics.jsonl. Raises RunFailed if its bytes are not those whose sha256 trainer_state.json holds."""
+        return self._sealed(self.folder.metrics)
+
+    def _sealed(self, path: Path) -> Path:
+        if problem := self._broken_seal(path):
+            raise RunFailed(f"{problem}{_CHANGED}")
+        return path
+
+    def _broken_seal(self, path: Path) -> str:
+        """How a file differs from what trainer_state.json recorded of it; "" if it does not."""
+        ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
+        problem = self.folder.broken_seal(path, ended=ended)
+        return f"{self.path}: {problem}, as {self.folder.trainer_state.name} recorded it" if problem else ""
 
     @cached_property
     def final_evaluation(self) -> Evaluation | None:
         """The last evaluation of trained weights; None if there was none."""
-        lines = self._backwards(self.folder.evaluation)
+        lines = self._backwards(self.held_out_file)
         last = next(lines, None)
         if last is None or last["step"] == 0:
             return None
         problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
         problems.reverse()
-        records = [EvaluationRecord.from_json(line, self.folder.evaluation) for line in problems]
+        records = [EvaluationRecord.from_json(line, self.held_out_file) for line in problems]
         return Evaluation(step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k}))
 
     @cached_property
@@ -160,17 +184,17 @@ class StoredRun:
     @cached_property
     def evaluations(self) -> dict[int, Answers]:
         """Step -> the held-out answers of the evaluation after so many steps, oldest first; the last one may be half written."""
-        if not self.folder.evaluation.is_file():
+        if not self.held_out_file.is_file():
             return {}
-        by_step = groupby(EvaluationRecord.read(self.folder.evaluation), key=lambda record: record.step)
+        by_step = groupby(EvaluationRecord.read(self.held_out_file), key=lambda record: record.step)
         return {step: Answers.of(list(records)) for step, records in by_step}
 
     @cached_property
     def base_answers(self) -> Answers | None:
         """The held-out answers of the untrained model; None unless the run was evaluated before its first step."""
-        if not self.folder.evaluation.is_file():
+        if not self.held_out_file.is_file():
             return None
-        first = list(takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.folder.evaluation)))
+        first = list(takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.held_out_file)))
         return Answers.of(first) if first else None
 
     def curve(self, name: str) -> Floats:
