@@ -4,6 +4,8 @@ A run is a folder with config.toml. A campaign is a folder with manifest.json, w
 Files are read on demand, and the last lines of a long file from its end.
 """
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -21,9 +23,9 @@ from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES
 from retrain.parsing import is_path_text, read_object
-from retrain.records.entries import EvaluationRecord, StepRecord
+from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
-from retrain.records.jsonl import read_jsonl_backwards
+from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder
 from retrain.records.writer import Writer
 
@@ -42,6 +44,8 @@ class PlannedRun:
     seed: int
     status: str
     reason: str
+    attempts: int = 1
+    """How often it was begun, but for the times that it went on after it was interrupted or killed."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +152,9 @@ class StoredRun:
         """evaluation.jsonl. Raises RunFailed if its bytes are not those whose sha256 trainer_state.json holds."""
         return self._sealed(self.folder.evaluation)
 
-    @cached_property
-    def metrics_file(self) -> Path:
-        """metrics.jsonl. Raises RunFailed if its bytes are not those whose sha256 trainer_state.json holds."""
-        return self._sealed(self.folder.metrics)
+    def check_metrics(self) -> None:
+        """Raises RunFailed if the bytes of metrics.jsonl are not those whose sha256 trainer_state.json holds."""
+        self._sealed(self.folder.metrics)
 
     def _sealed(self, path: Path) -> Path:
         if problem := self._broken_seal(path):
@@ -203,6 +206,22 @@ class StoredRun:
         points = np.stack([table["step"].to_numpy(), table[name].to_numpy()])
         return points[:, ~np.isnan(points[1])]
 
+    @cached_property
+    def ending(self) -> str:
+        """The record of the last step without what the clock and the machine measured, as text; "" before the first."""
+        last = next(self._backwards(self.folder.metrics), None)
+        return _unmeasured(last) if last else ""
+
+    @cached_property
+    def numbers(self) -> str:
+        """A hash of every step and every evaluation, but for what the clock and the machine measured: equal for equal runs."""
+        digest = hashlib.sha256()
+        for line in read_jsonl(self.folder.metrics):
+            digest.update(_unmeasured(line).encode("utf-8", "backslashreplace"))
+        if self.folder.evaluation.is_file():
+            digest.update(self.folder.evaluation.read_bytes())
+        return digest.hexdigest()
+
     def last_metrics(self, window: int) -> list[StepRecord]:
         """The records of the last `window` step numbers, newest first."""
         recent = takewhile(lambda line: line["step"] >= self.steps - window, self._backwards(self.folder.metrics))
@@ -210,6 +229,10 @@ class StoredRun:
 
     def _backwards(self, path: Path) -> Iterator[dict[str, Any]]:
         return read_jsonl_backwards(path) if path.is_file() else iter(())
+
+
+def _unmeasured(line: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in line.items() if name not in MEASURED and name != "condition"})
 
 
 _STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
@@ -252,7 +275,14 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
         whole = isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in shape.items())
         if not whole or not is_path_text(directory := entry.get("dir") or f"runs/{entry['name']}"):
             raise RunFailed(f"{manifest} holds a run without its name, condition, seed or folder: {str(entry)[:200]}.")
-        planned = PlannedRun(entry["condition"], entry["seed"], str(entry.get("status") or ""), str(entry.get("reason") or ""))
+        attempts = entry.get("attempts")
+        planned = PlannedRun(
+            entry["condition"],
+            entry["seed"],
+            str(entry.get("status") or ""),
+            str(entry.get("reason") or ""),
+            attempts if type(attempts) is int else 1,
+        )
         runs.append(StoredRun(folder / directory, planned))  # a relative `dir` is relative to the campaign
     return runs
 
