@@ -1,6 +1,8 @@
 """Campaigns written in the real format without training: what a comparison reads, with numbers that a test chooses."""
 
+import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,15 +42,23 @@ def write_run(
     before: Mapping[int, Sequence[EvaluationRecord]] | None = None,
     **sections: dict[str, Any],
 ) -> Path:
-    """A run with these correct rates, evaluated at its last step, and `before` it at others (step -> answers); it replaces one there."""
+    """A run with these correct rates, evaluated at its last step, and `before` it at others (step -> answers); it replaces one there.
+
+    In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have equal metrics.
+    """
     training = {"seed": seed, "max_steps": max_steps or len(rates)} | sections.pop("training", {})
-    config = small(folder, **{**JUDGED, **sections, "training": training})
+    label = folder.name.rpartition("_s")[0] if folder.parent.name == "runs" else ""
+    logging = {"label": label} if label else {}
+    config = small(folder, **{**JUDGED, **sections, "training": training, "logging": logging | sections.pop("logging", {})})
     files = RunFolder(folder)
     files.create()
     files.metrics.unlink(missing_ok=True)
     files.config.write_text(dump_toml(config), encoding="utf-8")
     files.environment.write_text(json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8")
-    records = [StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate) for step, rate in enumerate(rates)]
+    luck = zlib.crc32(folder.name.encode()) / 2**32
+    records = [
+        StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate, grad_norm=luck) for step, rate in enumerate(rates)
+    ]
     _write_lines(files.metrics, [record.to_json() for record in records])
     evaluations = {**(before or {}), **({len(rates): held_out} if held_out else {})}
     if evaluations:
@@ -59,6 +69,15 @@ def write_run(
         )
         files.summary.write_text(json.dumps(summary.to_json()), encoding="utf-8")
     return folder
+
+
+def seal(folder: Path, **state: Any) -> None:
+    """Record the files of a run in trainer_state.json, as a real run does at its end; `state` replaces what the run itself would write."""
+    files, summary = RunFolder(folder), json.loads(RunFolder(folder).summary.read_text())
+    found = {path.name: path.read_bytes() for path in (files.metrics, files.evaluation) if path.is_file()}
+    extents = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in found.items()}
+    content = {"seed": summary["seed"], "step": summary["steps"], "files": extents} | state
+    files.trainer_state.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:

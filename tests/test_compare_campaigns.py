@@ -67,8 +67,8 @@ def test_another_baseline_turns_the_difference_round(campaign: Path, capsys: pyt
     result = compared(capsys, campaign, "--baseline", BETTER)
     found = next(item for item in result["contrasts"] if item["condition"] == BASE)
     assert found["verdict"] == "worse" and found["mean_difference"] < 0
-    lower = compared(capsys, campaign, "--baseline", BETTER, "--lower-is-better")
-    assert next(item for item in lower["contrasts"] if item["condition"] == BASE)["verdict"] == "improvement"
+    lower = compared(capsys, campaign, "--baseline", BETTER, "--metric", "grad_norm", "--lower-is-better")
+    assert lower["better"] == "lower"
 
 
 def test_three_seeds_are_never_significant_however_large_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,6 +310,8 @@ def test_an_interval_that_leaves_zero_out_is_no_verdict_where_the_family_does_no
         (["--alpha", "1.5"], "between 0 and 1"),
         (["--control"], "random"),
         (["--control", "--baseline", BASE], "give one of them"),
+        (["--lower-is-better"], "--lower-is-better is not for pass@1, a rate of right answers, of which more is better"),
+        (["--metric", "auc", "--lower-is-better"], "is not for auc"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_a_sentence(

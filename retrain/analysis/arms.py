@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from retrain.analysis.integrity import repeated_numbers
 from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.runs import StoredRun
 from retrain.config.schema import Evaluation, Training
@@ -42,20 +43,27 @@ class RunsByCondition:
     left_out: list[str] = field(default_factory=list)
     to_come: int = 0
     """Runs of a campaign that have not ended."""
+    not_counted: set[Path] = field(default_factory=set)
+    """Folders of the runs that are not what they are named for."""
 
     @property
     def runs(self) -> list[StoredRun]:
         return [run for by_seed in self.conditions.values() for run in by_seed.values()]
 
 
-def group_by_condition(runs: Iterable[StoredRun]) -> RunsByCondition:
-    """Sort runs by condition and seed. Raises ConfigurationError for two finished runs of one condition and seed: a pair has one run of
-    each.
+def group_by_condition(runs: Iterable[StoredRun], problems: Mapping[Path, str] | None = None) -> RunsByCondition:
+    """Sort runs by condition and seed. `problems` says why some do not count (folder -> predicate).
+
+    Raises ConfigurationError for two finished runs of one condition and seed: a pair has one run of each.
     """
     grouped = RunsByCondition()
     for run in runs:
         by_seed = grouped.conditions.setdefault(run.condition, {})
         if run.skipped:
+            continue
+        if problems and run.path in problems:
+            grouped.not_counted.add(run.path)
+            grouped.left_out.append(f"{run.name} {problems[run.path]}, so it is not counted.")
             continue
         if run.unfinished:
             grouped.to_come += run.planned is not None and not run.failed
@@ -68,6 +76,12 @@ def group_by_condition(runs: Iterable[StoredRun]) -> RunsByCondition:
             )
         else:
             by_seed[run.seed] = run
+    for same in repeated_numbers(grouped.runs):
+        names = " and ".join(run.name for run in same)
+        grouped.left_out.append(f"{names} hold the same numbers in every step, which two seeds do not give: copies, so none is counted.")
+        for run in same:
+            grouped.not_counted.add(run.path)
+            del grouped.conditions[run.condition][run.seed]
     return grouped
 
 

@@ -25,7 +25,8 @@ from retrain.analysis.likeness import Shared
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.notes import comparison_notes
 from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
-from retrain.analysis.planned import CampaignRecord, Look, deviations, planned_line
+from retrain.analysis.integrity import not_listed, problems_of
+from retrain.analysis.planned import Absences, CampaignRecord, Look, deviations, planned_line
 from retrain.analysis.runs import StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
 from retrain.analysis.two_way import TwoWay
@@ -128,7 +129,8 @@ def compare_campaign(
 
     `pairs` names the contrasts of the family instead. `record` is the plan and the looks, by default those of the manifest.
     """
-    grouped = group_by_condition(campaign_runs(folder))
+    runs, record = campaign_runs(folder), record or CampaignRecord.read(folder)
+    grouped = group_by_condition(runs, problems_of(folder, runs))
     labels = list(grouped.conditions)
     for label in (label for pair in pairs for label in pair):
         if label not in grouped.conditions:
@@ -146,7 +148,10 @@ def compare_campaign(
         baseline = labels[0]
     if baseline not in grouped.conditions:
         raise ConfigurationError(f"--baseline {baseline} is no condition of {folder}; the conditions are {', '.join(labels)}.")
-    return _compare(grouped, baseline, test, metric, pairs, record or CampaignRecord.read(folder))
+    if record.plan and test.margin is None and metric in (None, record.plan.metric):
+        test = replace(test, margin=record.plan.margin)
+    absences = Absences.of(record.plan, runs, grouped.not_counted, not_listed(folder, runs)) if record.plan else None
+    return _compare(grouped, baseline, test, metric, pairs, record, absences)
 
 
 def compare_runs(
@@ -181,6 +186,7 @@ def _compare(
     metric_name: str | None,
     pairs: Sequence[PairOfLabels] = (),
     record: CampaignRecord | None = None,
+    absences: Absences | None = None,
 ) -> Comparison:
     metric = choose_metric(metric_name, grouped.runs)
     check_sizes(test, metric)
@@ -195,7 +201,7 @@ def _compare(
     wanted = pairs or [(label, baseline) for label in arms if label != baseline]
     worst = worst_value(arms.values(), metric, test) if test.failed == "worst" else None
     family = [pair for ours, theirs in wanted if (pair := pair_up(arms[ours], arms[theirs], metric, worst)).differences]
-    differing = list(deviations(record, baseline=baseline, pairs=wanted, metric=metric.name, test=test)) if record else []
+    differing = list(deviations(record, baseline=baseline, pairs=wanted, metric=metric, test=test, absences=absences)) if record else []
     if record and record.looks and not differing:
         test = replace(test, correction="evidence", looks=len(record.looks))
         family = [seen for pair in family if (seen := pair.at_looks(record.looks_of(pair.candidate.label))).differences]
@@ -213,7 +219,7 @@ def _compare(
         to_come=grouped.to_come,
         left_out=left_out,
         notes=[*notes, *comparison_notes(grouped, arms, baseline, family, metric, test, asked=asked)],
-        planned=planned_line(record, differing) if record else "",
+        planned=planned_line(record, differing, absences) if record else "",
         looks=record.looks if record and test.rule == "evidence" else (),
     )
 
@@ -265,6 +271,8 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
             raise ConfigurationError(
                 f"--{name} {size:g} is not a possible difference in {metric.name}, which lies between 0 and 1; two points are 0.02."
             )
+    if test.lower_is_better and (metric.k is not None or metric.name in ("correct_rate", "auc")):
+        raise ConfigurationError(f"--lower-is-better is not for {metric.name}, a rate of right answers, of which more is better; leave it out.")
     if test.failed == "worst" and metric.better is None and not test.lower_is_better:
         raise ConfigurationError(f"--failed worst needs a metric with a better and a worse end, and {metric.name} has none; leave it out.")
 

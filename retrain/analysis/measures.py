@@ -58,6 +58,7 @@ class Metric:
         """The metric of a run; None if it has none."""
         if self.k is not None:
             return held_out(run, self.k)
+        run.check_metrics()
         if self.name == "auc":
             return learning_curve_mean(run.curve("correct_rate"))
         values = [value for record in run.last_metrics(WINDOW) if (value := getattr(record, self.name)) is not None]

@@ -5,16 +5,17 @@ A plan is hashed, so that an edit shows. A comparison that differs from it is ex
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.analysis.futility import Forecast, forecasts
-from retrain.analysis.measures import choose_metric, difference_words, interval_words
+from retrain.analysis.measures import Metric, choose_metric, difference_words, interval_words
 from retrain.analysis.runs import StoredRun
 from retrain.errors import RunFailed
 from retrain.parsing import read_object
+from retrain.records.entries import Direction
 from retrain.records.terminal import counted
 
 if TYPE_CHECKING:
@@ -37,13 +38,21 @@ class AnalysisPlan:
     seeds: tuple[int, ...]
     """The seeds, at most these and in this order."""
     max_steps: int
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+    better: Direction = "higher"
+    """The direction of the metric that is an improvement."""
+    margin: float | None = None
+    """Differences below this are equivalent; None: no verdict of equivalence is planned."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"sha256": self.sha256}
+        """The plan with `sha256`, the hash of the rest."""
+        content = asdict(self)
+        return content | {"sha256": _sha256(content)}
+
+
+def _sha256(plan: Mapping[str, Any]) -> str:
+    """The hash of a plan as it is stored, so that plans of versions with fewer fields keep theirs."""
+    content = {name: value for name, value in plan.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class CampaignRecord:
     seeds: Sequence[int]
     """The seeds of the campaign as it is now."""
     max_steps: int | None
+    sha256: str = ""
+    """The hash that the plan has."""
 
     @classmethod
     def read(cls, folder: Path) -> "CampaignRecord":
@@ -96,8 +107,8 @@ class CampaignRecord:
             seeds = [int(seed) for seed in content.get("seeds") or []]
         except (TypeError, ValueError, KeyError) as error:
             raise RunFailed(f"{path} has a plan or a look that cannot be read ({error}): the file was changed.") from error
-        edited = plan is not None and content["plan"].get("sha256") != plan.sha256
-        return cls(plan, edited, looks, seeds, content.get("max_steps"))
+        sha256 = _sha256(stored) if stored else ""
+        return cls(plan, plan is not None and stored.get("sha256") != sha256, looks, seeds, content.get("max_steps"), sha256)
 
     @property
     def looked(self) -> tuple[int, ...]:
@@ -138,12 +149,19 @@ class CampaignRecord:
 
 
 def _plan(stored: Mapping[str, Any]) -> AnalysisPlan:
-    values = {field.name: stored[field.name] for field in fields(AnalysisPlan)}
+    later = ("better", "margin")  # which plans of earlier versions did not hold
+    values = {field.name: stored[field.name] for field in fields(AnalysisPlan) if field.name in stored or field.name not in later}
     return AnalysisPlan(**values | {name: tuple(values[name]) for name in ("conditions", "seeds")})
 
 
 def deviations(
-    record: CampaignRecord, *, baseline: str, pairs: Sequence[tuple[str, str]], metric: str, test: "TestSettings"
+    record: CampaignRecord,
+    *,
+    baseline: str,
+    pairs: Sequence[tuple[str, str]],
+    metric: Metric,
+    test: "TestSettings",
+    absences: "Absences | None" = None,
 ) -> Iterator[str]:
     """The ways in which a comparison differs from the plan, such as "metric (auc, planned pass@1)"."""
     plan = record.plan
@@ -152,9 +170,11 @@ def deviations(
     if record.edited:
         yield "the plan itself, which was edited after it was hashed"
     planned_rule = "evidence" if plan.rule == "evidence" else "maxt"
+    better = "lower" if test.lower_is_better else metric.better
     for name, now, planned in (
         ("baseline", baseline, plan.baseline),
-        ("metric", metric, plan.metric),
+        ("metric", metric.name, plan.metric),
+        ("direction", f"{better} is better", f"{plan.better} is better"),
         ("alpha", f"{test.alpha:g}", f"{plan.alpha:g}"),
         ("correction", test.correction or planned_rule, planned_rule),
         ("failed runs", test.failed, "exclude"),
@@ -162,34 +182,92 @@ def deviations(
     ):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
-    if record.looks and test.margin is not None:
-        yield f"margin ({test.margin:g}, none planned)"
+    if test.margin != plan.margin:
+        yield f"margin ({_margin(test.margin)}, {_margin(plan.margin)} planned)"
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
     if baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
+    if absences and absences.bent:
+        yield f"its runs (planned and not counted: {_absent_words(absences.bent)})"
+    if absences and absences.not_listed:
+        yield f"its manifest (which does not list {', '.join(absences.not_listed)}, though the campaign's folder holds {_them(absences)})"
 
 
-def planned_line(record: CampaignRecord, differing: Sequence[str]) -> str:
-    """The sentence that says whether a comparison is as planned or exploratory, in what, and which seeds were added. "" without a recorded
-    plan.
+def _them(absences: "Absences") -> str:
+    return "it" if len(absences.not_listed) == 1 else "them"
+
+
+def _margin(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+@dataclass(frozen=True)
+class Absences:
+    """The planned runs that a comparison goes without: condition -> seeds."""
+
+    bent: Mapping[str, Sequence[int]]
+    """No run that the manifest lists and that is what was planned."""
+    failed: Mapping[str, Sequence[int]]
+    to_come: Mapping[str, Sequence[int]]
+    not_listed: Sequence[str]
+    """Names of runs in the campaign's folder that the manifest does not list."""
+
+    @classmethod
+    def of(
+        cls, plan: AnalysisPlan, runs: Iterable[StoredRun], not_counted: Collection[Path], not_listed: Sequence[str] = ()
+    ) -> "Absences":
+        """`runs` are those of the manifest, `not_counted` the folders of those that are not what was planned."""
+        found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
+        bent, failed, to_come = dict[str, list[int]](), dict[str, list[int]](), dict[str, list[int]]()
+        for condition in (plan.baseline, *plan.conditions):
+            for seed in plan.seeds:
+                run = found.get((condition, seed))
+                if run is None:
+                    bent.setdefault(condition, []).append(seed)
+                elif run.failed:
+                    failed.setdefault(condition, []).append(seed)
+                elif run.unfinished and not run.skipped:
+                    to_come.setdefault(condition, []).append(seed)
+        return cls(bent, failed, to_come, not_listed)
+
+
+def seeds_words(seeds: Sequence[int]) -> str:
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
+
+
+def _absent_words(absent: Mapping[str, Sequence[int]]) -> str:
+    """For example: seeds 3, 7 of maxrl+none; seed 2 of grpo+none."""
+    return "; ".join(f"{seeds_words(seeds)} of {condition}" for condition, seeds in absent.items())
+
+
+def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Absences | None = None) -> str:
+    """The sentence that says whether a comparison is as planned or exploratory, in what, and which seeds were added or are absent. ""
+    without a recorded plan.
     """
     plan = record.plan
     if plan is None:
         return ""
     if differing:
         stopped = " The campaign stopped when its evidence decided, so that an exact test's p is too small." if record.looks else ""
-        return f"Exploratory: differs from the plan ({plan.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
+        return f"Exploratory: differs from the plan ({record.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
     when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
-    line = (
-        f"As planned before the first run ({plan.sha256[:8]}): {plan.metric} at {plan.alpha:g}, {counted(len(plan.seeds), 'seed')}, {when}."
-    )
-    added = [seed for seed in record.seeds if seed not in plan.seeds]
-    if not added:
-        return line
-    which = f"Added after the plan: seed{'' if len(added) == 1 else 's'} {', '.join(map(str, added))}."
-    if plan.rule == "evidence":
-        return f"{line} {which} The evidence stays valid."
-    return f"{line} {which} If results were seen before, the exact test is no longer exact: its p is too small."
+    margin = "" if plan.margin is None else f", equivalent within {plan.margin:g}"
+    lines = [
+        f"As planned before the first run ({record.sha256[:8]}): {plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin}, "
+        f"{counted(len(plan.seeds), 'seed')}, {when}."
+    ]
+    if absences and absences.to_come:
+        lines.append(f"Still to come: {_absent_words(absences.to_come)}.")
+    if absences and absences.failed:
+        lines.append(f"Failed, so without a pair: {_absent_words(absences.failed)}.")
+    if added := [seed for seed in record.seeds if seed not in plan.seeds]:
+        lines.append(f"Added after the plan: {seeds_words(added)}.")
+        lines.append(
+            "The evidence stays valid."
+            if plan.rule == "evidence"
+            else "If results were seen before, the exact test is no longer exact: its p is too small."
+        )
+    return " ".join(lines)
 
 
 def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[str]:

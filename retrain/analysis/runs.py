@@ -4,6 +4,8 @@ A run is a folder with config.toml. A campaign is a folder with manifest.json, w
 Files are read on demand, and the last lines of a long file from its end.
 """
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -21,15 +23,17 @@ from retrain.config import TrainConfig, load_stored
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.inference_engine.base import ENGINES
 from retrain.parsing import is_path_text, read_object
-from retrain.records.entries import EvaluationRecord, StepRecord
+from retrain.records.entries import MEASURED, EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
-from retrain.records.jsonl import read_jsonl_backwards
+from retrain.records.jsonl import read_jsonl, read_jsonl_backwards
 from retrain.records.run_folder import RunFolder
+from retrain.records.writer import Writer
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST = "manifest.json"
+_CHANGED = ": the file was changed or the disk is damaged; put it back from a copy, or make the run anew."
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class PlannedRun:
     seed: int
     status: str
     reason: str
+    attempts: int = 1
+    """How often it was begun, but for the times that it went on after it was interrupted or killed."""
 
 
 @dataclass(frozen=True)
@@ -138,18 +144,39 @@ class StoredRun:
         elif len(steps) < expected:
             found = f"ends after {len(steps)} of the" if steps else "holds none of the" if path.is_file() else "is missing, with the"
             problem = f"{path} {found} {expected} steps that {self.folder.summary.name} counts"
-        return f"{problem}: the file was changed or the disk is damaged; put it back from a copy, or make the run anew." if problem else ""
+        problem = problem or self._broken_seal(path)
+        return f"{problem}{_CHANGED}" if problem else ""
+
+    @cached_property
+    def held_out_file(self) -> Path:
+        """evaluation.jsonl. Raises RunFailed if its bytes are not those whose sha256 trainer_state.json holds."""
+        return self._sealed(self.folder.evaluation)
+
+    def check_metrics(self) -> None:
+        """Raises RunFailed if the bytes of metrics.jsonl are not those whose sha256 trainer_state.json holds."""
+        self._sealed(self.folder.metrics)
+
+    def _sealed(self, path: Path) -> Path:
+        if problem := self._broken_seal(path):
+            raise RunFailed(f"{problem}{_CHANGED}")
+        return path
+
+    def _broken_seal(self, path: Path) -> str:
+        """How a file differs from what trainer_state.json recorded of it; "" if it does not."""
+        ended = bool(self.summary) and not self.unfinished and not Writer.of(self.folder)
+        problem = self.folder.broken_seal(path, ended=ended)
+        return f"{self.path}: {problem}, as {self.folder.trainer_state.name} recorded it" if problem else ""
 
     @cached_property
     def final_evaluation(self) -> Evaluation | None:
         """The last evaluation of trained weights; None if there was none."""
-        lines = self._backwards(self.folder.evaluation)
+        lines = self._backwards(self.held_out_file)
         last = next(lines, None)
         if last is None or last["step"] == 0:
             return None
         problems = [last, *takewhile(lambda line: line["step"] == last["step"], lines)]
         problems.reverse()
-        records = [EvaluationRecord.from_json(line, self.folder.evaluation) for line in problems]
+        records = [EvaluationRecord.from_json(line, self.held_out_file) for line in problems]
         return Evaluation(step=last["step"], problems=records, ks=sorted({1, *self.config.evaluation.k}))
 
     @cached_property
@@ -160,17 +187,17 @@ class StoredRun:
     @cached_property
     def evaluations(self) -> dict[int, Answers]:
         """Step -> the held-out answers of the evaluation after so many steps, oldest first; the last one may be half written."""
-        if not self.folder.evaluation.is_file():
+        if not self.held_out_file.is_file():
             return {}
-        by_step = groupby(EvaluationRecord.read(self.folder.evaluation), key=lambda record: record.step)
+        by_step = groupby(EvaluationRecord.read(self.held_out_file), key=lambda record: record.step)
         return {step: Answers.of(list(records)) for step, records in by_step}
 
     @cached_property
     def base_answers(self) -> Answers | None:
         """The held-out answers of the untrained model; None unless the run was evaluated before its first step."""
-        if not self.folder.evaluation.is_file():
+        if not self.held_out_file.is_file():
             return None
-        first = list(takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.folder.evaluation)))
+        first = list(takewhile(lambda record: record.step == 0, EvaluationRecord.read(self.held_out_file)))
         return Answers.of(first) if first else None
 
     def curve(self, name: str) -> Floats:
@@ -179,6 +206,22 @@ class StoredRun:
         points = np.stack([table["step"].to_numpy(), table[name].to_numpy()])
         return points[:, ~np.isnan(points[1])]
 
+    @cached_property
+    def ending(self) -> str:
+        """The record of the last step without what the clock and the machine measured, as text; "" before the first."""
+        last = next(self._backwards(self.folder.metrics), None)
+        return _unmeasured(last) if last else ""
+
+    @cached_property
+    def numbers(self) -> str:
+        """A hash of every step and every evaluation, but for what the clock and the machine measured: equal for equal runs."""
+        digest = hashlib.sha256()
+        for line in read_jsonl(self.folder.metrics):
+            digest.update(_unmeasured(line).encode("utf-8", "backslashreplace"))
+        if self.folder.evaluation.is_file():
+            digest.update(self.folder.evaluation.read_bytes())
+        return digest.hexdigest()
+
     def last_metrics(self, window: int) -> list[StepRecord]:
         """The records of the last `window` step numbers, newest first."""
         recent = takewhile(lambda line: line["step"] >= self.steps - window, self._backwards(self.folder.metrics))
@@ -186,6 +229,10 @@ class StoredRun:
 
     def _backwards(self, path: Path) -> Iterator[dict[str, Any]]:
         return read_jsonl_backwards(path) if path.is_file() else iter(())
+
+
+def _unmeasured(line: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in line.items() if name not in MEASURED and name != "condition"})
 
 
 _STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
@@ -228,7 +275,14 @@ def campaign_runs(folder: Path) -> list[StoredRun]:
         whole = isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in shape.items())
         if not whole or not is_path_text(directory := entry.get("dir") or f"runs/{entry['name']}"):
             raise RunFailed(f"{manifest} holds a run without its name, condition, seed or folder: {str(entry)[:200]}.")
-        planned = PlannedRun(entry["condition"], entry["seed"], str(entry.get("status") or ""), str(entry.get("reason") or ""))
+        attempts = entry.get("attempts")
+        planned = PlannedRun(
+            entry["condition"],
+            entry["seed"],
+            str(entry.get("status") or ""),
+            str(entry.get("reason") or ""),
+            attempts if type(attempts) is int else 1,
+        )
         runs.append(StoredRun(folder / directory, planned))  # a relative `dir` is relative to the campaign
     return runs
 

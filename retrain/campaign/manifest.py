@@ -191,7 +191,16 @@ def analysis_plan(plan: CampaignPlan) -> AnalysisPlan:
     """Every condition against the first; by held-out accuracy, if the runs are evaluated."""
     metric = "pass@1" if plan.runs[0].config.evaluation.asked_for else "correct_rate"
     baseline, *others = plan.conditions
-    return AnalysisPlan(baseline, tuple(others), metric, ALPHA, plan.settings.stop, plan.seeds, plan.max_steps)
+    return AnalysisPlan(
+        baseline=baseline,
+        conditions=tuple(others),
+        metric=metric,
+        alpha=ALPHA,
+        rule=plan.settings.stop,
+        seeds=plan.seeds,
+        max_steps=plan.max_steps,
+        margin=plan.settings.margin,
+    )
 
 
 def stored_form(config: TrainConfig) -> dict[str, Any]:

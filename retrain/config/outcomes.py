@@ -280,6 +280,7 @@ UNUSED: tuple[Unused, ...] = (
         "parallel is false",
     ),
     Unused(("campaign.max_seeds",), _campaign_where(lambda c: c.stop == "seeds"), 'stop is "seeds"'),
+    Unused(("campaign.margin",), _campaign_where(lambda c: c.stop == "evidence"), "looks give no verdict of equivalence"),
     Unused(("campaign.parallel",), _campaign_where(lambda c: c.launcher == "ray"), "Ray runs as many as its devices hold"),
     Unused(("campaign.ray_address",), _campaign_where(lambda c: c.launcher != "ray"), 'launcher is not "ray"'),
 )

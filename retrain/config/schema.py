@@ -116,6 +116,14 @@ class Campaign(Section):
     max_seeds: int = key(
         0, 'Most seeds with stop = "evidence"; seeds beyond those listed count up from the largest one. 0 is the number listed.', ge=0
     )
+    margin: float | None = key(
+        None,
+        "Differences in the held-out accuracy below this are called equivalent; unset plans no such verdict.",
+        gt=0,
+        lt=1,
+        meaningful_unset=True,
+        example=0.02,
+    )
     parallel: bool = key(False, "Run conditions simultaneously.")
     max_workers: int = key(0, "Most simultaneous runs; 0 starts all, on CUDA as many as the devices hold.", ge=0)
     stagger_seconds: float = key(0.0, "Seconds between starts of runs.", ge=0)

@@ -245,6 +245,12 @@ class StepRecord(_Record):
     """Peak memory since the start: of the CUDA device, elsewhere of this process without its workers."""
 
 
+MEASURED = frozenset(
+    field.name for field in fields(StepRecord) if field.name.startswith(("time_", "bp_")) or field.name in ("step_time_s", "tokens_per_s")
+) | {"peak_memory_gib"}
+"""The fields of a step that the clock and the machine decide, so that two equal runs differ in them."""
+
+
 @dataclass(frozen=True)
 class EvaluationRecord(_Record):
     """One held-out problem of one evaluation."""

@@ -158,6 +158,22 @@ class RunFolder:
         lost = sorted({*range(state.step)} - here)
         return f"{self.metrics.name} has no line for step {lost[0]}" if lost else ""
 
+    def broken_seal(self, path: Path, *, ended: bool) -> str:
+        """How a file of JSON lines differs from what trainer_state.json recorded; "" if it does not, or if nothing was recorded.
+
+        While a run goes on the file may be longer; a run that has `ended` wrote nothing after it recorded the file.
+        """
+        recorded = read_object(self.trainer_state).get("files") if self.trainer_state.is_file() else None
+        if not recorded:
+            return ""
+        values = recorded.get(path.relative_to(self.path).as_posix()) if isinstance(recorded, dict) else None
+        if not isinstance(values, dict) or type(values.get("size")) is not int:
+            return f"{path.name} was not there" if ended and path.is_file() else ""
+        problem = Extent(values["size"], str(values.get("sha256"))).problem(path)
+        if not problem and ended and path.is_file() and path.stat().st_size > values["size"]:
+            return f"{path.name} has {path.stat().st_size} bytes instead of {values['size']}"
+        return problem
+
     def cut_to(self, state: TrainerState, say: Callable[[str], None]) -> None:
         """Delete the rows and token files after `state`, which a resumed run is about to make again."""
         for path in self.lines():

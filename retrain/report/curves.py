@@ -58,9 +58,9 @@ class HeldOutPoint:
 
 def held_out_points(run: StoredRun) -> list[HeldOutPoint]:
     """The evaluations of a run that judged something, ordered by step."""
-    if not run.folder.evaluation.is_file():
+    if not run.held_out_file.is_file():
         return []
-    records = EvaluationRecord.read(run.folder.evaluation)
+    records = EvaluationRecord.read(run.held_out_file)
     evaluations = [Evaluation(step, list(problems)) for step, problems in groupby(records, key=lambda record: record.step)]
     return [HeldOutPoint(item.step, item.pass_at[1], item.interval) for item in evaluations if 1 in item.pass_at]
 

@@ -1,0 +1,132 @@
+"""Whether a run is what its campaign planned, and what it says of itself: looked at before it counts for a condition and a seed.
+
+The manifest says which run a folder should hold; its config.toml, its summary and its trainer state say which one it does hold. Anybody can
+write all of them alike, so this finds accidents and half-done edits, not forgery.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retrain.analysis.runs import MANIFEST, StoredRun, is_campaign, is_run
+from retrain.config.keys import keys_by_path
+from retrain.config.schema import DEFAULT_CONDITIONS, Condition
+from retrain.parsing import read_object
+from retrain.records.redact import MASK
+
+_MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
+
+
+def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
+    """Folder -> why the run in it is not the planned one, as a predicate, for the runs of a campaign that have begun and are not."""
+    config = read_object(campaign / MANIFEST).get("config")
+    given = config if isinstance(config, dict) else {}
+    found = {}
+    for run in runs:
+        if is_run(run.path) and (problem := self_contradiction(run) or _not_as_planned(run, given)):
+            found[run.path] = problem
+    return found
+
+
+def self_contradiction(run: StoredRun) -> str:
+    """What the files of one run's folder say differently, as a predicate; "" if they agree."""
+    config = run.config
+    state = read_object(run.folder.trainer_state) if run.folder.trainer_state.is_file() else {}
+    for name, source, said in (
+        ("seed", run.folder.summary, run.summary.get("seed")),
+        ("seed", run.folder.trainer_state, state.get("seed")),
+        ("condition", run.folder.summary, run.summary.get("condition")),
+    ):
+        own = config.training.seed if name == "seed" else config.condition_label
+        if said is not None and said != own:
+            return f"has {name} {own} in {run.folder.config.name} and {said} in {source.name}"
+    return ""
+
+
+def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
+    """How a run's stored configuration differs from its entry in the manifest and from the campaign's keys; "" if it does not."""
+    planned, config = run.planned, run.config
+    if planned is None:
+        return ""
+    if config.training.seed != planned.seed:
+        return f"holds a run of seed {config.training.seed}, and seed {planned.seed} is planned"
+    if config.condition_label != planned.condition:
+        return f"holds a run of {config.condition_label}, and {planned.condition} is planned"
+    for path, value in planned_values(given, planned.condition).items():
+        stored = _plain(config.value(path))
+        if stored != value and MASK not in f"{stored}{value}":
+            return f"was trained with {path} = {json.dumps(stored)}, and {json.dumps(value)} is planned"
+    return ""
+
+
+def planned_values(given: Mapping[str, Any], condition: str) -> dict[str, Any]:
+    """Key -> value of the keys that a campaign's configuration, as its manifest holds it, gives to a condition and that no resume may change.
+
+    Defaults are not among them: another version of retrain may have others.
+    """
+    tables = {name: table for name, table in given.items() if isinstance(table, dict)}
+    values = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
+    own = _condition(tables["campaign"], condition) if "campaign" in tables else {}
+    if own:
+        values = {path: value for path, value in values.items() if path.removeprefix("algorithm.") not in _MODES}
+    values |= own
+    keys = keys_by_path()
+    return {path: value for path, value in values.items() if path in keys and _is_fixed(path)}
+
+
+def _is_fixed(path: str) -> bool:
+    traits = keys_by_path()[path].traits
+    return not (traits.may_change_at_resume or traits.own_to_a_run or traits.whole_campaign)
+
+
+def _condition(campaign: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The keys of the condition of this label."""
+    tables = campaign.get("conditions") or [condition.model_dump(exclude_unset=True) for condition in DEFAULT_CONDITIONS]
+    for table in tables:
+        modes = {name: table[name] for name in _MODES if table.get(name)}
+        if label == (table.get("label") or Condition(**modes).label):
+            sets = {path: value for path, value in table.items() if "." in path}
+            return {f"algorithm.{name}": value for name, value in modes.items()} | sets
+    return {}
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON holds it."""
+    return json.loads(json.dumps(value, default=lambda item: item.model_dump()))
+
+
+# -- runs that repeat others, and runs that are not listed ---------------------------------------------------------------
+
+
+def repeated_numbers(runs: Iterable[StoredRun]) -> Iterator[list[StoredRun]]:
+    """Groups of finished runs of different seeds whose numbers are equal, which two seeds do not give."""
+    for ended_alike in _grouped(runs, lambda run: run.ending):
+        for same in _grouped(ended_alike, lambda run: run.numbers):
+            if len({run.seed for run in same}) > 1:
+                yield same
+
+
+def are_the_same(pairs: Sequence[tuple[StoredRun, StoredRun]]) -> int:
+    """How many pairs hold one run twice: equal numbers in every step and every evaluation, but for what the clock measured."""
+    return sum(bool(one.ending) and one.ending == other.ending and one.numbers == other.numbers for one, other in pairs)
+
+
+def _grouped(runs: Iterable[StoredRun], value: Any) -> Iterator[list[StoredRun]]:
+    groups: dict[Any, list[StoredRun]] = {}
+    for run in runs:
+        groups.setdefault(value(run), []).append(run)
+    return (group for key, group in groups.items() if key and len(group) > 1)
+
+
+def not_listed(campaign: Path, runs: Iterable[StoredRun]) -> list[str]:
+    """Names of the runs in the campaign's folder that its manifest does not list."""
+    listed = {run.path.resolve() for run in runs}
+    folders = sorted((campaign / "runs").iterdir()) if (campaign / "runs").is_dir() else []
+    return [folder.name for folder in folders if is_run(folder) and folder.resolve() not in listed]
+
+
+def campaign_of(run: StoredRun) -> Path | None:
+    """The folder of the campaign whose `runs` a run lies in; None for a run on its own."""
+    above = run.path.resolve().parent.parent
+    return above if is_campaign(above) else None
