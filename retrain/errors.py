@@ -46,6 +46,10 @@ class ServerFailure(EnvironmentFailure):
     """A server that the run depends on does not answer, or refuses. Between two steps the run is saved first."""
 
 
+class NotReached(ServerFailure):
+    """A service was not there when something was to be sent to it, of which it got no byte: what it was asked for has not happened."""
+
+
 class RunFailed(RetrainError, RuntimeError):
     """The run started and cannot continue (exit 1): a failed parity gate, rewards that cannot be judged, non-finite updates."""
 

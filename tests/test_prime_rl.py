@@ -323,6 +323,44 @@ def test_a_run_trains_through_the_wire(tmp_path: Path, learner: LocalBackend, se
     ).read_bytes()
 
 
+def test_a_run_whose_trainer_dies_while_a_step_is_sampled_is_saved_and_goes_on(
+    tmp_path: Path, learner: LocalBackend, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No byte of the batch was sent, so the state is that between two steps."""
+    options = {"zmq_port": free_ports(), "sync_wait_s": 2}
+    config = prime(tmp_path, server, "zmq", options=options, training={"save_every": 50})
+    usual = server._inference_v1_generate
+    with trainer_of(config, learner) as trainer:
+
+        def dies(body: Any) -> Any:
+            if server.policy.endswith("step_2"):
+                trainer.stop()
+            return usual(body)
+
+        monkeypatch.setattr(server, "_inference_v1_generate", dies)
+        with pytest.raises(ServerFailure, match=r"1 of 1 data ranks did not subscribe .* The run is saved after 2 steps: continue with"):
+            train(config, quiet=True)
+    monkeypatch.undo()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_000002"]
+    with trainer_of(config, learner, first=3) as trainer:
+        again = train(replaced(config, {"resume.from": str(tmp_path / "run")}), quiet=True)
+    assert trainer.error is None and [record.step for record in again.metrics()] == [0, 1, 2, 3]
+
+
+def test_a_step_that_was_sent_in_part_is_not_called_saved(
+    tmp_path: Path, learner: LocalBackend, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any) -> None:
+        raise ServerFailure("Half of it was sent.")
+
+    monkeypatch.setattr(ZmqSender, "send", breaks)
+    config = prime(tmp_path, server, "zmq", options={"zmq_port": free_ports()})
+    told = r"Half of it was sent\. Step 0 was under way and is not saved, and there is no checkpoint yet, so a resume begins at step 0"
+    with trainer_of(config, learner), pytest.raises(ServerFailure, match=told):
+        train(config, quiet=True)
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
 def test_a_signal_ends_the_wait_for_a_trainer(tmp_path: Path, server: InferenceServer) -> None:
     def stop() -> None:
         while not (tmp_path / "shared" / "rollouts").exists():  # made just before the wait

@@ -140,6 +140,26 @@ def test_resume_cuts_every_file_back_to_the_checkpoint(tmp_path: Path, sealed: b
     for path in (folder.metrics, folder.emergence_steps, folder.generations):
         assert steps_of(path) == [0, 1, 2, 3]
     assert sorted(path.name for path in folder.tokens.iterdir()) == ["step_0.safetensors", "step_3.safetensors"]
+    asides = [path.with_name(f"{path.name}.aside") for path in (folder.metrics, folder.emergence_steps, folder.generations)]
+    assert [steps_of(path) for path in asides] == [[4, 5]] * 3
+    folder.cut_to(state, print)
+    again = run_files(tmp_path, generations_every=1)
+    again.sync()
+    assert [steps_of(path) for path in asides] == [[4, 5]] * 3, "until a new row is on the disk, whatever is looked at before"
+    again.emit(StepRecord(step=4, condition="grpo+none"))
+    assert [path.exists() for path in asides] == [False, False, True]
+    again.close()
+
+
+def test_what_a_run_without_a_checkpoint_has_made_is_kept_until_it_is_made_again(tmp_path: Path) -> None:
+    folder, files = RunFolder(tmp_path), run_files(tmp_path)
+    files.emit(StepRecord(step=0, condition="grpo+none"))
+    files.close()
+    folder.forget_steps()
+    folder.forget_steps()
+    assert not folder.metrics.exists() and steps_of(tmp_path / "metrics.jsonl.aside") == [0]
+    folder.empty()
+    assert not list(tmp_path.glob("**/*.aside"))
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed with its files", "of 0.1.0"])
@@ -198,7 +218,7 @@ def test_truncation_keeps_the_bytes_of_what_stays(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 0, "x":  "\\ud800"}\n{"step": 1}\n{"step"')
     truncate_to_step(path, 1)
     assert path.read_bytes() == b'{"step": 0, "x":  "\\ud800"}\n'
-    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {item.name for item in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.jsonl.aside"}
 
 
 def test_a_step_is_written_to_metrics_and_emergence(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ class JsonlWriter:
         with path.open("rb") as file:
             self._sha256 = _digest(file, self._size)
         self._unwritten = b""
+        self._aside = aside_of(path) if aside_of(path).exists() else None
 
     @property
     def is_behind(self) -> bool:
@@ -119,11 +120,17 @@ class JsonlWriter:
         return Extent(self._size, self._sha256.hexdigest())
 
     def _write_out(self) -> None:
+        if not self._unwritten:
+            return
         while self._unwritten:
             written = os.write(self._descriptor, self._unwritten)
             self._sha256.update(self._unwritten[:written])
             self._size += written
             self._unwritten = self._unwritten[written:]
+        if self._aside is not None:  # what a resume cut is made again from this line on
+            os.fsync(self._descriptor)
+            self._aside.unlink(missing_ok=True)
+            self._aside = None
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -170,11 +177,31 @@ def read_jsonl_backwards(path: Path) -> Iterator[Json]:
         yield record
 
 
+def aside_of(path: Path) -> Path:
+    """Return the place of lines that a resume cut from `path`; they go when the first new line is on the disk."""
+    return path.with_name(f"{path.name}.aside")
+
+
+def truncate_to_size(path: Path, size: int) -> None:
+    """Keep the first `size` bytes, and set the others aside: a resumed run is about to make their steps again."""
+    if not path.is_file() or path.stat().st_size <= size:
+        return
+    with path.open("rb") as file:
+        file.seek(size)
+        replace_file(aside_of(path), file.read())
+    os.truncate(path, size)
+
+
 def truncate_to_step(path: Path, step: int) -> None:
-    """Keep the lines of the steps before `step`, atomically: a resumed run is about to repeat the others."""
+    """Keep the lines of the steps before `step`, atomically, and set the others aside, as `truncate_to_size` does."""
     if not path.exists():
         return
-    kept = [line for number, line in enumerate(_whole_lines(path), start=1) if _parse(line, path, number)["step"] < step]
+    kept: list[bytes] = []
+    cut: list[bytes] = []
+    for number, line in enumerate(_whole_lines(path), start=1):
+        (kept if _parse(line, path, number)["step"] < step else cut).append(line)
+    if cut:
+        replace_file(aside_of(path), b"".join(cut))
     replace_file(path, b"".join(kept))
 
 

@@ -12,7 +12,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import read_object
 from retrain.records.checkpoint import TrainerState
 from retrain.records.disk import delete, replace_file
-from retrain.records.jsonl import Extent, read_jsonl, truncate_to_step
+from retrain.records.jsonl import Extent, aside_of, read_jsonl, truncate_to_size, truncate_to_step
 
 MARKER = ".retrain.json"
 """Name of the file that says that retrain made a folder; it holds the kind of folder and the format."""
@@ -121,7 +121,9 @@ class RunFolder:
         """Every file and folder that a run or its report writes here, except the marker and the lock."""
         folders = (self.emergence_steps.parent, self.tokens, self.checkpoints, self.evaluations, self.tensorboard, self.wandb)
         files = (self.metrics, self.evaluation, self.config, self.environment, self.trainer_state, self.curve, self.summary)
-        return (*folders, *files, self.checkpoint_pointer, self.verdicts, self.report, *self.path.glob(f"{self.report.stem}-*.png"))
+        asides = (aside_of(self.metrics), aside_of(self.evaluation))
+        pictures = self.path.glob(f"{self.report.stem}-*.png")
+        return (*folders, *files, self.checkpoint_pointer, self.verdicts, self.report, *asides, *pictures)
 
     def lines(self) -> tuple[Path, ...]:
         """The files of JSON lines."""
@@ -175,13 +177,12 @@ class RunFolder:
         return problem
 
     def cut_to(self, state: TrainerState, say: Callable[[str], None]) -> None:
-        """Delete the rows and token files after `state`, which a resumed run is about to make again."""
+        """Set the rows after `state` aside, and delete its token files: a resumed run is about to make them again."""
         for path in self.lines():
             extent = self._extent(path, state)
             problem = extent.problem(path)
             if state.files and not problem:
-                if path.is_file():
-                    os.truncate(path, extent.size)
+                truncate_to_size(path, extent.size)
                 continue
             if state.files:
                 say(f"{path.relative_to(self.path)}: {problem}; the rest of it is kept, and the run continues.")
@@ -190,8 +191,9 @@ class RunFolder:
         self._cut_tokens(state.step)
 
     def forget_steps(self) -> None:
-        """Delete every row and token file, for a run that has no checkpoint yet."""
+        """Set every row aside, and delete the token files, for a run that has no checkpoint yet."""
         for path in self.lines():
+            truncate_to_size(path, 0)
             path.unlink(missing_ok=True)
         self._cut_tokens(0)
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import TrainConfig
-from retrain.errors import Interrupted, RunFailed, ServerFailure
+from retrain.errors import Interrupted, NotReached, RunFailed, ServerFailure
 from retrain.records.disk import writing_to
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import RunFolder
 from retrain.records.summary import RunSummary
-from retrain.records.terminal import counted
 from retrain.run.session import Session
 from retrain.run.step_record import Step, StepClock
 
@@ -60,10 +59,10 @@ def train(config: TrainConfig, *, overwrite: bool = False, quiet: bool = False, 
             session.save_now()
             raise
         except ServerFailure as error:
-            session.save_now()
+            saved = session.save_now()
             flag = "--base-url" if config.backend.backend == "tinker" else "--inference-url"
             how = f"continue with `{again.resume_command}`, at another address with {flag}"
-            raise ServerFailure(f"{error} The run is saved after {counted(session.state.step, 'step')}: {how}.") from error
+            raise ServerFailure(f"{error} {saved}: {how}.") from error
 
 
 def take_step(session: Session) -> None:
@@ -80,6 +79,10 @@ def take_step(session: Session) -> None:
     clock.mark("learn")
     log_ratios = session.observer.log_ratios(rows)
     session.state.learning = True  # until `observe` has written the step down
-    result = parts.backend.train(rows, number)
+    try:
+        result = parts.backend.train(rows, number)
+    except NotReached:
+        session.state.learning = False  # nothing has left this process
+        raise
     clock.stop()
     session.observer.observe(Step(number, rollout, sepa_lambda, credit, rows, log_ratios, result, clock))

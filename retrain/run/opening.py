@@ -20,6 +20,7 @@ from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.parsing import expanded, is_path_text, read_object
 from retrain.records.checkpoint import Checkpoint, CheckpointStore, TrainerState
 from retrain.records.disk import put_back, remove_empty, replace_file
+from retrain.records.jsonl import aside_of
 from retrain.records.redact import Redactor
 from retrain.records.run_folder import MARKER, RunFolder, kind_of, mark, read_marker
 from retrain.run.pressure import decided_by
@@ -181,6 +182,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
         state = TrainerState(seed=config.training.seed, config_hash=config_hash(config), batch_size=config.training.batch_size)
         notes.append(f"{folder.path} has no checkpoint yet: starting at step 0.")
         folder.forget_steps()
+    if (aside := aside_of(folder.metrics)).exists():
+        notes.append(f"{aside} holds the rows of the steps that are made again, until the first of them is written.")
     store.make_room_after(state.step, notes.append)
     return OpenedRun(config, folder, store, state, checkpoint, tuple(notes), replayed)
 

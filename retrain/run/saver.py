@@ -61,6 +61,16 @@ class Saver:
         """True if the newest checkpoint holds the current state."""
         return self._saved_at == self.state.step
 
+    def what_is_saved(self) -> str:
+        """Say what a resume would find, without a full stop."""
+        step, learning = self.state.step, self.state.learning
+        if self.is_current and not learning:
+            return f"The run is saved after {counted(step, 'step')}"
+        lost = f"Step {step} was under way and" if learning else f"The state after {counted(step, 'step')}"
+        if self._saved_at < 0:
+            return f"{lost} is not saved, and there is no checkpoint yet, so a resume begins at step 0"
+        return f"{lost} is not saved; the newest checkpoint is that after {counted(self._saved_at, 'step')}"
+
     @property
     def is_behind(self) -> bool:
         """True if the disk refused a checkpoint or a line that is still to be written."""

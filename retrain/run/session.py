@@ -237,13 +237,13 @@ class Session:
         if self.schedule.saves_at(self.state.step, self.state) or self.interrupts.take_save_request() or self.saver.is_behind:
             self.save_now()
 
-    def save_now(self) -> None:
-        """Save a checkpoint between two steps; within a step there is none to save."""
-        if self.saver.is_current or self.state.learning or not self.world.is_rank_zero:
-            return
-        if self.prefetched:
-            self.prefetched.drop()
-        self.saver.save(may_retry=not self.is_finished)
+    def save_now(self) -> str:
+        """Save a checkpoint between two steps; within a step there is none to save. Return what is saved now, in a sentence."""
+        if self.world.is_rank_zero and not (self.saver.is_current or self.state.learning):
+            if self.prefetched:
+                self.prefetched.drop()
+            self.saver.save(may_retry=not self.is_finished)
+        return self.saver.what_is_saved()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.errors import ConfigurationError, EnvironmentFailure, ServerFailure
+from retrain.errors import ConfigurationError, EnvironmentFailure, NotReached
 
 if TYPE_CHECKING:
     from retrain.config.schema import PrimeRLOptions
@@ -27,11 +27,11 @@ class Sender(ABC):
 
     @abstractmethod
     def wait_for_trainer(self) -> None:
-        """Raise ServerFailure where no trainer would receive a batch that is sent now."""
+        """Raise NotReached where no trainer would receive a batch that is sent now."""
 
     @abstractmethod
     def send(self, batch: int, payloads: Sequence[bytes]) -> None:
-        """Send batch number `batch`, its payload for each rank."""
+        """Send batch number `batch`, its payload for each rank. Raises NotReached where none of it was sent."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do unless overridden
         """Close the transport; it is safe to call this twice."""
@@ -113,7 +113,7 @@ class ZmqSender(Sender):
         while self._missing and (left := deadline - self._clock()) > 0:
             self._hear(min(left, options.sync_poll_s))
         if self._missing:
-            raise ServerFailure(
+            raise NotReached(
                 f"PRIME-RL's trainer is not connected: {len(self._missing)} of {options.trainer_ranks} data ranks did not "
                 f"subscribe to tcp://{options.zmq_host}:{options.zmq_port} within sync_wait_s = {options.sync_wait_s:g} s; start the "
                 "trainer with the same rollout_transport, or check [backend.options] trainer_ranks."
