@@ -119,34 +119,30 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> list[
     return lacking
 
 
-def loss_notes(config: "TrainConfig") -> Iterator[str]:
-    """Return one sentence on each plugin of [loss]: what was proved, and what it declares."""
+def loss_notes(config: "TrainConfig") -> list[str]:
+    """Return one sentence on each plugin of [loss]: what was proved, and what it declares; or what is not as it should be."""
     functions = own_functions(config)
-    if functions:
-        from retrain.backends.proof import unproved  # torch comes with it
+    if not functions:
+        return []
+    from retrain.backends.proof import unproved  # torch comes with it
 
-        yield from unproved(config)
-    for one in functions:
-        yield f'{KINDS[one.kind].key} = "{one.name}" {loss_words(one)}.'
+    warnings = unproved(config)
+    return [warnings.get(one.kind) or f"{one.where} {_loss_words(one)}." for one in functions]
 
 
-def loss_words(own: OwnFunction) -> str:
-    """Say in a few words what a plugin of [loss] was proved to be and what it declares."""
+def _loss_words(own: OwnFunction) -> str:
     if own.kind != "loss":
-        return (
-            "is a plugin: tried on a small batch, and normalised as it says"
-            if own.kind == "aggregation"
-            else "is a plugin: detached weights"
-        )
+        return "is a plugin, tried on a small batch"
     parts = {
-        "has a term of its own where the advantage is 0": own.declares("own_term"),
-        "has no gradient where every advantage is 0": not own.declares("own_term"),
+        "finite": True,
+        "one gradient however the batch is cut": True,
+        "none where every advantage is 0": not own.declares("own_term"),
+        "a term of its own where the advantage is 0": own.declares("own_term"),
         "reads whole sequences": own.declares("sequence_level"),
         "reads entropies": own.declares("needs_entropy"),
         "reads the base model's log-probs": own.declares("needs_reference"),
     }
-    said = ", ".join(words for words, holds in parts.items() if holds)
-    return f"is a plugin, proved on a small batch: it is finite, has one gradient however the batch is cut, {said}"
+    return f"is a plugin, proved on a small batch: {', '.join(words for words, holds in parts.items() if holds)}"
 
 
 def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Iterator[str]:
