@@ -13,7 +13,7 @@ import numpy.typing as npt
 from retrain.backends.losses import AGGREGATIONS, ATTRIBUTES, CORRECTIONS, LOSSES, ActionTokens
 from retrain.backends.rows import Aggregation, TokenWeights
 from retrain.errors import RunFailed
-from retrain.plugins import inspect_call, load_plugin, params_of, user_code
+from retrain.plugins import KINDS, inspect_call, load_plugin, params_of, user_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +46,12 @@ class OwnFunction:
     params: Mapping[str, Any]
 
     def __call__(self, *inputs: Any) -> Any:
-        with user_code(f'[loss] {self.kind} "{self.name}"', RunFailed):
+        with user_code(self.where, RunFailed):
             return self.call(*inputs)
+
+    @property
+    def where(self) -> str:
+        return f'{KINDS[self.kind].key} = "{self.name}"'
 
     def call(self, *inputs: Any) -> Any:
         """Call it plainly: its own exceptions come through, and ValueError for an answer of another form."""

@@ -76,21 +76,22 @@ def small_batch(function: OwnFunction | None = None, dtype: torch.dtype = torch.
 
 
 def prove(function: OwnFunction) -> None:
-    """Raise Unproved for the first property of a plugin that does not hold."""
-    {"loss": prove_loss, "correction": prove_correction, "aggregation": prove_aggregation}[function.kind](function)
+    """Raise Unproved for the first property of a plugin that does not hold. torch's random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        {"loss": prove_loss, "correction": prove_correction, "aggregation": prove_aggregation}[function.kind](function)
 
 
-def unproved(config: "TrainConfig") -> list[str]:
-    """Return one warning for each plugin of [loss] of which a property does not hold, where [plugins] strict is false.
+def unproved(config: "TrainConfig") -> dict[str, str]:
+    """Return kind -> warning for each plugin of [loss] of which a property does not hold, where [plugins] strict is false.
 
     Raises ConfigurationError for the first of them where strict is true, or for a plugin that cannot be loaded.
     """
-    warnings = []
+    warnings = {}
     for function in own_functions(config):
         try:
             prove(function)
         except Unproved as problem:
-            warnings.append(report_probe(function.kind, function.name, str(problem), config))
+            warnings[function.kind] = report_probe(function.kind, function.name, str(problem), config)
     return warnings
 
 
@@ -132,8 +133,8 @@ def _called(function: OwnFunction, batch: Batch) -> Terms:
     if terms.values.dtype != torch.float64:
         raise Unproved(f"gives {terms.values.dtype} for inputs of torch.float64; keep the dtype of tokens.new")
     for place in torch.nonzero(~torch.isfinite(terms.values)).flatten().tolist():
-        given = ", ".join(f"{name} = {float(getattr(batch.tokens, name)[place]):.3g}" for name in ("new", "old", "advantages"))
-        raise Unproved(f"gives {float(terms.values[place])} for a token with {given}; its terms must be finite")
+        given = ", ".join(f"{name} = {getattr(batch.tokens, name)[place].item():.3g}" for name in ("new", "old", "advantages"))
+        raise Unproved(f"gives {terms.values[place].item()} for a token with {given}; its terms must be finite")
     return terms
 
 
@@ -166,7 +167,6 @@ def _unchanged_and_deterministic(function: OwnFunction, make: Callable[[], Batch
         versions[name] = tensor._version
     answers = [values(function.call(batch.tokens)) for batch in (first, second)]
     if not torch.equal(torch.random.get_rng_state(), before):
-        torch.random.set_rng_state(before)
         raise Unproved("draws random numbers, so a run with it could not be repeated or resumed; leave them out")
     if not torch.equal(*answers):
         raise Unproved("gives other values when it is called again with the same tokens; it must depend on them alone")
