@@ -61,6 +61,9 @@ KINDS: dict[str, Kind] = {
     "engine": Kind("[inference] engine", (), base="retrain.inference_engine.base.InferenceEngine"),
     "backend": Kind("[backend] backend", (), base="retrain.backends.base.Backend"),
     "environment": Kind("[environment] provider", (), base="retrain.environments.base.Environment"),
+    "loss": Kind("[loss] mode", ("tokens",), ("params",), False, "[loss] params"),
+    "correction": Kind("[loss] correction", ("tokens",), ("params",), False, "[loss] correction_params"),
+    "aggregation": Kind("[loss] aggregation", ("counts", "group"), ("params",), False, "[loss] aggregation_params"),
 }
 _CONTEXT_NAMES = ("ctx", "context")
 
@@ -154,6 +157,9 @@ def params_of(kind: str, config: "TrainConfig") -> dict[str, Any]:
         "algorithm": config.algorithm.params,
         "reward": config.reward.params,
         "data": config.data.params,
+        "loss": config.loss.params,
+        "correction": config.loss.correction_params,
+        "aggregation": config.loss.aggregation_params,
     }
     table = dict(tables.get(kind, {}))
     if kind == "transform":

@@ -405,6 +405,8 @@ class StepResult:
     clip_fraction: float | None = None
     """Tokens (gspo: sequences) whose policy gradient the clip removed, or whose weight it bounded (cispo), as a fraction of those with an
     advantage, over all updates of the step."""
+    loss_metrics: dict[str, float] | None = None
+    """Mean of each quantity that a loss of one's own reports, over the tokens (or sequences) of all updates of the step."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from retrain.advantages.sepa import SEPAController, check_ramp
 from retrain.advantages.step import StepTokens
 from retrain.analysis import statistics, tasks
 from retrain.backends.local import loss
+from retrain.backends.losses import ActionTokens
 from retrain.backends.rows import sequence_weights
 from retrain.backpressure import capacity, fit_scaling_law, optimal_concurrency, target_batch
 from retrain.config import TrainConfig
@@ -176,7 +177,7 @@ def whole_batch_loss(
     """The scalar loss of flat [N] tensors under `[loss]` with these settings."""
     chosen = Loss(**settings)
     weights = token_weights(lengths, chosen.aggregation, max_tokens).to(new)
-    return loss.policy_loss(loss.ActionTokens(new, old, old, advantages, weights, lengths), chosen)
+    return loss.policy_loss(ActionTokens(new, old, old, advantages, weights, lengths), chosen)
 
 
 def policy(mode: str) -> Callable[..., float]:

@@ -89,3 +89,37 @@ def reference_loss(
     if aggregation == "constant":
         return torch.cat(sequences).sum() / (len(sequences) * max_tokens)
     return torch.cat(sequences).sum()
+
+
+def sapo_objective(sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]], tau_pos: float, tau_neg: float) -> torch.Tensor:
+    """2511.20347: mean over sequences of the mean over tokens of f(r_t) A, f(x) = sigmoid(tau (x - 1)) 4 / tau. (new, old, A) each."""
+    means = []
+    for new, old, advantage in sequences:
+        tau = tau_pos if advantage > 0 else tau_neg
+        means.append(
+            sum(4 / tau / (1 + torch.exp(-tau * (torch.exp(n - o) - 1))) * advantage for n, o in zip(new, old, strict=True)) / len(new)
+        )
+    return torch.stack(means).mean()
+
+
+def gmpo_objective(sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]], low: float, high: float) -> torch.Tensor:
+    """2507.20673: mean over sequences of (prod_t |min(r_t A, clip(r_t, e^-low, e^high) A)|)^(1/T) sign(A)."""
+    means = []
+    for new, old, advantage in sequences:
+        ratios = torch.exp(new - old)
+        smaller = torch.minimum(ratios * advantage, ratios.clamp(math.exp(-low), math.exp(high)) * advantage)
+        means.append(math.copysign(1, advantage) * smaller.abs().prod() ** (1 / len(new)))
+    return torch.stack(means).mean()
+
+
+def dppo_objective(sequences: Sequence[tuple[torch.Tensor, torch.Tensor, float]], low: float, high: float, cap: float) -> torch.Tensor:
+    """2602.04879 with the binary total variation: mean over tokens of M_t min(r_t, cap) A log pi_t, M_t = 0 where the probability has
+    moved out of the trust region in the advantage's direction.
+    """
+    terms = []
+    for new, old, advantage in sequences:
+        for n, o in zip(new, old, strict=True):
+            moved = math.exp(n.item()) - math.exp(o.item())
+            inside = moved <= high if advantage > 0 else moved >= -low
+            terms.append(float(inside) * min(math.exp(n.item() - o.item()), cap) * advantage * n)
+    return torch.stack(terms).mean()

@@ -116,7 +116,7 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
     ("line", "sentence"),
     [
         ('loss.mod = "ppo"', "number 2: loss.mod is not a key of a condition; did you mean loss.mode?"),
-        ('loss.mode = "pp"', 'number 2: [loss] mode = "pp" is not one of its values'),
+        ('loss.mode = "pp"', 'number 2: [loss] mode = "pp" is not known'),
         ("training.group_size = 1", "number 2: [training] group_size = 1 gives every completion an advantage of 0"),
         ("training.seed = 5", "training.seed is not for a condition; [campaign] seeds gives it"),
         ("max_steps = 5", "training.max_steps is not for a condition; conditions are compared after the same steps"),

@@ -33,6 +33,7 @@ def advantages(folder: Path) -> set[float]:
 PROOFS: dict[str, Callable[[Path], bool]] = {
     "An advantage": lambda folder: advantages(folder) == {0.0, 1.0},
     "A transform": lambda folder: lines(folder / "metrics.jsonl")[0]["condition"] == "maxrl+make_transform_spec",
+    "A loss": lambda folder: 1.9 < lines(folder / "metrics.jsonl")[0]["loss_metrics"]["gate"] < 2.1,
     "A reward": lambda folder: lines(folder / "metrics.jsonl")[0]["reward_could_not_judge"] == 0,
     "A data source": lambda folder: all("=?" in line["prompt"] for line in lines(folder / "emergence" / "generations.jsonl")),
     "An engine": lambda folder: lines(folder / "metrics.jsonl")[0]["log_ratio_mean"] < 1e-5,

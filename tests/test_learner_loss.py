@@ -1,25 +1,29 @@
 """Losses as pure functions: normalisation, clips, corrections and estimators."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from golden import CLAMP, token_weights, whole_batch_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner_reference import dppo_objective, gmpo_objective, sapo_objective
 
 from retrain.backends.local.loss import (
-    ActionTokens,
     KLEstimator,
     cispo_weight,
     clip_counts,
     clipped_terms,
+    correction_weight,
     gspo_ratio,
     icepop_weight,
     kl_term,
     policy_loss,
     tis_weight,
 )
+from retrain.backends.losses import ActionTokens
 from retrain.backends.rows import sequence_weights
 from retrain.config.schema import Loss
 
@@ -73,6 +77,8 @@ CLIPS = {
     "ppo": ({"clip_low": 0.2, "clip_high": 0.2}, [True, False, True, False, False]),
     "ppo, dual clip": ({"mode": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5}, [True, True, True, False, False]),
     "cispo": ({"clip_high": 1.5}, [True, True, False, False, False]),
+    "sapo": ({}, [True, False, False, False, False]),
+    "gmpo": ({}, [True, False, True, False, False]),
 }
 
 
@@ -113,6 +119,9 @@ def test_on_policy_all_modes_have_the_gradient_of_reinforce(lengths: list[int], 
         Loss(mode="ppo", clip_low=0.2, clip_high=0.2),
         Loss(mode="gspo", clip_low=3e-4, clip_high=4e-4),
         Loss(mode="cispo", clip_high=4.0),
+        Loss(mode="sapo"),
+        Loss(mode="gmpo"),
+        Loss(mode="dppo"),
     ):
         new = old.clone().requires_grad_()
         policy_loss(ActionTokens(new, old, old, advantages, weights, lengths), chosen).backward()
@@ -167,6 +176,67 @@ def test_whole_batch_losses_give_the_golden_numbers() -> None:
     advantages = torch.tensor([1.0, 0.5, 1.0, -1.0, -0.5], dtype=torch.float64)
     assert whole_batch_loss(new, old, advantages, [3, 2], 10).item() == pytest.approx(-0.012398191810367092, rel=1e-12)
     assert whole_batch_loss(new, old, advantages, [3, 2], mode="ppo").item() == pytest.approx(-0.012398191810367092, rel=1e-12)
+
+
+# --- losses from papers -----------------------------------------------------------------------------------------------
+
+OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[float, ...], dict[str, Any]]] = {
+    "sapo": (sapo_objective, (1.0, 1.05), {"aggregation": "sequence_mean"}),
+    "sapo, other tau": (sapo_objective, (0.5, 3.0), {"params": {"tau_pos": 0.5, "tau_neg": 3.0}, "aggregation": "sequence_mean"}),
+    "gmpo": (gmpo_objective, (0.4, 0.4), {"aggregation": "sequence_mean"}),
+    "gmpo, narrow": (gmpo_objective, (0.05, 0.1), {"clip_low": 0.05, "clip_high": 0.1, "aggregation": "sequence_mean"}),
+    "dppo": (dppo_objective, (0.15, 0.15, 20.0), {}),
+    "dppo, narrow": (dppo_objective, (0.02, 0.03, 1.1), {"clip_low": 0.02, "clip_high": 0.03, "params": {"cap": 1.1}}),
+}
+
+
+def off_policy_batch() -> tuple[torch.Tensor, torch.Tensor, list[float], list[int]]:
+    """(new, old, an advantage for each sequence, lengths), every clip acting on some tokens."""
+    draw = torch.Generator().manual_seed(2)
+    lengths, advantages = [5, 1, 7, 4], [1.3, -0.7, -2.0, 0.4]
+    old = -torch.rand(sum(lengths), generator=draw, dtype=torch.float64) * 2 - 0.05
+    new = (old + 0.6 * torch.randn(sum(lengths), generator=draw, dtype=torch.float64)).clamp(max=-0.01)
+    return new.requires_grad_(), old, advantages, lengths
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_loss_from_a_paper_has_its_objectives_value_and_gradient(name: str) -> None:
+    objective, arguments, loss = OBJECTIVES[name]
+    new, old, advantages, lengths = off_policy_batch()
+    per_token = torch.tensor([a for a, length in zip(advantages, lengths, strict=True) for _ in range(length)], dtype=torch.float64)
+    ours = whole_batch_loss(new, old, per_token, lengths, mode=name.partition(",")[0], **loss)
+    theirs = -objective(list(zip(new.split(lengths), old.split(lengths), advantages, strict=True)), *arguments)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, new)[0] for loss in (ours, theirs)), rtol=1e-10, atol=1e-14)
+
+
+def test_the_corrections_of_whole_completions_truncate_drop_and_ignore_the_length() -> None:
+    """Ratios e^0.3 * e^0.5 = 2.2, e^-1.2 = 0.3, and four times e^0.4 = 4.95; the first and the last have one geometric mean, 1.492."""
+    train = torch.tensor([0.3, 0.5, -1.2, 0.4, 0.4, 0.4, 0.4], dtype=torch.float64, requires_grad=True)
+    zeros = torch.zeros(7, dtype=torch.float64)
+    tokens = ActionTokens(zeros, train, zeros, zeros, zeros, [2, 1, 4])
+
+    def weights(**loss: Any) -> list[float]:
+        found = correction_weight(tokens, Loss(**loss))
+        assert found is not None and not found.requires_grad
+        return [found[0].item(), found[2].item(), found[3].item()]
+
+    first, second, third = math.exp(0.8), math.exp(-1.2), math.exp(1.6)
+    assert weights(correction="seq_tis") == pytest.approx([2, second, 2])
+    assert weights(correction="seq_mask") == pytest.approx([first, 0, third])
+    assert weights(correction="seq_mask", correction_low=0.0, correction_high=2.5) == pytest.approx([first, second, 0])
+    assert weights(correction="geometric", correction_low=0.5, correction_high=1.5) == [1, 0, 1]
+    assert weights(correction="geometric", correction_low=0.2, correction_high=1.49) == [0, 1, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=8))
+def test_prompt_mean_gives_every_prompt_with_tokens_the_same_weight_and_each_of_its_tokens(sequences: list[tuple[int, int]]) -> None:
+    lengths, groups = [length for length, _ in sequences], [group for _, group in sequences]
+    weights = sequence_weights(lengths, "prompt_mean", groups=groups)
+    of_prompt = {group: [(w, n) for w, n, g in zip(weights, lengths, groups, strict=True) if g == group and n] for group in groups}
+    shares = [sum(w * n for w, n in parts) for parts in of_prompt.values() if parts]
+    assert shares == pytest.approx([1 / len(shares)] * len(shares) if shares else [])
+    assert all(len({w for w, _ in parts}) <= 1 for parts in of_prompt.values())
 
 
 def test_no_tokens_is_no_loss() -> None:

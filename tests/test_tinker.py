@@ -23,7 +23,8 @@ from runs import lines, small
 from tinker_double import APIConnectionError, APIStatusError, Double
 
 from retrain import train
-from retrain.backends.local.loss import ActionTokens, clipped_tokens, policy_terms
+from retrain.backends.local.loss import clipped_tokens, policy_terms
+from retrain.backends.losses import ActionTokens
 from retrain.backends.tinker import archive, datums
 from retrain.backends.tinker.backend import STATE_FILE, TinkerBackend
 from retrain.backends.tinker.datums import ShiftedRow, policy_datum

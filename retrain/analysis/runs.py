@@ -257,7 +257,7 @@ def _walk(folder: Path) -> Iterator[StoredRun]:
                 yield from _walk(child)
 
 
-_KINDS = {field.name: field.type for field in fields(StepRecord) if field.name != "environment_metrics"}
+_KINDS = {field.name: field.type for field in fields(StepRecord) if field.name not in ("environment_metrics", "loss_metrics")}
 """Fields that are one value."""
 _SUSPECT = re.compile(rb"^[^{]|:\s*-?(?:NaN|Inf)", re.MULTILINE)
 """A line that does not begin as a line of metrics.jsonl does, or a number that JSON does not have and that Arrow would call missing."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from retrain.backends.losses import LOSSES
 from retrain.inference_engine.base import PRIME_RL_SAMPLER, EngineCapabilities, InferenceEngine
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
-ALL_LOSSES = ("importance_sampling", "ppo", "gspo", "cispo")
-"""Values of [loss] mode."""
+ALL_LOSSES = tuple(LOSSES)
+"""Built-in values of [loss] mode."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,15 @@ class BackendCapabilities:
     the tokens of the batch, so token_mean alone."""
     losses: tuple[str, ...] = ALL_LOSSES
     """Values of [loss] mode that it can train with; empty: the loss is configured elsewhere."""
+    own_loss: bool = False
+    """[loss] mode, correction and aggregation may be plugins."""
     scores_rows: bool = True
     """`logprobs` works. False: the parity gate has nothing to compare the engine with, and no log-ratios are recorded."""
     sampler: EngineCapabilities | None = None
     """Capabilities of the sampler that a backend brings along; None: [inference] engine samples, or it is not known."""
 
 
-LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True)
+LOCAL = BackendCapabilities(per_token_advantages=True, synchronous_loss=True, exact_resume=True, own_loss=True)
 
 TINKER_SAMPLER = EngineCapabilities(in_process=False, adapter_reload=True, logprobs="raw")
 """Log-probs are of softmax(logits), without the requested temperature."""
@@ -48,7 +51,8 @@ TINKER = BackendCapabilities(
     exact_resume=False,
     entropy=False,
     loss_reduction="sum",
-    losses=("importance_sampling", "ppo", "cispo"),
+    losses=("importance_sampling", "ppo", "cispo", "sapo", "gmpo", "dppo"),
+    own_loss=True,
     sampler=TINKER_SAMPLER,
 )
 PRIME_RL = BackendCapabilities(

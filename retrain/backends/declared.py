@@ -4,14 +4,17 @@ A plugin declares it in its class, so its module is imported. The built-in ones 
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
+from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES
+from retrain.backends.own_loss import OwnFunction, own_functions
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import ENGINE_CLASSES, ENGINES, EngineCapabilities, InferenceEngine
-from retrain.plugins import load_plugin
+from retrain.parsing import toml_value
+from retrain.plugins import KINDS, load_plugin, params_of, refuse_unknown_params
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
@@ -67,13 +70,79 @@ def incapable(config: "TrainConfig") -> list[str]:
     problems = [*key_refusals(config), *per_token_refusals(config, backend.per_token_advantages)]
     if config.backend.backend not in BACKENDS:  # a plugin's declaration; of a built-in backend, `config/support.py` says more
         where = f'backend "{config.backend.backend}"'
-        if backend.losses and loss.mode not in backend.losses:
+        if backend.losses and loss.mode in LOSSES and loss.mode not in backend.losses:
             problems.append(f'[loss] mode = "{loss.mode}" is not a loss of {where}; use {" or ".join(backend.losses)}.')
         if backend.loss_reduction == "mean" and loss.aggregation != "token_mean":
             problems.append(f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the batch; use "token_mean".')
         if loss.entropy_coef and not backend.entropy:
             problems.append(f"[loss] entropy_coef = {loss.entropy_coef:g} needs entropies, which {where} does not have; leave it at 0.")
+    problems += _loss_problems(config, backend)
     return [*problems, *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ())]
+
+
+def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> list[str]:
+    """Look at the plugins of [loss], each of which is proved on a small batch, and at the parameters of what is built in."""
+    loss, where = config.loss, f'backend "{config.backend.backend}"'
+    names: dict[str, tuple[str, Collection[str]]] = {
+        "loss": (loss.mode, LOSSES),
+        "correction": (loss.correction, CORRECTIONS),
+        "aggregation": (loss.aggregation, AGGREGATIONS),
+    }
+    own = {kind: name for kind, (name, builtins) in names.items() if name not in builtins}
+    if own and not backend.own_loss:
+        if config.backend.backend in BACKENDS:  # `config/support.py` has said it
+            return []
+        return [
+            f'{KINDS[kind].key} = "{name}" is a plugin, and {where} has its own loss; use a built-in name.' for kind, name in own.items()
+        ]
+    try:
+        for kind, (name, builtins) in names.items():
+            if name in builtins and (kind != "loss" or backend.losses):
+                known = LOSSES[name].parameters if kind == "loss" else ()
+                refuse_unknown_params(kind, name, frozenset(known), config)
+                for param, value in params_of(kind, config).items():
+                    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                        return [f"{KINDS[kind].params_key} {param} = {toml_value(value)} must be a number above 0."]
+        functions = own_functions(config) if own else []
+        lacking = [
+            f'{KINDS[one.kind].key} = "{one.name}" reads tokens.{name}, which {where} does not have; use backend = "local".'
+            for one in functions
+            for name in ("entropy", "reference")
+            if one.declares(f"needs_{name}") and not (backend.entropy and config.backend.backend == "local")
+        ]
+        if functions:
+            from retrain.backends.proof import unproved  # torch comes with it
+
+            unproved(config)
+    except ConfigurationError as error:
+        return list(error.problems)
+    return lacking
+
+
+def loss_notes(config: "TrainConfig") -> list[str]:
+    """Return one sentence on each plugin of [loss]: what was proved, and what it declares; or what is not as it should be."""
+    functions = own_functions(config)
+    if not functions:
+        return []
+    from retrain.backends.proof import unproved  # torch comes with it
+
+    warnings = unproved(config)
+    return [warnings.get(one.kind) or f"{one.where} {_loss_words(one)}." for one in functions]
+
+
+def _loss_words(own: OwnFunction) -> str:
+    if own.kind != "loss":
+        return "is a plugin, tried on a small batch"
+    parts = {
+        "finite": True,
+        "one gradient however the batch is cut": True,
+        "none where every advantage is 0": not own.declares("own_term"),
+        "a term of its own where the advantage is 0": own.declares("own_term"),
+        "reads whole sequences": own.declares("sequence_level"),
+        "reads entropies": own.declares("needs_entropy"),
+        "reads the base model's log-probs": own.declares("needs_reference"),
+    }
+    return f"is a plugin, proved on a small batch: {', '.join(words for words, holds in parts.items() if holds)}"
 
 
 def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Iterator[str]:
@@ -100,6 +169,7 @@ def _engine_problems(config: "TrainConfig", engine: EngineCapabilities) -> Itera
 def capability_notes(config: "TrainConfig") -> Iterator[str]:
     """Return lines that a run prints about an engine or a backend that does less than the local ones, one sentence each."""
     backend, engine = declared_backend(config), declared_engine(config)
+    yield from loss_notes(config)
     if not backend.synchronous_loss:
         yield f'[backend] backend = "{config.backend.backend}" reports a placeholder for the loss: read the rewards instead.'
     if not backend.exact_resume:
@@ -148,6 +218,7 @@ def backend_words(backend: BackendCapabilities) -> str:
         "exact resume": backend.exact_resume,
         "entropy": backend.entropy,
         f"losses {', '.join(backend.losses)}": bool(backend.losses),
+        "a loss of one's own": backend.own_loss,
         "samples a step ahead": backend.samples_ahead,
     }
     return ", ".join(words for words, is_given in given.items() if is_given)

@@ -4,8 +4,8 @@ Nothing here needs torch, so a backend whose service computes elsewhere installs
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -14,7 +14,10 @@ import numpy.typing as npt
 from retrain.noise import Stream, uniform
 from retrain.types import Float32Array, Int32Array, Row, StepResult
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
+Aggregation = str
+"""A name of `retrain.backends.losses.AGGREGATIONS`."""
+TokenWeights = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], Sequence[float]]
+"""([completions] tokens that count, at least one each; [completions] group) -> the weight of one token of each completion."""
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -71,19 +74,36 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def sequence_weights(
-    lengths: Sequence[int], aggregation: Aggregation, max_tokens: int = 0, completions: float | None = None
+    lengths: Sequence[int],
+    aggregation: Aggregation | TokenWeights,
+    max_tokens: int = 0,
+    completions: float | None = None,
+    groups: Sequence[int] | None = None,
 ) -> list[float]:
     """Return the weight of one token of each sequence of the whole optimizer batch; `lengths` counts the tokens that a mean is over.
 
-    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length). constant: 1 / (completions *
-    max_tokens), where `completions` are those that were drawn for the batch, the sequences by default. sum: 1. An empty sequence
-    has no token to weigh.
+    token_mean: 1 / all these tokens. sequence_mean: 1 / (sequences with tokens * own length). prompt_mean: 1 / (prompts with tokens *
+    tokens of the own prompt), as in ScaleRL (2510.13786). constant: 1 / (completions * max_tokens), where `completions` are those that
+    were drawn for the batch, the sequences by default. sum: 1. An empty sequence has no token to weigh. `groups` says which sequences
+    answer one prompt; by default each stands alone.
     """
-    total, filled = sum(lengths), sum(length > 0 for length in lengths)
+    groups = range(len(lengths)) if groups is None else groups
+    if callable(aggregation):
+        filled = [index for index, length in enumerate(lengths) if length]
+        chosen = np.array([(lengths[index], groups[index]) for index in filled], np.int64).reshape(-1, 2)
+        given = dict(zip(filled, aggregation(chosen[:, 0].copy(), chosen[:, 1].copy()), strict=True)) if filled else {}
+        return [given.get(index, 0.0) for index in range(len(lengths))]
     if aggregation == "token_mean":
-        return [1 / max(total, 1)] * len(lengths)
+        return [1 / max(sum(lengths), 1)] * len(lengths)
     if aggregation == "sequence_mean":
-        return [1 / (filled * length) if length else 0.0 for length in lengths]
+        completed = sum(length > 0 for length in lengths)
+        return [1 / (completed * length) if length else 0.0 for length in lengths]
+    if aggregation == "prompt_mean":
+        tokens: dict[int, int] = {}
+        for group, length in zip(groups, lengths, strict=True):
+            tokens[group] = tokens.get(group, 0) + length
+        prompts = sum(count > 0 for count in tokens.values())
+        return [1 / (prompts * tokens[group]) if length else 0.0 for group, length in zip(groups, lengths, strict=True)]
     if aggregation == "constant":
         if max_tokens < 1:
             raise ValueError(f"aggregation constant divides by max_tokens, which must be at least 1, not {max_tokens}")
@@ -91,7 +111,9 @@ def sequence_weights(
     return [1.0] * len(lengths)
 
 
-def row_weights(rows: Sequence[Row], counts: Sequence[int], aggregation: Aggregation, max_tokens: int, completions: float) -> list[float]:
+def row_weights(
+    rows: Sequence[Row], counts: Sequence[int], aggregation: Aggregation | TokenWeights, max_tokens: int, completions: float
+) -> list[float]:
     """Return `sequence_weights` for rows, of which a completion whose history was rewritten has several: together they are one sequence.
 
     `counts`: the tokens of each row that a mean is over.
@@ -100,7 +122,8 @@ def row_weights(rows: Sequence[Row], counts: Sequence[int], aggregation: Aggrega
     lengths: dict[tuple[int, int], int] = {}
     for key, count in zip(of_row, counts, strict=True):
         lengths[key] = lengths.get(key, 0) + count
-    weights = dict(zip(lengths, sequence_weights(list(lengths.values()), aggregation, max_tokens, completions), strict=True))
+    groups = [group for group, _ in lengths]
+    weights = dict(zip(lengths, sequence_weights(list(lengths.values()), aggregation, max_tokens, completions, groups), strict=True))
     return [weights[key] for key in of_row]
 
 
@@ -149,6 +172,8 @@ class Update:
     clipped: float = 0.0
     clippable: float = 0.0
     """Both as in `clip_counts`."""
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of a loss of one's own: (sum, number) of the values of each of its metrics."""
     nonfinite: str = ""
     """The tensor for which the update was skipped; "" if it was done."""
 
@@ -179,6 +204,8 @@ def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array]) -
                 "mismatch_k3": float((np.expm1(d) - d).mean()),
                 "ess": float(w.sum() ** 2 / (len(w) * np.square(w).sum())),
             }
+    names = dict.fromkeys(name for update in done for name in update.metrics)
+    sums = {name: np.sum([update.metrics[name] for update in done if name in update.metrics], axis=0) for name in names}
     return StepResult(
         loss=_mean([update.loss for update in done]) if updates else None,
         grad_norm=_mean([update.grad_norm for update in done]) if updates else None,
@@ -186,6 +213,7 @@ def step_result(updates: Sequence[Update], log_ratios: Sequence[Float32Array]) -
         nonfinite_updates=len(skipped),
         nonfinite_tensor=skipped[0].nonfinite if skipped else "",
         clip_fraction=sum(update.clipped for update in done) / clippable if clippable else None,
+        loss_metrics={name: float(total / number) for name, (total, number) in sums.items() if number} or None,
         **ratios,
     )
 

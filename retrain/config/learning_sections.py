@@ -250,41 +250,51 @@ class Lora(Section):
     use_rslora: bool = key(False, "Scale the update by alpha / sqrt(rank) instead of alpha / rank.")
 
 
-DEFAULT_CLIPS = {"importance_sampling": (0.0, 0.0), "ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (0.0, 4.0)}
-"""(clip_low, clip_high) of a mode where they are unset; importance sampling has no clip."""
+DEFAULT_CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (0.0, 4.0), "gmpo": (0.4, 0.4), "dppo": (0.15, 0.15)}
+"""(clip_low, clip_high) of a mode where they are unset; the others have no clip."""
 
 
 class Loss(Section):
     """The policy loss (formulas and divisors: docs/losses.md)."""
 
-    mode: Literal["importance_sampling", "ppo", "gspo", "cispo"] = key("importance_sampling", "Per-token objective.")
+    mode: Annotated[str, OpenName("loss")] = key("importance_sampling", "Per-token objective, built in or a plugin.")
+    params: Table = key({}, "Parameters of a mode: tau_pos and tau_neg (sapo), cap (dppo), or those of a plugin.")
     clip_low: float | None = key(
         None,
-        "Lower clip distance (ppo, gspo) or bound (cispo) of the ratio; unset is 0.2, 3e-4, 0 by mode.",
+        "Lower clip distance of the ratio (ppo, gspo), bound of it (cispo), or distance of its logarithm (gmpo) or of the probability "
+        "(dppo); unset is 0.2, 3e-4, 0, 0.4, 0.15 by mode.",
         ge=0,
         meaningful_unset=True,
         example=0.2,
     )
     clip_high: float | None = key(
         None,
-        "Upper clip distance (ppo, gspo) or bound (cispo) of the ratio; unset is 0.2, 4e-4, 4 by mode.",
+        "Upper clip distance of the ratio (ppo, gspo), bound of it (cispo), or distance of its logarithm (gmpo) or of the probability "
+        "(dppo); unset is 0.2, 4e-4, 4, 0.4, 0.15 by mode.",
         ge=0,
         meaningful_unset=True,
         example=0.2,
     )
     dual_clip: float = key(0.0, "Bound above 1 on the ratio of tokens with negative advantage (ppo); 0 is off.", ge=0)
-    correction: Literal["none", "tis", "icepop"] = key(
-        "none", 'Correction for the mismatch of sampler and learner; needs old_logprobs = "recomputed".'
+    correction: Annotated[str, OpenName("correction")] = key(
+        "none", 'Correction for the mismatch of sampler and learner, built in or a plugin; needs old_logprobs = "recomputed".'
     )
-    correction_cap: float = key(2.0, "Largest correction weight of tis.", gt=0)
-    correction_low: float = key(0.5, "Tokens with a correction weight below this are dropped (icepop).", ge=0)
-    correction_high: float = key(5.0, "Tokens with a correction weight above this are dropped (icepop).", gt=0)
-    aggregation: Literal["token_mean", "sequence_mean", "constant", "sum"] = key(
+    correction_cap: float = key(2.0, "Largest correction weight of a token (tis) or a completion (seq_tis).", gt=0)
+    correction_low: float = key(
+        0.5, "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight below this are dropped.", ge=0
+    )
+    correction_high: float = key(
+        5.0, "Tokens (icepop) or completions (seq_mask, geometric) with a correction weight above this are dropped.", gt=0
+    )
+    correction_params: Table = key({}, "Parameters of a correction plugin.")
+    aggregation: Annotated[str, OpenName("aggregation")] = key(
         "token_mean",
-        "How token losses become an update's loss: means are over the completions with an advantage, constant divides by max_tokens for "
-        "every judged completion of the step, sum does not divide; unset is token_mean, or constant with algorithm_mode dr_grpo.",
+        "How token losses become an update's loss, built in or a plugin: means are over the completions with an advantage, constant "
+        "divides by max_tokens for every judged completion of the step, sum does not divide; unset is token_mean, or constant with "
+        "algorithm_mode dr_grpo.",
         meaningful_unset=True,
     )
+    aggregation_params: Table = key({}, "Parameters of an aggregation plugin.")
     kl_coef: float = key(
         0.0,
         "Weight of the KL divergence to the frozen base model, aggregated over all judged completions, including groups with equal "
@@ -312,7 +322,7 @@ class Loss(Section):
     @property
     def clips(self) -> tuple[float, float]:
         """(clip_low, clip_high) that act."""
-        low, high = DEFAULT_CLIPS[self.mode]
+        low, high = DEFAULT_CLIPS.get(self.mode, (0.0, 0.0))
         return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
 

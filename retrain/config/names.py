@@ -60,6 +60,9 @@ _TABLES: dict[str, str] = {
     "engine": "retrain.inference_engine.base.ENGINES",
     "backend": "retrain.backends.base.BACKENDS",
     "environment": "retrain.environments.loading.PROVIDERS",
+    "loss": "retrain.backends.losses.LOSSES",
+    "correction": "retrain.backends.losses.CORRECTIONS",
+    "aggregation": "retrain.backends.losses.AGGREGATIONS",
 }
 """Kind -> the table beside the functions, which is the only list of its names and their traits.
 

@@ -10,7 +10,7 @@ from typing import Any
 from retrain.config.judging import judging_rewards
 from retrain.config.keys import Key, all_keys
 from retrain.config.load import arms
-from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, transforms_with
+from retrain.config.names import builtin_names, fixed_aggregation, is_data_location, table, transforms_with
 from retrain.config.rules import EVALUATION_SECTIONS, is_read, modes_of
 from retrain.config.schema import BACKEND_OPTIONS, TrainConfig
 from retrain.config.support import support_of, tables_of
@@ -103,6 +103,10 @@ def _rewards(config: TrainConfig) -> set[str]:
 
 def _no_reward(*names: str) -> Test:
     return lambda config: not _rewards(config) & set(names)
+
+
+def _no_correction_with(bound: str) -> Test:
+    return lambda config: bound not in table("correction").get(config.loss.correction, ())
 
 
 def _no_tracker_of(*names: str) -> Test:
@@ -216,9 +220,17 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(("planning.strategic_grams",), lambda c: c.planning.detector == "semantic", 'detector is "semantic"'),
     Unused(("loss.clip_low", "loss.clip_high"), lambda c: c.loss.mode == "importance_sampling", "importance_sampling does not clip"),
+    Unused(("loss.clip_low", "loss.clip_high"), lambda c: c.loss.mode == "sapo", "sapo does not clip"),
+    Unused(("loss.clip_low", "loss.clip_high"), lambda c: c.loss.mode not in builtin_names("loss"), "a plugin has its own [loss] params"),
     Unused(("loss.dual_clip",), lambda c: c.loss.mode != "ppo", 'it belongs to mode = "ppo"'),
-    Unused(("loss.correction_cap",), lambda c: c.loss.correction != "tis", 'it belongs to correction = "tis"'),
-    Unused(("loss.correction_low", "loss.correction_high"), lambda c: c.loss.correction != "icepop", 'it belongs to correction = "icepop"'),
+    *(
+        Unused((f"loss.{key}",), _no_correction_with(key), f"it belongs to correction = {owners}")
+        for key, owners in (
+            ("correction_cap", '"tis" and "seq_tis"'),
+            ("correction_low", '"icepop", "seq_mask" and "geometric"'),
+            ("correction_high", '"icepop", "seq_mask" and "geometric"'),
+        )
+    ),
     Unused(("loss.kl_estimator",), lambda c: c.loss.kl_coef == 0, "kl_coef is 0"),
     Unused(("evaluation.*",), _no_evaluation, "no evaluation is asked for (every, at_start, at_end)"),
     Unused(("backpressure.*",), lambda c: not c.backpressure.enabled, "back pressure is not enabled"),

@@ -250,6 +250,16 @@ def _corrections_need_recomputed_logprobs(config: "TrainConfig") -> Iterator[Vio
 
 
 @_rule
+def _a_geometric_mean_needs_narrow_bounds(config: "TrainConfig") -> Iterator[Violation]:
+    if config.loss.correction == "geometric" and not (config.is_set("loss.correction_low") and config.is_set("loss.correction_high")):
+        yield Violation(
+            ("loss.correction", "loss.correction_low", "loss.correction_high"),
+            '[loss] correction = "geometric" needs correction_low and correction_high, since the mean ratio of a completion stays near 1 '
+            "and the defaults would drop none; give bounds such as 0.999 and 1.001",
+        )
+
+
+@_rule
 def _bounds_are_in_order(config: "TrainConfig") -> Iterator[Violation]:
     loss, pressure = config.loss, config.backpressure
     if loss.correction_low > loss.correction_high:

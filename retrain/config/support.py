@@ -77,6 +77,7 @@ _CUTS = ("training.top_k", "training.top_p", "training.min_p")
 _RATE = ("training.lr", "training.lr_schedule", "training.lr_warmup_steps", "training.weight_decay")
 _FILES = ("backend.backend", "backend.adapter_path", "model.model", "model.revision", "model.trust_remote_code")
 _TINKER_ONLY = ("backend.max_concurrent", "backend.throttle_dir", "model.base_url")
+_CORRECTION = ("loss.correction_cap", "loss.correction_low", "loss.correction_high", "loss.correction_params")
 _MEMORY = ("training.micro_batch_tokens", "training.gradient_checkpointing")
 
 LOCAL: Table = (
@@ -103,8 +104,14 @@ TINKER: Table = (
     refused("lora.target_modules", because="Tinker adapts all linear layers of the blocks; leave it empty"),
     refused("lora.init_from", because="Tinker starts from its own checkpoints, not from a PEFT folder; leave it empty"),
     refused("lora.use_rslora", because="the service chooses the scale of the adapter; leave it false"),
-    refused("loss.mode", because="Tinker is used with importance_sampling, ppo or cispo; use one of these", values=("gspo",)),
-    used("loss.mode", "loss.clip_low", "loss.clip_high", "loss.aggregation", "loss.mask_truncated"),
+    refused(
+        "loss.mode",
+        because="its clip is narrower than the rounding of a service in half precision; use importance_sampling, ppo, cispo, sapo, gmpo, "
+        "dppo or a plugin",
+        values=("gspo",),
+    ),
+    used("loss.mode", "loss.params", "loss.clip_low", "loss.clip_high", "loss.mask_truncated"),
+    used("loss.aggregation", "loss.aggregation_params"),
     refused("loss.dual_clip", because="Tinker's ppo has no second clip; leave it at 0"),
     refused("loss.kl_coef", because="Tinker's losses have no KL term; leave it at 0"),
     unused("loss.kl_estimator", because="Tinker's losses have no KL term"),
@@ -114,7 +121,8 @@ TINKER: Table = (
         "loss.correction",
         because="Tinker's ratio is against the sampler's log-probs; leave out [loss] correction and old_logprobs",
     ),
-    unused("loss.correction_cap", "loss.correction_low", "loss.correction_high", because="Tinker corrects no mismatch"),
+    unused(*_CORRECTION, because="Tinker corrects no mismatch"),
+    Support("used", ("loss.log_ratio_clamp",), when=lambda config: config.loss.mode in ("sapo", "gmpo", "dppo")),
     unused("loss.log_ratio_clamp", because="Tinker computes the ratio"),
     used("inference.mismatch_limit"),
     unused("inference.*", because="Tinker samples by itself"),
@@ -134,7 +142,8 @@ PRIME_RL: Table = (
         because="PRIME-RL's trainer makes one update per batch; leave it at 1",
     ),
     refused("loss.mode", because="PRIME-RL's trainer has its own loss; leave it out here and set that in the trainer's configuration"),
-    unused("loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.log_ratio_clamp", because=_TRAINERS_OWN),
+    unused("loss.params", "loss.clip_low", "loss.clip_high", "loss.dual_clip", "loss.log_ratio_clamp", because=_TRAINERS_OWN),
+    unused("loss.aggregation_params", because=_TRAINERS_OWN),
     refused(
         "loss.aggregation", because="PRIME-RL's trainer divides by the tokens of the batch, which is token_mean; use that, or leave it out"
     ),
@@ -146,7 +155,7 @@ PRIME_RL: Table = (
         "loss.correction",
         because="PRIME-RL's ratio is against the sampler's log-probs; leave out [loss] correction and old_logprobs",
     ),
-    unused("loss.correction_cap", "loss.correction_low", "loss.correction_high", because=_TRAINERS_OWN),
+    unused(*_CORRECTION, because=_TRAINERS_OWN),
     used("loss.mask_truncated"),
     used("inference.url", "inference.served_model", "inference.api_key_env", "inference.timeout_s"),
     unused("inference.mismatch_limit", because="PRIME-RL's trainer reports no log-ratios"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retrain.advantages.sepa import follows_schedule, maximal_lambda
 from retrain.analysis.runs import StoredRun
 from retrain.backends.base import BackendCapabilities
-from retrain.backends.declared import declared_backend, declared_engine, incapable
+from retrain.backends.declared import declared_backend, declared_engine, incapable, loss_notes
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import condition_notes
 from retrain.config import TrainConfig, replaced
@@ -76,6 +76,8 @@ class Explanation:
     engine: EngineCapabilities | None = None
     """The declared capabilities of the engine; None if the backend samples by itself or the declaration cannot be read."""
     backend: BackendCapabilities | None = None
+    losses: tuple[str, ...] = ()
+    """One sentence on each plugin of [loss]: what was proved of it, and what it declares."""
 
     def to_json(self) -> dict[str, Any]:
         training, adapter = (self.runs[0].config.training if self.runs else None), self.adapter
@@ -97,6 +99,7 @@ class Explanation:
             "power": self.power.to_json() if self.power else None,
             "engine": asdict(self.engine) if self.engine else None,
             "backend": asdict(self.backend) if self.backend else None,
+            "loss": list(self.losses),
             "squeeze": {"adapter": str(adapter.folder), "rank": adapter.rank, "layers": len(adapter.layers)} if adapter else None,
         }
 
@@ -124,7 +127,7 @@ def explain(
     memory, unknown = _memory([run.config for run in one_per_condition], memory_gib)
     step_time = from_probe(runs[0].config, say) if probe else from_pilot(pilot) if pilot else None
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
-    engine, backend, incapacities = _capabilities([run.config for run in one_per_condition])
+    engine, backend, incapacities, losses = _capabilities([run.config for run in one_per_condition])
     run_notes = notes(config) if plan is None else condition_notes(plan)
     power = campaign_power(config.campaign, len(config.conditions), pilot)
     differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
@@ -143,16 +146,22 @@ def explain(
         warnings=(*run_notes, *campaign_caveats(config, schedule, memory, power), *differences),
         engine=engine,
         backend=backend,
+        losses=losses,
     )
 
 
-def _capabilities(configs: Sequence[TrainConfig]) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str]]:
-    """Return the declarations of engine and backend, and one sentence for everything that the runs need beyond them."""
+def _capabilities(
+    configs: Sequence[TrainConfig],
+) -> tuple[EngineCapabilities | None, BackendCapabilities | None, list[str], tuple[str, ...]]:
+    """Return the declarations of engine and backend, one sentence for everything that the runs need beyond them, and one for each plugin of
+    [loss].
+    """
     try:
         problems = [problem for config in configs for problem in incapable(config)]
-        return declared_engine(configs[0]), declared_backend(configs[0]), problems
+        losses = () if problems else tuple(dict.fromkeys(note for config in configs for note in loss_notes(config)))
+        return declared_engine(configs[0]), declared_backend(configs[0]), problems, losses
     except ConfigurationError as error:  # a plugin that cannot be loaded
-        return None, None, list(error.problems)
+        return None, None, list(error.problems), ()
 
 
 def _settings(config: TrainConfig) -> list[Setting]:

@@ -63,6 +63,7 @@ def _headline(seen: "Explanation") -> Iterator[str]:
     sampler = config.inference.engine if seen.backend is None or seen.backend.sampler is None else "the backend's own"
     facts += [("engine", f"{sampler}: {engine_words(seen.engine)}")] if seen.engine else []
     facts += [("backend", f"{config.backend.backend}: {backend_words(seen.backend)}")] if seen.backend else []
+    facts += [("loss", words) for words in seen.losses]
     if seen.kind == "run" and seen.conditions[0].maximal_lambda is not None:
         facts.insert(1, ("SEPA", f"lambda reaches {seen.conditions[0].maximal_lambda:.3g}"))
     if seen.kind == "campaign":

@@ -203,6 +203,8 @@ class StepRecord(_Record):
     """Mean number of replies per trajectory; null, like the next two fields, without an environment."""
     trajectories_rewritten: int | None = better(None)
     """Trajectories that were trained as several rows, because the chat template or the environment rewrote their history."""
+    loss_metrics: dict[str, float] | None = None
+    """Mean of each quantity that a plugin of `[loss] mode` reports, over the tokens or sequences of all updates; null without one."""
     environment_metrics: dict[str, float] | None = None
     """Mean of each quantity that the environment reports, over the trajectories that have it; turn_reward_N is the reward of reply N."""
 

@@ -75,7 +75,7 @@ def _loss_note(config: TrainConfig) -> str:
     a step of learning; the warning is given where they lie inside the clip on any device all the same.
     """
     loss, training = config.loss, config.training
-    if loss.mode == "importance_sampling" or training.updates_per_batch * training.minibatches > 1:
+    if loss.mode not in DEFAULT_CLIPS or training.updates_per_batch * training.minibatches > 1:
         return ""
     low, high = loss.clips if loss.mode != "cispo" else (1 - loss.clips[0], loss.clips[1] - 1)
     if loss.old_logprobs == "recomputed":

@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 
+from retrain.backends.declared import loss_notes
 from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
 from retrain.errors import EnvironmentFailure, Interrupted, RetrainError
@@ -134,6 +135,7 @@ class Session:
         environment = read_object(self.folder.environment)
         environment |= {"parity_gate": result and result.to_json(), "data_sha256": self.parts.prompts.fingerprint}
         environment |= {"engine": asdict(self.parts.backend.engine.capabilities), "backend": asdict(self.parts.backend.capabilities)}
+        environment |= {"loss": loss_notes(self.config)}
         replace_file(self.folder.environment, json.dumps(environment, indent=2) + "\n")
         self.saver.rehearse()
 

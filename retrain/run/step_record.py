@@ -103,6 +103,7 @@ def result_fields(result: StepResult) -> dict[str, Any]:
         "mismatch_k3": result.mismatch_k3,
         "ess": result.ess,
         "clip_fraction": result.clip_fraction,
+        "loss_metrics": result.loss_metrics,
         "log_ratio_mean": result.log_ratio_mean,
         "log_ratio_p50": result.log_ratio_p50,
         "log_ratio_p90": result.log_ratio_p90,

@@ -79,8 +79,9 @@ class ExternalTracker(Tracker):
 
 
 def metrics(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/ and environment/."""
-    measured = {f"train/environment/{name}": value for name, value in (record.environment_metrics or {}).items()}
+    """Return the numbers of a step under train/ and its parts entropy/, surprisal/, backpressure/, environment/ and loss/."""
+    tables = {"environment": record.environment_metrics, "loss": record.loss_metrics}
+    measured = {f"train/{part}/{name}": value for part, values in tables.items() for name, value in (values or {}).items()}
     return measured | {
         metric_name(name): float(value)
         for name, value in record.to_json().items()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.backends.local.loss import ActionTokens, clip_counts, policy_loss
+from retrain.backends.local.loss import clip_counts, policy_loss
 from retrain.backends.local.micro_batches import (
     LearnerRow,
     MicroBatch,
@@ -24,9 +24,12 @@ from retrain.backends.local.micro_batches import (
     split_rows,
 )
 from retrain.backends.local.optimizer import AdapterOptimizer
+from retrain.backends.losses import ActionTokens
+from retrain.backends.own_loss import Terms, aggregation_of, own_correction, own_loss
+from retrain.backends.proof import metric_names
 from retrain.backends.rows import Update, check_rows, minibatch_split, num_completions, row_weights, step_result
 from retrain.distributed import ALONE, World
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, RunFailed
 from retrain.model.adapter import Adapter
 from retrain.model.attention import Kernel, missing, plugged_in
 from retrain.model.devices import attention_of
@@ -80,6 +83,8 @@ class _Learned:
     """Number of log-probs that are not finite."""
     clip: Tensor
     """[2] `clip_counts`."""
+    metrics: Tensor
+    """[metrics, 2] (sum, number) of each metric of a loss of one's own."""
     logprobs: dict[int, Float32Array]
     """Log-probs by row number, where they are wanted."""
     gradients: list[Float32Array]
@@ -106,6 +111,11 @@ class Learner:
         self.world = world
         self.optimizer = AdapterOptimizer(adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm)
         self.loss, self.max_tokens = config.loss, config.training.max_tokens
+        self._own_loss, self._own_correction, self._aggregation = own_loss(config), own_correction(config), aggregation_of(config)
+        self._metrics = metric_names(self._own_loss) if self._own_loss else ()
+        own = self._own_loss
+        self._entropy = config.loss.entropy_coef != 0 or (own is not None and own.declares("needs_entropy"))
+        self._reference = config.loss.kl_coef != 0 or (own is not None and own.declares("needs_reference"))
         self.temperature = config.training.temperature
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
@@ -136,7 +146,7 @@ class Learner:
             parts = minibatch_split(batch, self._minibatches, self.seed, step, turn=0)
             old = {row.number: own for part in parts for row, own in zip(part, self.score(part, masks_of=step), strict=True)}
             batch = [replace(row, old=old[row.number]) for row in batch]
-        if self.loss.kl_coef:
+        if self._reference:
             references = self.score(batch, reference=True)
             batch = [replace(row, reference=reference) for row, reference in zip(batch, references, strict=True)]
         updates: list[Update] = []
@@ -192,6 +202,7 @@ class Learner:
         loss = torch.zeros((), device=self.base.device)
         infinite = torch.zeros((), device=self.base.device)
         clip = torch.zeros(2, device=self.base.device)
+        metrics = torch.zeros(len(self._metrics), 2, device=self.base.device)
         pieces = (
             replace(piece, step=step, weights=[weights[row.number] for row in piece.rows], measured=log_ratios is not None)
             for piece in self._pieces(rows, share=not self.adapter.drops)
@@ -201,9 +212,10 @@ class Learner:
             loss += learned.loss
             infinite += learned.infinite
             clip += learned.clip
+            metrics += learned.metrics
             if log_ratios is not None:
                 log_ratios += [new - sampler_of[number] for number, new in learned.logprobs.items()]
-        self.world.sum([*self.optimizer.gradients(), loss, infinite, clip])
+        self.world.sum([*self.optimizer.gradients(), loss, infinite, metrics, clip])
         norm = self.optimizer.gradient_norm()
         clipped, clippable = clip.tolist()
         nonfinite = ""
@@ -215,17 +227,19 @@ class Learner:
             nonfinite = f"gradient of {self.optimizer.nonfinite_gradient()}"
         else:
             self.optimizer.step(step, norm)
-        return Update(loss.item(), norm.item(), clipped, clippable, nonfinite)
+        counted = dict(zip(self._metrics, map(tuple, metrics.tolist()), strict=True))
+        return Update(loss.item(), norm.item(), clipped, clippable, counted, nonfinite)
 
     def _weights(self, rows: Sequence[LearnerRow], completions: float) -> dict[int, _Weights]:
         """Return row number -> weights, for all rows of the optimizer batch, whichever process computes them.
 
         The policy term is averaged over the rows that have one and the tokens that count in it; KL and entropy are averaged over all rows,
-        so that switching them on changes nothing in the policy term.
+        so that switching them on changes nothing in the policy term: a row without a token that counts in it has a policy weight of 0.
         """
-        own, common = [row.row for row in rows], (self.loss.aggregation, self.max_tokens, completions)
+        own, common = [row.row for row in rows], (self._aggregation, self.max_tokens, completions)
         policy = row_weights(own, [row.num_counted for row in own], *common)
         regulariser = row_weights(own, [row.num_actions for row in own], *common)
+        policy = [weight if row.num_counted else 0.0 for row, weight in zip(own, policy, strict=True)]
         return {row.number: _Weights(*weights) for row, *weights in zip(rows, policy, regulariser, strict=True)}
 
     def _pieces(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[_Piece]:
@@ -243,18 +257,38 @@ class Learner:
         if self._pool.in_worker:
             self.optimizer.zero_gradients()
         with self._training(micro, piece.step):
-            scores = self._forward(micro, entropy=self.loss.entropy_coef != 0)
+            scores = self._forward(micro, entropy=self._entropy)
             tokens = _action_tokens(micro, scores, [_Weights(0.0, 0.0)] * len(piece.rows) if piece.dummy else piece.weights)
-            loss = policy_loss(tokens, self.loss)
+            own: Terms | None = self._own_loss(tokens) if self._own_loss else None
+            correction = self._own_correction(tokens) if self._own_correction else None
+            loss = policy_loss(tokens, self.loss, own.values if own else None, correction)
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         new = scores.logprobs.detach()
         yield _Learned(
             loss.detach(),
             torch.isfinite(new).logical_not().sum(),
-            clip_counts(tokens, self.loss),
+            self._clip_counts(tokens, own),
+            self._measured(None if piece.dummy else own),
             _by_row(micro, new) if piece.measured and not piece.dummy else {},
             [gradient.numpy() for gradient in self.optimizer.gradients()] if self._pool.in_worker else [],
         )
+
+    def _clip_counts(self, tokens: ActionTokens, own: Terms | None) -> Tensor:
+        """[2] `clip_counts`; zeros for a loss of one's own that gives no mask."""
+        if own is None:
+            return clip_counts(tokens, self.loss)
+        return torch.zeros(2, device=self.base.device) if own.clipped is None else clip_counts(tokens, self.loss, own.clipped)
+
+    def _measured(self, own: Terms | None) -> Tensor:
+        """[metrics, 2] (sum, number) of each metric; zeros for a dummy."""
+        if own is None or not self._metrics:
+            return torch.zeros(len(self._metrics), 2, device=self.base.device)
+        if tuple(own.metrics) != self._metrics:
+            raise RunFailed(
+                f'[loss] mode = "{self.loss.mode}" gave the metrics {", ".join(own.metrics) or "none"}, and {", ".join(self._metrics)} '
+                "before; give the same ones every time."
+            )
+        return torch.stack([torch.stack([value.float().sum(), value.new_tensor(value.numel()).float()]) for value in own.metrics.values()])
 
     def _score(self, piece: _Piece) -> Iterator[dict[int, Float32Array]]:
         """Return the log-probs of the piece's rows, by row number."""

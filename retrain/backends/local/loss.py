@@ -6,43 +6,22 @@ optimizer batch, before its first backward and from the rows of all processes, s
 can change the gradient.
 
 Sources: importance sampling and CISPO as Tinker defines them, PPO (1707.06347), dual clip (1912.09729), DAPO's higher upper
-clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr. GRPO's constant denominator (2503.20783).
+clip (2503.14476), GSPO (2507.18071), CISPO (2506.13585), Dr. GRPO's constant denominator (2503.20783), SAPO (2511.20347), GMPO
+(2507.20673), DPPO (2602.04879).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from retrain.backends.losses import LOSSES, ActionTokens
+
 if TYPE_CHECKING:
     from retrain.config.schema import Loss
 
 KLEstimator = Literal["k1", "k2", "k3"]
-
-
-@dataclass(frozen=True)
-class ActionTokens:
-    """The action tokens of some sequences, [N] each. Only `new` and `entropy` carry gradient."""
-
-    new: Tensor
-    """Log-probs of the policy that learns."""
-    old: Tensor
-    """Log-probs that the ratio is taken against: the sampler's, or the learner's own before the first update."""
-    sampler: Tensor
-    """Log-probs that the sampler recorded; differs from `old` only where old log-probs are recomputed."""
-    advantages: Tensor
-    weights: Tensor
-    """Weights of the policy terms: `sequence_weights` of the whole optimizer batch, one per token."""
-    lengths: Sequence[int]
-    """Action tokens of each sequence; a sequence is never split."""
-    reference: Tensor | None = None
-    """Log-probs of the frozen base; needed where kl_coef is not 0."""
-    entropy: Tensor | None = None
-    """Needed where entropy_coef is not 0."""
-    regulariser_weights: Tensor | None = None
-    """Weights of the KL and entropy terms, which more rows may have; None means `weights`."""
 
 
 # --- ratios and weights --------------------------------------------------------------------------------------------
@@ -57,6 +36,12 @@ def sequence_means(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """[sequences] mean over each sequence's tokens; 0 for an empty one."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
     return torch.segment_reduce(values, "sum", lengths=counts, initial=0.0) / counts.clamp(min=1)
+
+
+def spread(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[N] the value of each token's sequence, from [sequences]."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
+    return values.repeat_interleave(counts, output_size=sum(lengths))  # else the host waits for the sum of the counts
 
 
 def gspo_ratio(new: Tensor, old: Tensor, lengths: Sequence[int], log_ratio_clamp: float) -> Tensor:
@@ -78,6 +63,13 @@ def icepop_weight(train: Tensor, sampler: Tensor, low: float, high: float, log_r
     """[N] exp(train - sampler) where it lies in [low, high], else 0: a token that the two disagree on is left out. Detached."""
     weight = ratio(train, sampler, log_ratio_clamp)
     return torch.where((weight >= low) & (weight <= high), weight, 0.0).detach()
+
+
+def sequence_ratio(train: Tensor, sampler: Tensor, lengths: Sequence[int], log_ratio_clamp: float) -> Tensor:
+    """[N] exp(sum_t (train - sampler)) of each token's sequence, the sum clamped to +-log_ratio_clamp; detached."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device=train.device)
+    sums = torch.segment_reduce((train - sampler).detach(), "sum", lengths=counts, initial=0.0)
+    return spread(sums.clamp(-log_ratio_clamp, log_ratio_clamp).exp(), lengths)
 
 
 def kl_term(new: Tensor, reference: Tensor, estimator: KLEstimator, log_ratio_clamp: float) -> Tensor:
@@ -110,9 +102,7 @@ def detached_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
     new = tokens.new.detach()
     if settings.mode != "gspo":
         return ratio(new, tokens.old, settings.log_ratio_clamp)
-    whole = gspo_ratio(new, tokens.old, tokens.lengths, settings.log_ratio_clamp)
-    counts = torch.tensor(tokens.lengths, dtype=torch.int64, device=whole.device)
-    return whole.repeat_interleave(counts, output_size=len(new))  # else the host waits for the sum of the counts
+    return spread(gspo_ratio(new, tokens.old, tokens.lengths, settings.log_ratio_clamp), tokens.lengths)
 
 
 def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
@@ -125,10 +115,64 @@ def gspo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
     return clipped_terms(ratios, tokens.advantages, *settings.clips)
 
 
+def sapo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
+    """[N] -A f(rho), f(rho) = 4 / tau * sigmoid(tau (rho - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere (SAPO, 2511.20347).
+
+    f'(1) = 1: on policy the gradient is that of importance sampling, and off policy it fades in both directions.
+    """
+    chosen = {**LOSSES["sapo"].parameters, **settings.params}
+    ratios = ratio(tokens.new, tokens.old, settings.log_ratio_clamp)
+    tau = torch.full_like(ratios, chosen["tau_neg"]).masked_fill(tokens.advantages > 0, chosen["tau_pos"])
+    return -tokens.advantages * torch.sigmoid(tau * (ratios - 1)) * (4 / tau)
+
+
+def gmpo_log_ratios(tokens: ActionTokens, settings: "Loss") -> Tensor:
+    """[N] log-ratios, at most clip_high where A > 0 and at least -clip_low elsewhere: GMPO clips one side, in log space."""
+    low, high = settings.clips
+    clamp = settings.log_ratio_clamp
+    log_ratios = (tokens.new - tokens.old).clamp(-clamp, clamp)
+    return torch.where(tokens.advantages > 0, log_ratios.clamp(max=high), log_ratios.clamp(min=-low))
+
+
+def gmpo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
+    """[N] -A times the geometric mean of the sequence's clipped ratios, with the gradient through the token's own (GMPO, 2507.20673).
+
+    As in gspo, advantages may differ by token; with equal ones and the sequence mean the gradient is GMPO's own. A clipped token loses
+    its gradient and still counts in the mean.
+    """
+    clipped = gmpo_log_ratios(tokens, settings)
+    means = spread(sequence_means(clipped.detach(), tokens.lengths).exp(), tokens.lengths)
+    return -tokens.advantages * means * (clipped - clipped.detach()).exp()
+
+
+def dppo_kept(tokens: ActionTokens, settings: "Loss") -> Tensor:
+    """[N] of bool: the token's probability has moved by at most clip_high up (A > 0) or clip_low down (A < 0) from the sampled one."""
+    low, high = settings.clips
+    moved = tokens.new.detach().exp() - tokens.old.exp()
+    return torch.where(tokens.advantages > 0, moved <= high, moved >= -low)
+
+
+def dppo_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
+    """[N] -min(rho, cap) A log pi of the tokens inside the trust region, the weight detached (DPPO with the binary total variation,
+    2602.04879).
+    """
+    cap = settings.params.get("cap", LOSSES["dppo"].parameters["cap"])
+    weight = ratio(tokens.new.detach(), tokens.old, settings.log_ratio_clamp).clamp(max=cap)
+    return -torch.where(dppo_kept(tokens, settings), weight, 0.0) * tokens.advantages * tokens.new
+
+
+TERMS: dict[str, Callable[[ActionTokens, "Loss"], Tensor]] = {
+    "gspo": gspo_terms,
+    "sapo": sapo_terms,
+    "gmpo": gmpo_terms,
+    "dppo": dppo_terms,
+}
+
+
 def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
-    """[N] per-token policy loss of the configured mode, before correction and normalisation."""
-    if settings.mode == "gspo":
-        return gspo_terms(tokens, settings)
+    """[N] per-token policy loss of a built-in mode, before correction and normalisation."""
+    if settings.mode in TERMS:
+        return TERMS[settings.mode](tokens, settings)
     if settings.mode == "cispo":
         weight = cispo_weight(tokens.new, tokens.old, *settings.clips, settings.log_ratio_clamp)
         return -weight * tokens.advantages * tokens.new
@@ -139,21 +183,36 @@ def policy_terms(tokens: ActionTokens, settings: "Loss") -> Tensor:
 
 
 def correction_weight(tokens: ActionTokens, settings: "Loss") -> Tensor | None:
-    """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's; None where it is off."""
-    clamp = settings.log_ratio_clamp
+    """[N] detached weight for the mismatch between the learner's old log-probs and the sampler's; None where it is off.
+
+    tis and icepop weigh tokens. seq_tis and seq_mask weigh completions by the product of their ratios, truncated at correction_cap or
+    dropped outside of [correction_low, correction_high]; geometric keeps or drops them by the geometric mean, which does not depend on
+    their length (all three: "When Speed Kills Stability", Liu, Li et al. 2025, and verl's rollout correction).
+    """
+    clamp, bounds = settings.log_ratio_clamp, (settings.correction_low, settings.correction_high)
     if settings.correction == "tis":
         return tis_weight(tokens.old, tokens.sampler, settings.correction_cap, clamp)
     if settings.correction == "icepop":
-        return icepop_weight(tokens.old, tokens.sampler, settings.correction_low, settings.correction_high, clamp)
+        return icepop_weight(tokens.old, tokens.sampler, *bounds, clamp)
+    if settings.correction == "geometric":
+        means = spread(gspo_ratio(tokens.old, tokens.sampler, tokens.lengths, clamp), tokens.lengths)
+        return ((means >= bounds[0]) & (means <= bounds[1])).to(means.dtype)
+    if settings.correction in ("seq_tis", "seq_mask"):
+        weight = sequence_ratio(tokens.old, tokens.sampler, tokens.lengths, clamp)
+        if settings.correction == "seq_tis":
+            return weight.clamp(max=settings.correction_cap)
+        return torch.where((weight >= bounds[0]) & (weight <= bounds[1]), weight, 0.0)
     return None
 
 
-def policy_loss(tokens: ActionTokens, settings: "Loss") -> Tensor:
+def policy_loss(tokens: ActionTokens, settings: "Loss", terms: Tensor | None = None, correction: Tensor | None = None) -> Tensor:
     """Return the scalar to minimise: sum of weights * policy * correction + regulariser_weights * (kl_coef * KL - entropy_coef *
     entropy).
+
+    `terms` and `correction`, [N] each, are those of plugins; None: the built-in ones of `settings`.
     """
-    terms = policy_terms(tokens, settings)
-    correction = correction_weight(tokens, settings)
+    terms = policy_terms(tokens, settings) if terms is None else terms
+    correction = correction_weight(tokens, settings) if correction is None else correction
     if correction is not None:
         terms = terms * correction
     loss = (terms * tokens.weights).sum()
@@ -176,27 +235,37 @@ def policy_loss(tokens: ActionTokens, settings: "Loss") -> Tensor:
 def clipped_tokens(tokens: ActionTokens, settings: "Loss") -> Tensor:
     """[N] of bool: the clip took the token's policy gradient away, or in cispo bounded its weight; in importance_sampling and ppo the
     clamp of the log-ratio counts as one.
+
+    gmpo: the one-sided clip in log space; dppo: the probability left the trust region.
     """
     ratios, (low, high) = detached_ratios(tokens, settings), settings.clips
     if settings.mode == "cispo":
         return (ratios < low) | (ratios > high)
+    if settings.mode == "dppo":
+        return ~dppo_kept(tokens, settings)
     up, down = tokens.advantages > 0, tokens.advantages < 0
     outside = (up & (ratios > 1 + high)) | (down & (ratios < 1 - low))
     if settings.mode == "gspo":
         return outside
-    beyond = (tokens.new.detach() - tokens.old).abs() > settings.log_ratio_clamp
-    if settings.mode == "importance_sampling":
+    log_ratios = tokens.new.detach() - tokens.old
+    beyond = log_ratios.abs() > settings.log_ratio_clamp
+    if settings.mode in ("importance_sampling", "sapo"):
         return beyond
+    if settings.mode == "gmpo":
+        return (up & (log_ratios > high)) | (down & (log_ratios < -low)) | beyond
     doubly = down & (ratios > settings.dual_clip) if settings.dual_clip > 0 else torch.zeros_like(beyond)
     return outside | doubly | beyond
 
 
-def clip_counts(tokens: ActionTokens, settings: "Loss") -> Tensor:
+def clip_counts(tokens: ActionTokens, settings: "Loss", clipped: Tensor | None = None) -> Tensor:
     """[2] float: clipped tokens, and all tokens with a policy gradient to lose. In gspo sequences, each with the share of its tokens: it is
     clipped as a whole unless its tokens' advantages differ in sign.
+
+    `clipped` [N] of bool is what a plugin says; None: the built-in clip's tokens.
     """
     active = (tokens.advantages != 0) & (tokens.weights != 0)
-    counts = torch.stack([clipped_tokens(tokens, settings) & active, active]).float()
+    clipped = clipped_tokens(tokens, settings) if clipped is None else clipped
+    counts = torch.stack([clipped & active, active]).float()
     if settings.mode == "gspo":
         clipped, present = (sequence_means(row, tokens.lengths) for row in counts)
         counts = torch.stack([clipped / present.clamp(min=1e-9), (present > 0).float()])
