@@ -60,7 +60,7 @@ retrain explain examples/papers/topr.toml
 retrain examples/papers/topr.toml --max-steps 2
 ```
 
-What the function returns beside the terms is in metrics.jsonl as `loss_metrics`: for TOPR the mean weight, 1 until the first update.
+What the function returns beside the terms is in metrics.jsonl as `loss_metrics`: for TOPR the mean weight over the updates of a step.
 """
 
 
