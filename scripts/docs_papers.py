@@ -35,7 +35,32 @@ In the formulas oᵢ is a completion of |oᵢ| tokens with the reward Rᵢ, G th
   fraction of such prompts. `constant` counts it too.
 - The learning rate, the clip of the gradient's norm and the number of steps are the lab's.
 
-A paper that is not here is often one function away: [a loss of one's own](losses.md#a-loss-of-ones-own-from-a-paper-to-a-run).
+A paper that is not here is often one function away: [from a paper to a run](#a-loss-of-ones-own-from-a-paper-to-a-run).
+"""
+
+FROM_A_PAPER = """\
+## A loss of one's own, from a paper to a run
+
+TOPR above took one function of eight lines. The way there, for any loss:
+
+1. **Leave the mean to `aggregation`.** `1/G Σᵢ 1/|oᵢ| Σₜ` is `sequence_mean`, `1/Σᵢ|oᵢ| Σᵢ Σₜ` is `token_mean` (or `prompt_mean`, where the
+   sum is over one prompt's completions), and `1/G Σᵢ Σₜ` is `constant`, up to the factor `max_tokens`. What is left under the sums is the
+   term of a token.
+2. **Turn the sign, and mark what has no gradient.** J is maximised and a loss is minimised. A weight in front of ∇log π is detached:
+   `-weight.detach() * tokens.advantages * tokens.new`. A ratio under the gradient is `(tokens.new - tokens.old).exp()`.
+3. **Does a term read its whole completion?** `tokens.lengths` says where each ends, and the function declares `f.sequence_level = True`.
+4. **Constants go to `[loss.params]`**, so that they are stored with the run, and a campaign can vary them.
+5. **Put the function beside the TOML file** and name it: `mode = "topr.topr"` is `topr` in `topr.py`. `retrain explain FILE` and the run's
+   first lines say what was [proved of it](losses.md#a-loss-of-ones-own), or in a sentence what does not hold.
+6. **Compare it with the formula once.** A reference of ten lines beside those of `tests/test_papers.py`, written as the paper writes it,
+   finds a wrong sign, a missing detach and a mean too many.
+
+```bash
+retrain explain examples/papers/topr.toml
+retrain examples/papers/topr.toml --max-steps 2
+```
+
+What the function returns beside the terms is in metrics.jsonl as `loss_metrics`: for TOPR the mean weight over the updates of a step.
 """
 
 
@@ -68,7 +93,7 @@ def papers() -> list[Paper]:
 def papers_document() -> str:
     """The text of docs/papers.md."""
     found = papers()
-    return "\n".join([INTRODUCTION, *_table(found), "", *(line for paper in found for line in _section(paper))])
+    return "\n".join([INTRODUCTION, *_table(found), "", *(line for paper in found for line in _section(paper)), FROM_A_PAPER.rstrip(), ""])
 
 
 def _paper(path: Path) -> Paper:
@@ -88,7 +113,7 @@ def _paper(path: Path) -> Paper:
         missing=parts["Not reproduced"],
         scale=parts.get("At the paper's scale", ""),
         source=parts["Source"],
-        settings="\n\n".join(_settings("\n".join(lines[stop:]).strip())),
+        settings="\n\n".join(_settings("\n".join(lines[stop:]))),
         plugin=plugin.read_text(encoding="utf-8").rstrip() if plugin.is_file() else "",
         config=load_config(path, environ={}),
     )
@@ -96,7 +121,7 @@ def _paper(path: Path) -> Paper:
 
 def _settings(text: str) -> Iterator[str]:
     """Yield [algorithm], [loss] and their tables, and of [training] the keys in METHOD, as the file has them."""
-    for table in re.split(r"^(?=\[)", text, flags=re.MULTILINE):
+    for table in re.findall(r"^\[.+?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL):
         header, *lines = table.splitlines()
         section = header.strip("[]").partition(".")[0]
         keys = [line for line in lines if line and not line.startswith("max_grad_norm")]
