@@ -30,8 +30,8 @@ SOLVED = step(groups_skipped_all_wrong=0, groups_skipped_all_correct=2, mean_rew
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"answer_found_rate": 0.0}, r"trained nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for one, set [data] prompt"),
-        ({"answer_found_rate": 0.0, "max_token_hit_rate": 0.5}, r"0 of 24 completions hold \boxed{}, 12 were cut at [training] max_tokens;"),
+        ({"answer_found_rate": 0.0}, r"nothing: 0 of 24 completions hold \boxed{}; unless the prompts ask for one, set [data] prompt"),
+        ({"answer_found_rate": 0.0, "max_token_hit_rate": 0.5}, r": 0 of 24 completions hold \boxed{}, 12 were cut at [training]"),
         ({"answer_found_rate": 0.0, "max_token_hit_rate": 1.0}, r"all 24 completions were cut at [training] max_tokens and 0 of 24"),
         ({"answer_found_rate": 0.5}, r"all 24 completions are wrong (12 of 24 completions hold \boxed{}); use easier"),
         ({"reward_std": 0.1, "mean_reward": 0.2}, "all 24 completions are wrong; use easier"),
@@ -79,7 +79,8 @@ def test_a_constant_reward_of_ones_own_is_named_on_the_screen_in_the_summary_and
     monkeypatch.chdir(tmp_path)
     run = train(small(tmp_path / "run", reward={"type": "custom", "custom_module": "constant_reward"}))
     told = [line for line in capsys.readouterr().out.splitlines() if "trained nothing" in line]
-    assert [line.split(";")[0] for line in told] == [f"{n} steps trained nothing: all {8 * n} completions have the reward 0.25" for n in (3, 4)]
+    expected = [f"{steps} steps trained nothing: all {8 * steps} completions have the reward 0.25" for steps in (3, 4)]
+    assert [line.split(";")[0] for line in told] == expected
     assert json.loads((run.folder / "summary.json").read_text())["untrained"] == told[1] == run.summary.untrained
     assert overview(run.folder).runs[0].loss_note == told[1]
     assert [(line["reward_std"], line["answer_found_rate"]) for line in lines(run.folder / "metrics.jsonl")] == [(0.0, None)] * 4
