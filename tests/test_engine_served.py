@@ -31,6 +31,14 @@ WITHOUT_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequenc
 COMPLETIONS, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
+class OneForAll(VLLMDouble):
+    """Returns its first completion n times."""
+
+    def complete(self, body: Any, prompt: Any, settings: Any) -> Any:
+        status, answer = super().complete(body, prompt, settings)
+        return status, {"choices": [answer["choices"][0] | {"index": index} for index in range(settings.get("n", 1))]}
+
+
 @pytest.fixture
 def server() -> Iterator[VLLMDouble]:
     with doubles() as (one,):
@@ -650,6 +658,19 @@ def test_two_runs_may_share_a_server(tmp_path: Path, server: VLLMDouble) -> None
 
 
 # -- the switch ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_returns_one_completion_n_times_is_named_as_the_cause_of_steps_that_train_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "never"}}\n' for n in range(4)))
+    lab()
+    server = OneForAll()
+    sections = {"data": {"source": str(tmp_path / "sums.jsonl")}, "reward": {"type": "match"}, "training": {"max_tokens": 80}}
+    try:
+        run = train(served(tmp_path / "run", server.url, **sections), quiet=True, skip_parity=True)
+    finally:
+        server.kill()
+    assert run.summary.untrained.startswith("3 steps trained nothing: the completions of each group are the same, token by token")
+    assert [record.groups_identical for record in run.metrics()] == [2] * 3
 
 
 def test_skipping_the_gate_is_said_loudly_and_recorded(tmp_path: Path, server: VLLMDouble, capsys: pytest.CaptureFixture[str]) -> None:

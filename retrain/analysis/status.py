@@ -15,6 +15,7 @@ from retrain.errors import ConfigurationError, RetrainError, RunFailed
 from retrain.records.entries import StepRecord
 from retrain.records.run_folder import MARKER, RunFolder
 from retrain.records.terminal import duration
+from retrain.records.untrained import untrained_line, untrained_streak
 from retrain.records.writer import Liveness, Writer
 
 _WINDOW = 50
@@ -76,7 +77,7 @@ class RunStatus:
     note: str = ""
     """Why it stopped, and what to do."""
     loss_note: str = ""
-    """What a loss near 0, or a missing one, means; "" for any other loss."""
+    """Why the last steps trained nothing, or what a loss near 0 or a missing one means; "" for any other."""
 
     @property
     def name(self) -> str:
@@ -244,7 +245,7 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         remaining_s=max(0, max_steps - run.steps) * step_time if state in LIVE and step_time is not None else None,
         idle_s=idle,
         note=" ".join(filter(None, (run.damage, _note(run, state, writer, idle)))),
-        loss_note=loss_note(last) if last else "",
+        loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
     )
 
 
@@ -281,13 +282,6 @@ def loss_note(record: StepRecord) -> str:
     """Explain a step's loss that is near 0 or missing; return "" for any other loss."""
     if record.loss_is_placeholder:
         return "The backend trains asynchronously, so its loss is a placeholder and says nothing about learning."
-    if record.num_datums == 0:
-        right, wrong = record.groups_skipped_all_correct or 0, record.groups_skipped_all_wrong or 0
-        if wrong > right:
-            return "The last step trained on nothing: its groups were all wrong; use easier problems, larger groups or more tokens."
-        if right > wrong:
-            return "The last step trained on nothing: its groups were all right; use harder problems."
-        return "The last step trained on nothing: no group had completions with different rewards."
     if record.nonfinite_updates and record.loss is None:
         return "No loss: the update was not finite and was skipped; the weights did not change."
     if record.loss is None or abs(record.loss) >= _SMALL_LOSS:

@@ -92,7 +92,9 @@ class StepRecord(_Record):
     mean_reward: float | None = better("higher")
     """Mean reward of the judged completions of the first draw of every prompt, skipped groups included; later draws are left out, since
     they are selected by their rewards. `correct_rate`, `max_token_hit_rate`, `truncated_reward_mean` and `completion_tokens_mean` are over
-    the same completions."""
+    the same completions, and so are `reward_std`, `answer_found_rate` and `groups_identical`."""
+    reward_std: float | None = better(None)
+    """Standard deviation of the same rewards; exactly 0 where all are equal."""
     correct_rate: float | None = better("higher")
     """Fraction of the judged completions whose reward exceeds `[reward] correct_threshold`; SEPA's gate opens by it."""
     running_correct_rate: float | None = better("higher")
@@ -112,6 +114,8 @@ class StepRecord(_Record):
     """Fraction of the completions that reached `[training] max_tokens` without an EOS."""
     truncated_reward_mean: float | None = better("higher")
     """Mean reward of the completions that reached `[training] max_tokens`."""
+    answer_found_rate: float | None = better("higher")
+    """Fraction of the completions that hold a `\\boxed{}`, without which `match` and `math` give 0; null where neither is the reward."""
     batch_size: int | None = better(None)
     """Prompts used in this step."""
     next_batch_size: int | None = better(None)
@@ -201,6 +205,8 @@ class StepRecord(_Record):
     """Groups without an advantage because every completion is wrong."""
     groups_skipped_other: int | None = better(None)
     """Groups without an advantage for another reason, such as fewer than two judged completions."""
+    groups_identical: int | None = better("lower")
+    """Groups whose completions are all the same, token by token."""
 
     turns_mean: float | None = better(None)
     """Mean number of replies per trajectory; null, like the next two fields, without an environment."""

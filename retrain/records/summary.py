@@ -28,11 +28,14 @@ class RunSummary:
     """The folder of the last adapter, relative to the run's folder if it lies inside; empty unless the run is done."""
     reason: str = ""
     """The reason why the run is not done."""
+    untrained: str = ""
+    """Why the steps at its end trained nothing, or that they are solved; empty if they trained."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "status": self.status,
             "reason": self.reason or None,
+            "untrained": self.untrained or None,
             "condition": self.condition,
             "seed": self.seed,
             "steps": self.steps,

@@ -2,12 +2,13 @@
 
 from retrain.rewards.answers import extract_boxed, hendrycks_is_equiv
 from retrain.rewards.guard import FailureGuard
-from retrain.rewards.scoring import Scorer, ScoreRequest, build_scorer, gold_response
+from retrain.rewards.scoring import Scorer, ScoreRequest, box_reader, build_scorer, gold_response
 
 __all__ = [
     "FailureGuard",
     "ScoreRequest",
     "Scorer",
+    "box_reader",
     "build_scorer",
     "extract_boxed",
     "gold_response",

@@ -60,6 +60,12 @@ class WeightedJudge:
     """True if it compares the answer with the reference, so that the reference itself must score 1."""
 
 
+def box_reader(reward: "Reward") -> Callable[[str], str | None] | None:
+    """Return the function that finds the answer in a completion's last box; None if the reward reads none."""
+    reads = any(REWARDS[kind].compares_answers for kind in reward.types if kind in REWARDS)
+    return partial(extract_boxed, after_think=reward.after_think) if reads else None
+
+
 def gold_response(reference: str) -> str:
     r"""Return a completion that gives the reference as its answer: `\boxed{reference}`."""
     return f"\\boxed{{{reference}}}"

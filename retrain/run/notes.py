@@ -1,10 +1,18 @@
 """Remarks at the start of a run: unused keys, and effects of the configuration that may surprise."""
 
+from collections.abc import Sequence
+
 from retrain.advantages.sepa import maximal_lambda_note
 from retrain.config import TrainConfig
 from retrain.config.outcomes import unused_keys
 from retrain.config.schema import DEFAULT_CLIPS, Backend, Inference, Lora, Loss, Model, Training
+from retrain.data.chat import PLAIN_TEMPLATE
 from retrain.distributed import World
+from retrain.parsing import toml_value
+from retrain.records.terminal import counted
+from retrain.records.untrained import ASKING, ASKING_TEMPLATE
+from retrain.rewards import box_reader
+from retrain.types import Prompt
 
 
 def refuse_lone_sharding(backend: Backend, world: World) -> None:
@@ -57,6 +65,20 @@ def skipped_gate_line(inference: Inference, training: Training) -> str:
     )
 
 
+def unasked_note(config: TrainConfig, prompts: Sequence[Prompt]) -> str:
+    """Warn if the reward reads a box that no prompt asks for; "" otherwise. The lab model answers in a box unasked."""
+    if box_reader(config.reward) is None or config.model.model == "lab" or any(_BOX in prompt.text for prompt in prompts):
+        return ""
+    template = config.data.prompt_template
+    asking = ASKING_TEMPLATE if template in (None, PLAIN_TEMPLATE) else toml_value(f"{template} {ASKING}")
+    return (
+        f"[reward] type = {toml_value(config.reward.type)} reads the answer in the last {_BOX}{{}} of a completion, and none of "
+        f"{counted(len(prompts), 'prompt')} asks for one: a model that is not asked for it mostly gets 0; set [data] prompt_template = "
+        f"{asking} to ask for it."
+    )
+
+
+_BOX = r"\boxed"
 _ROOM = 0.01
 """Distance of a clip bound from 1 that the mismatch of sampler and learner in float32 never reaches."""
 

@@ -1,6 +1,7 @@
 """The observer of a run, which writes each step down, moves the run's state past it, and stops a run that learns nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from retrain.config.schema import Inference, Lora
@@ -9,6 +10,8 @@ from retrain.errors import RunFailed
 from retrain.records.checkpoint import TrainerState
 from retrain.records.entries import StepRecord
 from retrain.records.terminal import counted
+from retrain.records.untrained import ENOUGH, is_news, untrained_line, untrained_streak
+from retrain.rewards import box_reader
 from retrain.run.opening import OpenedRun
 from retrain.run.parts import Parts, is_rounded
 from retrain.run.pressure import Pressure
@@ -48,9 +51,23 @@ class StepObserver:
         self.tracker = tracker
         self.world = world
         self._said_rewritten = False
+        self._boxes = None if parts.stage else box_reader(opened.config.reward)
         self.pressure = pressure
         self.last: StepRecord | None = None
         """The record of the newest step, an earlier session's too."""
+        self.untrained: list[StepRecord] = []
+        """The newest steps, newest first, if they trained nothing."""
+
+    def restore(self, newest_first: Iterable[StepRecord]) -> None:
+        """Take up the records of an earlier session; no more of them are read than needed."""
+        records = iter(newest_first)
+        if (last := next(records, None)) is not None:
+            self.last, self.untrained = last, untrained_streak(chain([last], records))
+
+    @property
+    def unlearned(self) -> str:
+        """What to say of a run that ends with some steps that trained nothing, or has no other; "" for any other run."""
+        return untrained_line(self.untrained) if len(self.untrained) >= min(ENOUGH, self.state.step) else ""
 
     def log_ratios(self, rows: Sequence[Row]) -> dict[RowKey, Float32Array] | None:
         """Return row key -> [T] learner - sampler log-prob before the step, for the trained rows.
@@ -66,7 +83,7 @@ class StepObserver:
 
     def observe(self, step: Step) -> None:
         """Write a step down and move the state past it. Raises RunFailed afterwards if the run should not continue."""
-        state, rewards = self.state, reward_statistics(step.rollout)
+        state, rewards = self.state, reward_statistics(step.rollout, self._boxes)
         state.correct += rewards.correct
         state.judged += rewards.judged
         state.tokens += step.rollout.tokens
@@ -77,6 +94,7 @@ class StepObserver:
         self.parts.sepa.observe(rewards.correct_rate, step.number)
         self.parts.sepa.update_auto(step.credit.exec_uncertainty)
         self.last = self._record(step, rewards, decision)
+        self.untrained = untrained_streak([self.last, *self.untrained])
         in_turns = self.parts.stage is not None
         self.tracker.emit(Generations(step.number, generation_records(step.number, step.rollout.groups, step.credit, in_turns=in_turns)))
         rewritten = [one for group in step.rollout.groups for one in group.trajectories if len(one.parts()) > 1]
@@ -89,6 +107,8 @@ class StepObserver:
         if self.tracker.wants_tokens(step.number):
             self.tracker.emit(Tokens(step.number, token_table(step.credit, self.parts.credit.needs_planning, step.log_ratios)))
         self.tracker.emit(self.last)
+        if is_news(self.untrained):
+            self.tracker.message(untrained_line(self.untrained))
         state.cursor += len(step.rollout.groups)
         state.step += 1
         state.learning = False

@@ -32,6 +32,7 @@ from retrain.rewards import FailureGuard, Scorer, build_scorer
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
 from retrain.run.gate import GateInputs, GateResult, adapter_check, environment_gold, parity_gate, scored_gold
+from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
 from retrain.types import MachineChoices, Prompt
 
@@ -87,6 +88,8 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
         if stage:
             undo.callback(stage.host.close)
         prompts = load_prompts(config, text, stage, say)
+        if stage is None and (note := unasked_note(config, prompts.prompts)):
+            say(note)
         held_out = load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
         verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
         scorer = None if stage else build_scorer(config, verdicts)  # its workers start while the model loads

@@ -114,7 +114,7 @@ class Session:
                 self.pressure.load_state_dict(self.state.backpressure)
             if self.world.is_rank_zero:
                 lines = list(read_jsonl(self.folder.metrics)) if self.folder.metrics.exists() else []
-                self.observer.last = StepRecord.from_json(lines[-1], self.folder.metrics) if lines else None
+                self.observer.restore(StepRecord.from_json(line, self.folder.metrics) for line in reversed(lines))
                 stored = EvaluationRecord.read(self.folder.evaluation) if self.folder.evaluation.exists() else ()
                 ks, by_step = sorted({1, *self.config.evaluation.k}), groupby(stored, key=lambda record: record.step)
                 self.evaluations = [Evaluation(step=step, problems=[*problems], ks=ks) for step, problems in by_step]
@@ -284,6 +284,7 @@ class Session:
             before=next((item for item in self.evaluations if item.step == 0), None),
             after=next((item for item in reversed(self.evaluations) if item.step > 0), None),
             last=self.observer.last,
+            untrained=self.observer.unlearned,
             adapter=str(self._adapter.relative_to(self.folder.path) if inside else self._adapter),
         )
 

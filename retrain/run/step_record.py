@@ -1,6 +1,6 @@
 """The record of a step: the numbers of rollout, credit, learning and machine under the names of the records' fields."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
@@ -13,6 +13,9 @@ from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
 from retrain.run.rollout import Rollout
 from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, StepResult, Trajectory
+
+BoxReader = Callable[[str], str | None]
+"""Text of a completion -> the answer in its last box, or None."""
 
 
 class StepClock:
@@ -65,16 +68,22 @@ class RewardStatistics:
     judged: int
     correct: int
     mean_reward: float | None
+    reward_std: float | None
     truncated: int
     truncated_reward_mean: float | None
     completion_tokens_mean: float | None
+    answers: int | None
+    """Completions with an answer in a box; None unless the reward reads boxes."""
+    identical: int
+    """Groups whose completions are all the same."""
 
     @property
     def correct_rate(self) -> float | None:
         return self.correct / self.judged if self.judged else None
 
 
-def reward_statistics(rollout: Rollout) -> RewardStatistics:
+def reward_statistics(rollout: Rollout, boxes: BoxReader | None = None) -> RewardStatistics:
+    """`boxes` finds the answer in a completion; None if the reward does not."""
     members = [member for group in rollout.first_draws for member in group.members]
     rewards = [member.score.reward for member in members if member.score.reward is not None]
     truncated = [member.score.reward for member in members if member.trajectory.finish_reason is FinishReason.LENGTH]
@@ -83,10 +92,18 @@ def reward_statistics(rollout: Rollout) -> RewardStatistics:
         judged=len(rewards),
         correct=sum(group.correct for group in rollout.first_draws),
         mean_reward=mean_or_none(rewards),
+        reward_std=(float(np.std(rewards)) if min(rewards) < max(rewards) else 0.0) if rewards else None,
         truncated=len(truncated),
         truncated_reward_mean=mean_or_none([reward for reward in truncated if reward is not None]),
         completion_tokens_mean=mean_or_none([member.trajectory.num_actions for member in members]),
+        answers=None if boxes is None else sum(boxes(member.text) is not None for member in members),
+        identical=sum(map(_is_identical, rollout.first_draws)),
     )
+
+
+def _is_identical(group: Group) -> bool:
+    written = {trajectory.token_ids.tobytes() for trajectory in group.trajectories}
+    return len(group) > 1 == len(written)
 
 
 def result_fields(result: StepResult) -> dict[str, Any]:
@@ -128,10 +145,13 @@ def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
 def reward_fields(statistics: RewardStatistics) -> dict[str, Any]:
     return {
         "mean_reward": statistics.mean_reward,
+        "reward_std": statistics.reward_std,
         "correct_rate": statistics.correct_rate,
         "max_token_hit_rate": statistics.truncated / statistics.completions if statistics.completions else None,
         "truncated_reward_mean": statistics.truncated_reward_mean,
         "completion_tokens_mean": statistics.completion_tokens_mean,
+        "answer_found_rate": None if statistics.answers is None else statistics.answers / statistics.completions,
+        "groups_identical": statistics.identical,
     }
 
 

@@ -140,6 +140,7 @@ def _ends(interval: tuple[float, float]) -> str:
 
 def summary_lines(summary: RunSummary, folder: Path) -> list[str]:
     lines = [f"Run {summary.status}: {summary.steps} steps, {summary.tokens:,} tokens, {summary.seconds:.1f}s."]
+    lines += [summary.untrained] if summary.untrained else []
     if summary.status != "done":  # the reason is printed on standard error
         return [*lines, f"Run folder: {folder} | continue with `{RunFolder(folder).resume_command}`"]
     if summary.before is not None and summary.after is not None and summary.before.step != summary.after.step:
