@@ -113,6 +113,21 @@ def test_an_algorithm_replaces_the_modes_of_the_base() -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "labels"),
+    [
+        ("lr = 1e-3", "lr = 1e-4", ["grpo+none~lr=0.001", "grpo+none~lr=0.0001"]),
+        ("", 'loss.mode = "gspo"', ["grpo+none", "grpo+none~mode=gspo"]),
+        ("lr = 1e-3\nloss.mode = 'ppo'", "lr = 1e-3", ["grpo+none~mode=ppo", "grpo+none"]),  # what they share tells nothing apart
+        ("lr = 1e-3\nlabel = 'mine'", "lr = 1e-4", ["mine", "grpo+none"]),
+    ],
+)
+def test_conditions_that_differ_in_a_further_key_are_labelled_by_it(first: str, second: str, labels: list[str]) -> None:
+    runs = plan(f"[campaign]\nseeds = [1]\n[[campaign.conditions]]\n{MODES}{first}\n[[campaign.conditions]]\n{MODES}{second}\n").runs
+    assert [run.condition for run in runs] == labels
+    assert len({run.folder for run in runs}) == 2 and [run.config.condition_label for run in runs] == labels
+
+
+@pytest.mark.parametrize(
     ("line", "sentence"),
     [
         ('loss.mod = "ppo"', "number 2: loss.mod is not a key of a condition; did you mean loss.mode?"),

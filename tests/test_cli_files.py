@@ -1,6 +1,7 @@
 """`retrain init` and `retrain migrate-config`: what they write, and what they never touch."""
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -91,6 +92,18 @@ def test_check_exits_with_1_until_the_file_is_migrated(legacy: Path) -> None:
     assert main(["migrate-config", "old.toml", "--check"]) == 0
     config = load_config(legacy)
     assert config.backend.options["transport"] == "filesystem"
+
+
+def test_as_json_it_says_what_would_change_and_what_was_written(legacy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = legacy.read_text()
+    assert main(["migrate-config", str(legacy), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["needs_migration"] and "-prime_rl_" in seen["difference"] and seen["wrote"] is None and legacy.read_text() == before
+    assert main(["migrate-config", str(legacy), "--check", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == seen
+    assert main(["migrate-config", str(legacy), "--write", "--backup", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["wrote"] == str(legacy) and Path(done["backup"]).read_text() == before and legacy.read_text() == done["migrated"]
 
 
 def test_write_keeps_comments_mode_and_a_backup(legacy: Path) -> None:

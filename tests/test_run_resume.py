@@ -164,6 +164,24 @@ def test_two_signals_save_nothing_and_the_resumed_run_has_the_same_bytes(straigh
     assert_same_run(straight, folder)
 
 
+def test_without_periodic_checkpoints_the_end_and_a_stop_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    config = {"training": {"save_every": 0, "max_steps": 3}}
+
+    def stopped(step: int) -> None:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    real = Session.turn_to_learning
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Session, "turn_to_learning", lambda self, used: (stopped(self.state.step), real(self, used=used))[1])
+        train(small(folder, **config), quiet=True)
+    (stop,) = (folder / "checkpoints").glob("step_*")
+    train(small(folder, **config, resume={"from": str(folder)}), quiet=True)
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {stop.name, "step_000003", "final"} and stop.name in ("step_000001", "step_000002")
+
+
 def lines_so_far(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 

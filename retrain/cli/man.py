@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Read the manual: in a pager in a terminal, as it is in a pipe, or as JSON."""
-    asked = [f"--topic {name or topic}"] * bool(name or topic)
+    asked = [f"--topic {each}" for each in dict.fromkeys((name, topic)) if each]
     asked += [flag for flag, given in (("--list-topics", list_topics), ("--path", path), ("--sync", sync), ("--check", check)) if given]
     if len(asked) > 1:
         raise ConfigurationError(f"{' and '.join(asked)} exclude each other: give one of them, or none to read the manual.")
@@ -36,8 +37,10 @@ def command(
         if as_json or form == "json":
             rows = [_as_json(each, contents=not list_topics) for each in found]
             print(json.dumps(rows[0] if name or topic else rows, indent=2, ensure_ascii=False))
+        elif list_topics:
+            print("\n".join(_overview(found)))
         else:
-            _show("".join(_overview(found)) if list_topics else "\n".join(f"== {each.name} ==\n\n{each.text}" for each in found))
+            _show("\n".join(f"== {each.name} ==\n\n{each.text}" for each in found))
 
 
 def _topic(topics: dict[str, Topic], name: str) -> Topic:
@@ -61,8 +64,8 @@ def _overview(topics: list[Topic]) -> list[str]:
     from retrain.cli.parameters import columns
     from retrain.cli.usage import MAX_WIDTH
 
-    lines = columns([(each.name, each.summary.removeprefix(f"[{each.name}]").strip()) for each in topics], MAX_WIDTH)
-    return [f"{line}\n" for line in lines]
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    return columns([(each.name, each.summary.removeprefix(f"[{each.name}]").strip()) for each in topics], width)
 
 
 def _as_json(topic: Topic, *, contents: bool) -> dict[str, Any]:

@@ -4,11 +4,13 @@ Without a flag it only shows the difference; load_config stays strict until the 
 """
 
 import difflib
+import json
 import shutil
 import sys
 from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tomlkit
 import typer
@@ -86,24 +88,58 @@ def command(
     output: Annotated[Path | None, typer.Option("--output", help="Write the result to this file instead.")] = None,
     stdin: Annotated[bool, typer.Option("--stdin", help="Read the configuration from standard input.")] = False,
     stdout: Annotated[bool, typer.Option("--stdout", help="Print the whole result instead of the difference.")] = False,
+    form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Rewrite removed keys of an older configuration; without a flag, show the difference."""
     _check_usage(path, check=check, write=write, backup=backup, output=output, stdin=stdin, stdout=stdout)
     name = "standard input" if path is None else str(path)
     old = sys.stdin.read() if path is None else _read(path)
-    new = migrate_text(old, name)
-    if check:
-        _check(old, new, name)
-    elif stdout:
-        sys.stdout.write(new)
-    elif output is not None:
-        _write_new(output, new)
+    done = Migration(name, old, migrate_text(old, name))
+    if output is not None:
+        _write_new(output, done)
     elif write and path is not None:
-        _rewrite(path, old, new, backup=backup)
-    elif old == new:
+        _rewrite(path, done, backup=backup)
+    if as_json or form == "json":
+        print(json.dumps(done.to_json(), indent=2, ensure_ascii=False))
+    elif stdout:
+        sys.stdout.write(done.new)
+    elif done.said:
+        print("\n".join(done.said))
+    elif not done.is_needed:
         print(f"{name} needs no migration.")
+    elif check:
+        print(f"{name} needs migration; `retrain migrate-config` with --write or --output does it.")
     else:
-        sys.stdout.write(unified_diff(old, new, name))
+        sys.stdout.write(unified_diff(old, done.new, name))
+    if check and done.is_needed:
+        raise typer.Exit(1)
+
+
+@dataclass
+class Migration:
+    """What became of one configuration."""
+
+    name: str
+    old: str
+    new: str
+    wrote: Path | None = None
+    backup: Path | None = None
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def is_needed(self) -> bool:
+        return self.old != self.new
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.name,
+            "needs_migration": self.is_needed,
+            "difference": unified_diff(self.old, self.new, self.name),
+            "migrated": self.new,
+            "wrote": str(self.wrote) if self.wrote else None,
+            "backup": str(self.backup) if self.backup else None,
+        }
 
 
 def _check_usage(path: Path | None, *, check: bool, write: bool, backup: bool, output: Path | None, stdin: bool, stdout: bool) -> None:
@@ -131,32 +167,24 @@ def _read(path: Path) -> str:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _check(old: str, new: str, name: str) -> None:
-    if old == new:
-        print(f"{name} needs no migration.")
-        return
-    print(f"{name} needs migration; `retrain migrate-config` with --write or --output does it.")
-    raise typer.Exit(1)
-
-
-def _write_new(output: Path, text: str) -> None:
+def _write_new(output: Path, done: Migration) -> None:
     """Write a new file, never over another one. The same command twice is safe, because the same content is no change."""
     try:
         with output.open("xb") as file:
-            file.write(text.encode("utf-8"))
+            file.write(done.new.encode("utf-8"))
     except FileExistsError as error:
-        if output.is_file() and _read(output) == text:
-            print(f"{output} holds the result already.")
+        if output.is_file() and _read(output) == done.new:
+            done.said.append(f"{output} holds the result already.")
             return
         raise ConfigurationError(f"--output {output} exists with other content and is not overwritten; name another file.") from error
     except OSError as error:
         raise EnvironmentFailure(f"--output {output} cannot be written: {error.strerror}.") from error
-    print(f"Wrote {output}.")
+    done.wrote = output
+    done.said.append(f"Wrote {output}.")
 
 
-def _rewrite(path: Path, old: str, new: str, *, backup: bool) -> None:
-    if old == new:
-        print(f"{path} needs no migration.")
+def _rewrite(path: Path, done: Migration, *, backup: bool) -> None:
+    if not done.is_needed:
         return
     target = path.resolve()  # a link to a configuration stays a link
     try:
@@ -165,10 +193,12 @@ def _rewrite(path: Path, old: str, new: str, *, backup: bool) -> None:
             while copy.exists():  # an older backup is never lost
                 copy, number = path.with_name(f"{path.name}.bak{number}"), number + 1
             shutil.copy2(path, copy)
-            print(f"Kept the old file as {copy}.")
+            done.backup = copy
+            done.said.append(f"Kept the old file as {copy}.")
         mode = target.stat().st_mode
-        replace_file(target, new)
+        replace_file(target, done.new)
         target.chmod(mode)
     except OSError as error:
         raise EnvironmentFailure(f"{path} cannot be rewritten: {error.strerror}.") from error
-    print(f"Rewrote {path}.")
+    done.wrote = path
+    done.said.append(f"Rewrote {path}.")

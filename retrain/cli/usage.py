@@ -12,7 +12,7 @@ COMMANDS = {
     "audit": "how often a reward errs on answers whose verdict is known",
     "power": "how many seeds it takes to find a difference",
     "man": "the manual, whole or by topic",
-    "help": "this page and every key; `retrain help NAME` says more",
+    "help": "the short page, or what a key, section or command does",
     "serve": "the command that starts an inference server",
     "backends": "engines and backends: what each can do, and its version",
     "version": "print the version",

@@ -253,7 +253,7 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
 
 _SPECIAL = {
     "check_devices": "cpu, mps, gpu:N or cuda:N, or two of them with a comma",
-    "check_label": "letters, digits and ._+=-, at most 80",
+    "check_label": "letters, digits and ._+=~-, at most 80",
     "check_svd_device": "cpu, mps, cuda, gpu:N or cuda:N",
     "check_grams": "a list of strings, a JSON array of strings, or a comma-separated string",
     "table_from_json": "a table, or a string with a JSON object",

@@ -214,7 +214,13 @@ class Training(Section):
         le=1000,
     )
     max_examples: int = key(0, "Number of the data source's examples to use; 0 uses all.", ge=0)
-    save_every: int = key(20, "Steps between checkpoints.", ge=1, may_change_at_resume=True, own_to_a_run=True)
+    save_every: int = key(
+        20,
+        "Steps between checkpoints; 0 saves only at the end and when the run is stopped.",
+        ge=0,
+        may_change_at_resume=True,
+        own_to_a_run=True,
+    )
     keep_checkpoints: int = key(
         0,
         "Number of newest checkpoints to keep, at least 2 to survive a crash; 0 keeps all.",

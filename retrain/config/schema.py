@@ -4,7 +4,7 @@ Flags, the manual, the documentation's tables, the JSON Schema, examples/all_key
 these classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,7 +42,8 @@ from retrain.config.names import ALIASES, bracketed, condition_label, fixed_aggr
 from retrain.config.rules import RuleViolations, Violation, broken_rules
 from retrain.config.run_sections import Backpressure, Data, Environment, Evaluation, Inference, Logging, Resume, Reward, Squeeze
 from retrain.config.section import Section, Seed, Traits, key
-from retrain.config.values import OpenName, check_label
+from retrain.config.values import LABEL, OpenName, check_label
+from retrain.parsing import toml_value
 
 __all__ = [
     "BACKEND_OPTIONS", "DEFAULT_CLIPS", "DEFAULT_CONDITIONS", "Algorithm", "Backend", "Backpressure", "Campaign", "Condition", "Data",
@@ -77,7 +78,7 @@ class Condition(Section):
     transform_mode: Annotated[str, OpenName("transform", may_be_empty=True)] = key("", "Transform of this condition.")
     algorithm_mode: Annotated[str, OpenName("algorithm", may_be_empty=True)] = key("", "A whole algorithm in place of the two modes.")
     given_label: Annotated[str, AfterValidator(check_label)] = key(
-        "", "Name of the condition; empty means {advantage}+{transform}, or the algorithm.", alias="label"
+        "", "Name of the condition; empty means {advantage}+{transform}, or the algorithm; of several, with ~key=value.", alias="label"
     )
     sets: dict[str, Any] = Field(default={})
     """"section.key" -> value of every other key in the condition's table. The values are checked together with the base."""
@@ -94,6 +95,25 @@ class Condition(Section):
     @property
     def label(self) -> str:
         return self.given_label or condition_label(self.advantage_mode, self.transform_mode, self.algorithm_mode)
+
+
+def told_apart(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
+    """Give conditions without a label that share a name the label NAME~key=value, of the keys in which they differ."""
+    alike: dict[str, list[Condition]] = {}
+    for condition in conditions:
+        alike.setdefault(condition.label, []).append(condition)
+    return tuple(_told_apart(condition, alike[condition.label]) for condition in conditions)
+
+
+def _told_apart(condition: Condition, others: Sequence[Condition]) -> Condition:
+    """A condition with its label among those of the same name; one that has a label, or whose values give none, stays as it is."""
+    label = condition.label
+    for path, value in condition.sets.items():
+        if any(other.sets.get(path) != value for other in others):
+            label += f"~{path.rpartition('.')[2]}={value if isinstance(value, str) else toml_value(value)}"
+    if condition.given_label or label == condition.label or not LABEL.fullmatch(label):
+        return condition
+    return condition.model_copy(update={"given_label": label})
 
 
 DEFAULT_CONDITIONS = tuple(
@@ -256,7 +276,7 @@ class TrainConfig(Section):
     def conditions(self) -> tuple[Condition, ...]:
         """The conditions of a campaign; of a single run, its own algorithm."""
         if self.campaign is not None:
-            return tuple(self.campaign.conditions) or DEFAULT_CONDITIONS
+            return told_apart(self.campaign.conditions) or DEFAULT_CONDITIONS
         if self.algorithm.algorithm_mode:
             return (Condition(algorithm_mode=self.algorithm.algorithm_mode),)
         return (Condition(advantage_mode=self.algorithm.advantage_mode, transform_mode=self.algorithm.transform_mode),)

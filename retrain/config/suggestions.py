@@ -135,6 +135,7 @@ SYNONYMS: dict[str, str] = {
     "vllm_server_base_url": "inference.url",
     "random_seed": "training.seed",
     "backend_opt": "backend.options",
+    "backend_option": "backend.options",
     # short forms, verl, OpenRLHF, prime-rl
     "pretrain": "model.model",
     "pretrained": "model.model",
@@ -335,11 +336,12 @@ ABSENT: dict[str, str] = {
     "max_prompt_len": _PROMPTS,
     "prompt_max_len": _PROMPTS,
     "no_eval": "--evaluation-every 0 --no-evaluation-at-end leaves evaluations out",
+    "sft_": "there is no supervised warm-up: [lora] init_from begins with an adapter that was trained elsewhere",
     "stop_strings": "a completion ends at the model's end-of-sequence tokens or at --max-tokens",
     "stop_tokens": "a completion ends at the model's end-of-sequence tokens or at --max-tokens",
     "eos_token": "a completion ends at the model's end-of-sequence tokens or at --max-tokens",
 }
-"""Names in other trainers that no key takes the place of -> what is done instead, as a clause."""
+"""Names in other trainers that no key takes the place of, or with "_" how such names begin -> what is done instead, as a clause."""
 
 NAME_CUTOFF = 0.75
 """Least similarity between a mistyped name and a key. Below it, most guesses name a key that was not meant."""
@@ -365,7 +367,8 @@ def synonym(name: str, section: str = "") -> str | None:
 
 def instead(name: str) -> str:
     """Say, as a clause, what is done in place of another trainer's setting that has no key here; "" for any other name."""
-    return ABSENT.get(_word(name), "")
+    word = _word(name)
+    return ABSENT.get(word) or ABSENT.get(f"{word.partition('_')[0]}_", "")
 
 
 def _word(name: str) -> str:

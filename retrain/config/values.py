@@ -18,7 +18,7 @@ MAX_SEED = 2**32 - 1
 MOST_COMPLETIONS = 1_000_000
 """Most completions per step: their rows are held at once, and far more would exhaust any machine before the first is sampled."""
 _DEVICE = re.compile(r"cpu|mps|(?:gpu|cuda):(0|[1-9]\d*)")
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=~-]{0,79}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SVD_DEVICE = re.compile(r"cpu|mps|cuda|(?:gpu|cuda):(0|[1-9]\d*)")
@@ -100,8 +100,8 @@ def check_server_url(text: str) -> str:
 
 def check_label(text: str) -> str:
     """Check a condition's label, which becomes part of folder names."""
-    if text and not _LABEL.fullmatch(text):
-        raise refuse("cannot name a folder (letters, digits and ._+=-, at most 80 of them, a letter or digit first)")
+    if text and not LABEL.fullmatch(text):
+        raise refuse("cannot name a folder (letters, digits and ._+=~-, at most 80 of them, a letter or digit first)")
     return text
 
 

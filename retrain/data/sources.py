@@ -271,8 +271,8 @@ def _read(query: Query, rows: Iterable[RawRow], read_row: RowReader) -> ReadResu
 
 
 _USUAL = {
-    "prompt_column": ("question", "problem", "instruction", "input", "query", "text", "messages"),
-    "answer_column": ("solution", "gold", "target", "label", "reference", "output", "ground_truth", "final_answer", "expected"),
+    "prompt_column": ("prompt", "question", "problem", "instruction", "input", "query", "text", "messages"),
+    "answer_column": ("answer", "solution", "gold", "target", "label", "reference", "output", "ground_truth", "final_answer", "expected"),
 }
 """Names that data sets give to the two columns; of several, the first that is there is meant."""
 
@@ -285,8 +285,13 @@ def _columns_to_set(data: "Data", columns: Collection[str]) -> str:
         return "; check the file"
     if not absent:
         return f"; {data.prompt_column} is to be a text or a conversation, and {data.answer_column} a text or a number"
-    found = {key: next((name for name in _USUAL[key] if name in columns), "") for key in absent}
-    words = [f'{key} = "{name}"' if name else f"{key} to one of them" for key, name in found.items()]
+    free = [name for name in columns if name not in given.values()]
+    words = []
+    for key in absent:
+        meant = next((name for name in _USUAL[key] if name in free), "")
+        if meant:
+            free.remove(meant)
+        words.append(f'{key} = "{meant}"' if meant else f"{key} to one of them" if free else f"{key} to a column that you add")
     return f"; set [data] {' and '.join(words)}"
 
 

@@ -39,7 +39,9 @@ class Schedule:
         )
 
     def saves_at(self, step: int, state: TrainerState) -> bool:
-        return step > 0 and (step % self.training.save_every == 0 or step >= self.training.max_steps or self.is_out_of_time(state))
+        every = self.training.save_every
+        due = every > 0 and step % every == 0
+        return step > 0 and (due or step >= self.training.max_steps or self.is_out_of_time(state))
 
 
 class Saver:
