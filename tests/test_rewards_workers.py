@@ -243,7 +243,8 @@ def test_a_child_that_holds_the_channel_delays_no_end(tmp_path: Path, monkeypatc
     (tmp_path / "leaving.py").write_text(LEAVES_A_CHILD)
     monkeypatch.chdir(tmp_path)
     setup = WorkerSetup(rewards=("leaving.score",), plugins={}, params={})
-    job = {"handler": "leaving.score", "response": response, "reference": str(tmp_path / "pid"), "prompt": "", "example": {"prompt": "", "reference": ""}}
+    job = {"handler": "leaving.score", "response": response, "reference": str(tmp_path / "pid")}
+    job |= {"prompt": "", "example": {"prompt": "", "reference": ""}}
     with pool_of(setup, deadline_s=30) as pool:
         pool.wait_ready()
         asked = pool.submit(job)

@@ -16,8 +16,8 @@ from retrain.campaign.manifest import Status
 from retrain.campaign.plan import CampaignRun
 from retrain.config import TrainConfig, replaced
 from retrain.errors import Interrupted, RetrainError
+from retrain.records.redact import harmless
 from retrain.records.run_folder import RunFolder
-from retrain.records.terminal import clean
 
 OUTPUT = "output.log"
 """File in the run's folder that keeps what the run prints."""
@@ -72,10 +72,10 @@ def perform(config: TrainConfig) -> RunOutcome:
     except Interrupted as error:
         return RunOutcome(Status.INTERRUPTED, str(error), stopped_by=error.exit_code - 128)
     except RetrainError as error:
-        print(clean(f"retrain: {error}"), file=sys.stderr)
+        print(harmless(f"retrain: {error}"), file=sys.stderr)
         return RunOutcome(Status.FAILED, " ".join(str(error).split()))
     except Exception as error:  # noqa: BLE001 - an unexpected error ends this run alone; its traceback is kept in the run's output
-        traceback.print_exc()
+        print(harmless(traceback.format_exc()), file=sys.stderr)
         return RunOutcome(Status.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (the traceback is in {OUTPUT})")
     return RunOutcome(Status.DONE)
 

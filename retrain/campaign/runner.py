@@ -25,6 +25,7 @@ from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed, Untrained
 from retrain.records.checkpoint import FINAL
 from retrain.records.disk import writing_to
+from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder
 from retrain.records.terminal import counted
 from retrain.run.interrupts import Interrupts
@@ -42,6 +43,7 @@ def run_campaign(config: TrainConfig, *, quiet: bool = False) -> Manifest:
     Raises ConfigurationError or EnvironmentFailure before the first run, RunFailed at the end if a run failed, and Interrupted after a
     signal, once the running runs have saved.
     """
+    note_secrets(config)
     draft = plan_campaign(config, Path("campaign"))  # refuses what it must before a folder is made
     checked = check(draft)
     with (

@@ -13,6 +13,7 @@ from typing import Any
 
 from retrain.environments.base import Environment, Episode, Observation, Result, is_conversation
 from retrain.plugins import describe
+from retrain.records.redact import reason_of
 from retrain.types import Example, Outcome, Score
 
 MOST_THREADS = 64
@@ -263,4 +264,4 @@ def _checked(said: object, method: str) -> Observation:
 
 
 def could_not_judge(reason: str) -> Score:
-    return Score(Outcome.COULD_NOT_JUDGE, None, reason)
+    return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(reason))

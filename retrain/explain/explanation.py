@@ -20,7 +20,7 @@ from retrain.explain.caveats import Power, campaign_caveats, campaign_power
 from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign
 from retrain.inference_engine.base import EngineCapabilities
 from retrain.parsing import expanded
-from retrain.records.redact import Redactor
+from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def explain(
     `pilot` is a folder of runs from which step times are taken; `memory_gib` is the memory of a device on another machine.
     Raises ConfigurationError for a pilot without steps, and with `probe` whatever a run raises before its first step ends.
     """
+    note_secrets(config)
     settings, unused = tuple(_settings(config)), tuple(unused_keys(config))
     if config.kind == "squeeze":
         adapter, problems = _adapter_of(config.squeeze)

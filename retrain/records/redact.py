@@ -7,16 +7,18 @@ credentials in URLs. A configuration is masked value by value, before it is writ
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
 from retrain.errors import ConfigurationError
+from retrain.records.terminal import clean
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
 MASK = "***"
+MAX_REASON = 300
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|CRED|COOKIE", re.IGNORECASE)
 _HARMLESS_NAME = re.compile(
@@ -27,6 +29,8 @@ _HARMLESS_NAME = re.compile(
 """Parts of names that only look like a secret's: max_tokens, or judge_api_key_env, which names a variable."""
 _MIN_LENGTH = 6
 """A shorter value occurs in ordinary text by chance: masking "1" would destroy every number."""
+_MIN_NOTED_LENGTH = 8
+"""Of a configuration's values; one may be a word of the task, such as a token that ends an answer."""
 
 _SHAPES = re.compile(
     r"""
@@ -42,12 +46,13 @@ _SHAPES = re.compile(
   | \bxox[abprs]-[A-Za-z0-9-]{10,}                                # Slack
   | (?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+   # JSON web token
   | (?<=\bBearer\s)[A-Za-z0-9._~+/-]{8,}=*
+  | (?<=\bBasic\s)[A-Za-z0-9+/]{8,}=*                             # user and password in base 64
     """,
     re.VERBOSE,
 )
 _MARKS = (
     *("hf_", "sk-", "rk-", "pk-", "tml-", "wandb_", "api_key=", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
-    *("AKIA", "AIza", "xox", "eyJ", "Bearer"),
+    *("AKIA", "AIza", "xox", "eyJ", "Bearer", "Basic"),
 )
 """One of these stands in every token of a known shape."""
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@|(?<=%3A%2F%2F)(?:[^\s/@&'\"%]|%(?!2F|40))+%40", re.IGNORECASE)
@@ -58,12 +63,64 @@ _URL_PARAMETER = re.compile(
 )
 
 
+_noted: set[str] = set()
+"""Secrets of the configurations that this process has used, beside those of its environment."""
+
+
+def note_secrets(config: "TrainConfig") -> None:
+    """Have every Redactor made from now on mask the configuration's own secrets: strings under keys that are named like one, such as
+    `[reward] params = { api_key = "..." }`, and the variables that its `*_api_key_env` name.
+    """
+    from retrain.config.load import given_values
+
+    variables = (config.reward.judge_api_key_env, config.inference.api_key_env)
+    note_values([*_secrets_in(given_values(config)), *(os.environ.get(name, "").strip() for name in variables)])
+
+
+def note_values(values: Iterable[str]) -> None:
+    """Have every Redactor made from now on mask these values."""
+    _noted.update(value for value in values if len(value) >= _MIN_NOTED_LENGTH)
+
+
+def _secrets_in(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the strings below a key that is named like a secret's."""
+    match value:
+        case str() if is_secret_name(name):
+            yield value
+        case Mapping():
+            for key, item in value.items():
+                yield from _secrets_in(item, key if isinstance(item, str | list | tuple) else "")
+        case list() | tuple():
+            for item in value:
+                yield from _secrets_in(item, name)
+
+
+def secret_values(environment: Mapping[str, str] | None = None) -> set[str]:
+    """Return the secrets of the environment (by default this process's, and then the noted ones too), as they are."""
+    given = os.environ if environment is None else environment
+    values = {value for name, value in given.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH}
+    return values | _noted if environment is None else values
+
+
+def harmless(text: str) -> str:
+    """Return text that is safe to print or store: without escape sequences and, after that, without secrets."""
+    return Redactor().text(clean(text))
+
+
+def reason_of(text: str) -> str:
+    """Return why something could not be judged as one line of at most MAX_REASON characters that is safe to print or store.
+
+    What a user's code or a server says is masked before it is cut: half a secret is not recognised.
+    """
+    line = " ".join(harmless(text).split())
+    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 3] + "..."
+
+
 class Redactor:
-    """Masks the secrets of the environment at construction, so construct it after `.env` is loaded."""
+    """Masks the secrets of the environment at construction, so construct it after `.env` is loaded, and those that were noted."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        given = os.environ if environment is None else environment
-        values = {value for name, value in given.items() if is_secret_name(name) and len(value) >= _MIN_LENGTH}
+        values = secret_values(environment)
         forms = set(values)
         for value in values:  # with the escapes of JSON and TOML or of Python, and in a URL
             escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import stamina
 
+from retrain.records.redact import secret_values
 from retrain.types import JudgeUsage
 from retrain.web import Answer, TooLong, exchange, masked
 
@@ -106,7 +107,7 @@ class ChatClient:
 
     def _failure(self, answer: Answer) -> Exception:
         """Return the error that a status other than 200 means; a limit of the rate stops every request for as long as the server says."""
-        said = f"it redirects to {answer.leads_to}" if 300 <= answer.status < 400 else answer.said(self._key)
+        said = f"it redirects to {answer.leads_to}" if 300 <= answer.status < 400 else answer.said(self._key, *secret_values())
         sentence = f"{self.host} answered {answer.status} {answer.reason}".rstrip() + (f": {said}" if said else "")
         error = answer.content.get("error") if isinstance(answer.content, dict) else None
         blamed = str(error.get("param") or "") if isinstance(error, dict) else ""
@@ -143,7 +144,7 @@ def _reply(response: Answer, host: str, key: str) -> Reply:
         choice = answer["choices"][0]
         text = choice["message"].get("content")
     except (LookupError, TypeError, AttributeError):
-        raise _Transient(f"{host} answered with something other than a chat completion: {response.said(key)!r}") from None
+        raise _Transient(f"{host} answered with something other than a chat completion: {response.said(key, *secret_values())!r}") from None
     used = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
     cost = used.get("cost")
     usage = JudgeUsage(

@@ -19,10 +19,9 @@ from retrain.config import TrainConfig
 from retrain.config.schema import Provenance
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import inspect_call, load_plugin, user_code
+from retrain.records.redact import reason_of
 from retrain.rewards.channel import Message
 from retrain.types import Example
-
-_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class UserReward:
 
 
 def _no_reward(reason: str) -> Message:
-    one_line = " ".join(reason.split())
-    return {"value": None, "reason": one_line if len(one_line) <= _REASON_LENGTH else one_line[: _REASON_LENGTH - 3] + "..."}
+    return {"value": None, "reason": reason_of(reason)}
 
 
 def load_rewards(names: Sequence[str], params: dict[str, Any], plugins: dict[str, Any], source: str | None) -> dict[str, UserReward]:

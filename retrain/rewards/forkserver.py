@@ -184,7 +184,9 @@ def _be_a_worker(control: socket.socket, descriptor: int, server: int) -> NoRetu
         serve(Channel(socket.socket(fileno=descriptor)))
         status = 0
     except BaseException:  # of any kind: the process ends below without showing it
-        traceback.print_exc()
+        from retrain.records.redact import harmless
+
+        print(harmless(traceback.format_exc()), file=sys.stderr)
         raise
     finally:
         os._exit(status)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from retrain.errors import EnvironmentFailure
+from retrain.records.redact import harmless
 from retrain.rewards.answers import after_thought
 from retrain.rewards.chat import REPLY_TOKENS, ChatClient, ChatFailed, Reply
 from retrain.rewards.workers import Judgement
@@ -228,7 +229,7 @@ def _unreadable(reply: Reply) -> str:
 
 
 def _shown(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(harmless(text).split())
     return line if len(line) <= 60 else line[:57] + "..."
 
 

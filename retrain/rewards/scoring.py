@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.noise import Stream, uniform
+from retrain.records.redact import reason_of, secret_values
 from retrain.rewards.answers import answers_match, extract_boxed
 from retrain.rewards.channel import Message
 from retrain.rewards.math import bare, decide_by_strings
@@ -141,7 +142,7 @@ class Scorer:
         reward = 0.0
         for part, judgement in zip(self._parts, judgements, strict=True):
             if judgement.value is None:
-                return Score(Outcome.COULD_NOT_JUDGE, None, judgement.reason, usage)
+                return Score(Outcome.COULD_NOT_JUDGE, None, reason_of(judgement.reason), usage)
             reward += part.weight * judgement.value
         if not math.isfinite(reward):
             return Score(Outcome.COULD_NOT_JUDGE, None, f"the weighted sum of the rewards is {reward}, which is not finite", usage)
@@ -214,6 +215,7 @@ def _pool(reward: "Reward", plugins: "Plugins", source: str | None, functions: t
         params=dict(reward.params),
         plugins=plugins.model_dump(mode="json"),
         source=source,
+        secrets=tuple(secret_values()),
     )
     return WorkerPool(setup, reward.workers or automatic_workers(), reward.deadline_s)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from retrain.errors import ConfigurationError
+from retrain.records.redact import note_values
 from retrain.rewards.channel import Channel, ChannelClosed, Message
 
 
@@ -38,6 +39,7 @@ def _handlers(setup: Message) -> Mapping[str, Callable[[Message], Message]]:
             resource.setrlimit(resource.RLIMIT_AS, (setup["address_space"], resource.getrlimit(resource.RLIMIT_AS)[1]))
         except (ValueError, OSError) as error:  # the system has no such limit, so the parent's watch has to do
             print(f"reward worker: its memory cannot be limited here ({error})", file=sys.stderr)
+    note_values(setup["secrets"])
     handlers: dict[str, Callable[[Message], Message]] = {}
     if setup["verify"]:
         handlers["verify"] = _verify

@@ -54,6 +54,8 @@ class WorkerSetup:
     """The [plugins] section."""
     source: str | None = None
     """The file of the configuration; user functions are looked for beside it too."""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """What a worker masks in everything that it says, beside the secrets of its environment."""
 
     @property
     def preload(self) -> list[str]:

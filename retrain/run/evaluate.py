@@ -9,6 +9,7 @@ from retrain.errors import ConfigurationError
 from retrain.plugins import named_code
 from retrain.records.checkpoint import Checkpoint, CheckpointStore
 from retrain.records.evaluation import Evaluation
+from retrain.records.redact import note_secrets
 from retrain.records.run_folder import RunFolder
 from retrain.run.dialogues import Watcher
 from retrain.run.interrupts import Interrupts
@@ -47,6 +48,7 @@ def evaluate_run(
             f"{folder.config} names Python code that its evaluation would execute: {'; '.join(named)}. "
             "Read the code first, then add --trust."
         )
+    note_secrets(given)
     if given.backend.shard_base:
         say("[backend] shard_base = true is unused here: retrain eval runs in one process, which holds the whole model.")
     if note := trust_note(given.model):

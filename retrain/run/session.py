@@ -15,6 +15,7 @@ from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import read_jsonl
+from retrain.records.redact import note_secrets
 from retrain.records.summary import RunSummary
 from retrain.records.terminal import clean
 from retrain.run.dialogues import Watcher
@@ -73,6 +74,7 @@ class Session:
     @contextmanager
     def open(cls, config: TrainConfig, *, overwrite: bool, quiet: bool, skip_parity: bool = False) -> Iterator["Session"]:
         """Load, restore and check everything, so that the next thing to do is a step; close it at the end of the block."""
+        note_secrets(config)
         with joined() as world, _opened(config, overwrite, world) as opened, Interrupts() as interrupts:
             tracker = Tracker()
             if world.is_rank_zero:
