@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from retrain.analysis import statistics
 from retrain.analysis.compare import Comparison, Contrast
-from retrain.analysis.headline import p_words
+from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.pairs import outlying_seeds
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
@@ -68,6 +68,8 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
 def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """The caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
+    if words := same_runs_words(contrast):
+        yield f"{words[0].upper()}{words[1:]}."
     if found.bounds and found.unsure != "unjudged":
         yield f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
     if losses := contrast.losses:
