@@ -28,10 +28,11 @@ from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.notes import comparison_notes
 from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
 from retrain.analysis.planned import Absences, CampaignRecord, Look, deviations, planned_line
+from retrain.analysis.robust import Robust, second_line, with_collapsed_failed
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
 from retrain.analysis.two_way import TwoWay
-from retrain.analysis.verdict import Conclusion, TestSettings, conclude
+from retrain.analysis.verdict import Conclusion, TestSettings, Verdict, conclude
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
@@ -81,6 +82,8 @@ class Contrast:
     tasks: TaskContrast | None
     """None unless the held-out problems come from several tasks."""
     shared: Shared
+    robust: Robust | None
+    """The verdict's second line; None without a verdict, and for a metric that has no worst end at 0."""
     same_runs: int
     """Pairs whose two runs are one: equal in every number but for what the clock measured."""
 
@@ -222,7 +225,7 @@ def _compare(
         test=test,
         baseline=baseline,
         arms=[_summary(arm, metric, 1 - test.alpha) for arm in arms.values()],
-        contrasts=_contrasts(family, metric, test, worst_value(arms.values(), metric, test)),
+        contrasts=_contrasts(family, metric, test, worst_value(arms.values(), metric, test), record),
         to_come=grouped.to_come,
         left_out=left_out,
         notes=[*notes, *comparison_notes(grouped, arms, baseline, family, metric, test, asked=asked)],
@@ -322,13 +325,30 @@ def _per_run(arm: Arm, name: str) -> float | None:
     return float(np.mean(found)) if found else None
 
 
-def _contrasts(family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None) -> list[Contrast]:
+def _contrasts(
+    family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None, record: CampaignRecord | None
+) -> list[Contrast]:
     """One contrast per candidate; the p values are adjusted over all of them."""
     conclusions = conclude([pairs.paired(test.alpha, len(family)) for pairs in family], test, metric.better)
+
+    def counted_at_worst(arms: Sequence[tuple[Arm, Arm]]) -> list[Conclusion]:
+        again = [pair_up(candidate, baseline, metric, worst) for candidate, baseline in arms]
+        if record and test.rule == "evidence":
+            again = [pairs.at_looks(record.first_looks(pairs.candidate.label)) for pairs in again]
+        paired = [pairs.paired(test.alpha, len(family)) for pairs in again]
+        return conclude(paired, replace(test, failed="worst"), metric.better)
+
     at_worst: Sequence[Conclusion | None] = [None] * len(family)
+    robust: Sequence[Robust | None] = at_worst
     if worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family):
-        again = [pair_up(pairs.candidate, pairs.baseline, metric, worst) for pairs in family]
-        at_worst = conclude([pairs.paired(test.alpha, len(family)) for pairs in again], replace(test, failed="worst"), metric.better)
+        at_worst = counted_at_worst([(pairs.candidate, pairs.baseline) for pairs in family])
+    if worst == 0 and any(conclusion.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE) for conclusion in conclusions):
+        fallen = [(with_collapsed_failed(pairs.candidate), with_collapsed_failed(pairs.baseline)) for pairs in family]
+        again = counted_at_worst(fallen)
+        robust = [
+            second_line(*arms, now, one.verdict) if one.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE) else None
+            for arms, now, one in zip(fallen, again, conclusions, strict=True)
+        ]
     return [
         Contrast(
             condition=pairs.candidate.label,
@@ -342,7 +362,8 @@ def _contrasts(family: Sequence[Pairs], metric: Metric, test: TestSettings, wors
             losses=pairs.losses(),
             tasks=contrast_tasks(pairs.runs, 1 - test.alpha) if metric.k == 1 and len(pairs.runs) > 1 else None,
             shared=Shared.of(pairs.runs),
+            robust=second,
             same_runs=are_the_same(pairs.runs),
         )
-        for pairs, conclusion, with_failed in zip(family, conclusions, at_worst, strict=True)
+        for pairs, conclusion, with_failed, second in zip(family, conclusions, at_worst, robust, strict=True)
     ]

@@ -7,6 +7,8 @@ from retrain.analysis.compare import Comparison, Contrast
 from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.pairs import outlying_seeds
+from retrain.analysis.robust import Robust
+from retrain.analysis.runs import seeds_words
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
@@ -83,6 +85,8 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f"{counted(worst.pairs, 'pair')}."
         )
     yield from _about_tails(contrast, comparison)
+    if contrast.robust:
+        yield _second_line(contrast, contrast.robust)
     if contrast.wide and contrast.wide.without_covariate:
         yield (
             f"For new problems as hard for the base model as these: {interval_words(contrast.wide.interval, metric)} (the covariate is its "
@@ -109,6 +113,21 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield "Nothing that was recorded differs between the arms: an A/A comparison."
     elif contrast.shared.differing_keys:
         yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
+
+
+def _second_line(contrast: Contrast, robust: Robust) -> str:
+    """Whether the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
+    ahead = contrast.condition if contrast.conclusion.verdict is Verdict.IMPROVEMENT else contrast.baseline
+    seen = "; ".join(f"{seeds_words(seeds)} of {label}" for label, seeds in robust.fallen.items())
+    further = " further" if robust.fallen.get(ahead) else ""
+    worst = (
+        f"With failed and collapsed runs ({seen or 'none was seen'}) at 0, and as many{further} collapses of {ahead} as its runs do not rule "
+        f"out ({100 * robust.unseen:.0f}% of them)"
+    )
+    if robust.stands:
+        return f"{worst}: {contrast.conclusion.verdict}."
+    enough = f" {robust.pairs_needed} pairs without a collapse would rule out enough." if robust.pairs_needed else ""
+    return f"{worst}: undecided.{enough}"
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:

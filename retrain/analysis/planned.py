@@ -135,6 +135,13 @@ class CampaignRecord:
                 taken.setdefault(look.seed, number)
         return taken
 
+    def first_looks(self, condition: str) -> dict[int, int]:
+        """Seed -> number of the first look at it, from 0, whether the condition's pair was there or not."""
+        first: dict[int, int] = {}
+        for number, look in enumerate(self.looks[: self.decided_at(condition)]):
+            first.setdefault(look.seed, number)
+        return first
+
     def was_looked_at(self, condition: str, seed: int) -> bool:
         """True if a look took the run of this condition and seed."""
         conditions = self.plan.conditions if self.plan and condition == self.plan.baseline else (condition,)

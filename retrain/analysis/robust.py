@@ -13,6 +13,7 @@ from math import ceil, log
 import numpy as np
 
 from retrain.analysis.arms import Arm
+from retrain.analysis.verdict import Conclusion, Verdict
 
 CONFIDENCE = 0.95
 _COLLAPSED = 0.5
@@ -24,8 +25,8 @@ class Robust:
     """Whether a verdict stands on the second line."""
 
     stands: bool
-    collapsed: Mapping[str, list[int]]
-    """Condition -> seeds of its collapsed runs, for the arms that have any."""
+    fallen: Mapping[str, list[int]]
+    """Condition -> seeds of its runs that failed or collapsed, for the arms that have any."""
     unseen: float
     """The fraction of the better arm's runs that may collapse besides those seen."""
     pairs_needed: int | None
@@ -54,22 +55,20 @@ def collapsed_seeds(values: Mapping[int, float]) -> frozenset[int]:
     return frozenset(seed for seed, value in values.items() if value < bar)
 
 
-def at_worst(arm: Arm) -> Arm:
+def with_collapsed_failed(arm: Arm) -> Arm:
     """The arm with its collapsed runs among those that failed."""
     fallen = collapsed_seeds(arm.values)
     kept = {seed: value for seed, value in arm.values.items() if seed not in fallen}
     return Arm(arm.label, kept, {seed: run for seed, run in arm.runs.items() if seed in kept}, arm.failed | fallen)
 
 
-def judge(candidate: Arm, baseline: Arm, mean: float, pairs: int, *, same_verdict: bool) -> Robust:
-    """`candidate` and `baseline` are `at_worst`, `mean` is their difference over so many `pairs`, in a rate of which more is better.
-
-    `same_verdict`: the exact test gives the same verdict with failed and collapsed runs at their worst.
-    """
-    ahead = candidate if mean > 0 else baseline
+def second_line(candidate: Arm, baseline: Arm, at_worst: Conclusion, verdict: Verdict) -> Robust:
+    """Judge a verdict in a rate of right answers. The arms are `with_collapsed_failed`; `at_worst` is their conclusion."""
+    pairs, same_verdict = at_worst.pairs, at_worst.verdict is verdict
+    ahead = candidate if verdict is Verdict.IMPROVEMENT else baseline
     seen = min(len(ahead.failed), pairs - 1)
     level = float(np.mean(list(ahead.values.values()))) if ahead.values else 0.0
-    unseen, undoing = unseen_rate(seen, pairs), abs(mean) / level if level else 0.0
+    unseen, undoing = unseen_rate(seen, pairs), abs(at_worst.mean) / level if level else 0.0
     stands = same_verdict and undoing > unseen
-    collapsed = {arm.label: sorted(arm.failed) for arm in (candidate, baseline) if arm.failed}
-    return Robust(stands, collapsed, unseen, pairs_without_collapse(undoing) if same_verdict and not stands and not seen else None)
+    needed = pairs_without_collapse(undoing) if same_verdict and not stands and not seen else None
+    return Robust(stands, {arm.label: sorted(arm.failed) for arm in (candidate, baseline) if arm.failed}, unseen, needed)
