@@ -95,13 +95,21 @@ def looks(differences: Floats) -> Bools:
 
 def second_line(both: Arms, first: Bools) -> Bools:
     """[campaigns] whether an improvement that the exact test finds stands on the second line."""
-    candidate, baseline = (np.where(arm < 0.5 * np.nanmedian(arm, axis=1, keepdims=True), np.nan, arm) for arm in both)
-    fallen, seeds = np.isnan(candidate).sum(axis=1), candidate.shape[1]
-    differences = np.nan_to_num(candidate) - np.nan_to_num(baseline)
-    undoing = differences.mean(axis=1) / np.nanmean(candidate, axis=1)
+    fallen_arms = [np.isnan(arm) | (arm < 0.5 * _median(arm)) for arm in both]
+    candidate, baseline = (np.where(fallen, 0.0, arm) for fallen, arm in zip(fallen_arms, both, strict=True))
+    fallen, seeds = fallen_arms[0].sum(axis=1), candidate.shape[1]
+    differences = candidate - baseline
+    undoing = differences.mean(axis=1) * (seeds - fallen) / np.maximum(candidate.sum(axis=1), 1.0)
     unseen = np.array([unseen_rate(min(count, seeds - 1), seeds) for count in range(seeds + 1)])
     stands = undoing > unseen[fallen]
     return first & stands & once(differences)
+
+
+def _median(arm: Floats) -> Floats:
+    """[campaigns, 1] median of the runs that finished; 0 where none did."""
+    finished = ~np.isnan(arm).all(axis=1, keepdims=True)
+    median: Floats = np.nanmedian(np.where(finished, arm, 0.0), axis=1, keepdims=True)
+    return median
 
 
 def rates(draw: Callable[[Random, int, int], Arms], campaigns: int) -> Iterator[str]:

@@ -12,6 +12,8 @@ from retrain.analysis.runs import seeds_words
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
 
+_DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
+
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
     """The conclusion of one contrast: its verdict with the numbers behind it, or why there is none."""
@@ -175,6 +177,30 @@ def _of(count: int, total: int) -> str:
     return "no" if count == 0 else "all" if count == total else f"{count} of {total}"
 
 
+_LIMITS = {
+    "evidence": ("COLLOOK", "FAILLOOK", "SKEWLOOK"),
+    "exact": ("COLONCE", "FAILONCE", "SKEWONCE"),
+}
+"""False improvements of the e-process within 16 seeds, and of the exact test after 6 to 16 seeds: benchmarks/robust.py."""
+
+
+def known_limits(comparison: Comparison) -> Iterator[str]:
+    """How often a verdict is wrong where what its test assumes does not hold; nothing without a verdict."""
+    if not any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
+        return
+    collapse, failure, tail = _LIMITS["evidence" if comparison.test.rule == "evidence" else "exact"]
+    looks = ", with a look after every seed" if comparison.test.rule == "evidence" else ""
+    yield (
+        f"In simulated campaigns whose arms have equal means{looks}, the test says improvement in {collapse} where a tenth of one arm's runs "
+        f"collapse, in {failure} where the worst fifth of one arm's runs fail, and in {tail} where one arm's luck has a long tail downwards."
+    )
+    if any(contrast.robust for contrast in comparison.contrasts):
+        yield (
+            "The line on failed and collapsed runs at 0 is wrong in at most SECOND of the same campaigns. Its price: a gain from 50 to 60% is "
+            "found by 16 pairs in PRICE16 and by 12 in PRICE12 of campaigns, by the test alone in all."
+        )
+
+
 def looks_taken(comparison: Comparison) -> Iterator[str]:
     """A sentence for each look: the evidence, the chance to decide, and the forecast of the seed's last evaluation before its end."""
     metric, differences = comparison.metric, {contrast.condition: contrast.differences for contrast in comparison.contrasts}
@@ -221,5 +247,5 @@ def computed(comparison: Comparison) -> Iterator[str]:
         all_of_them = f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)" if several else ""
         few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}" if comparison.problems < FEW_PROBLEMS else ""
         yield f"For new problems: two-way analysis of variance over seeds and problems{few}."
-    if any(contrast.conclusion.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT) for contrast in comparison.contrasts):
+    if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         yield "A difference that was picked because it is significant is too large on average (winner's curse); new seeds show its size."
