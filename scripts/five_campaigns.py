@@ -52,6 +52,7 @@ def campaign(
                 folder / "runs" / f"{label}_s{seed}",
                 seed,
                 held_out=list(_answers(right, lost)),
+                finished=seed not in (failed or {}).get(label, ()),
                 seconds=float(rng.normal(2300, 60)),
                 tokens=int(rng.normal(4.1e6, 5e4)),
                 algorithm={"advantage_mode": advantage, "transform_mode": transform},

@@ -4,13 +4,14 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from runs import small
+from runs import SMALL, small
 
-from retrain.config import dump_toml
+from retrain.config import TrainConfig, config_from_mapping, dump_toml
 from retrain.records.entries import EvaluationRecord, StepRecord
 from retrain.records.jsonl import JsonlWriter
 from retrain.records.run_folder import RunFolder
@@ -40,11 +41,12 @@ def write_run(
     seconds: float = 1.0,
     tokens: int = 1,
     before: Mapping[int, Sequence[EvaluationRecord]] | None = None,
+    luck: str = "",
     **sections: dict[str, Any],
 ) -> Path:
     """A run with these correct rates, evaluated at its last step, and `before` it at others (step -> answers); it replaces one there.
 
-    In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have equal metrics.
+    In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have equal metrics, unless `luck` is.
     """
     training = {"seed": seed, "max_steps": max_steps or len(rates)} | sections.pop("training", {})
     label = folder.name.rpartition("_s")[0] if folder.parent.name == "runs" else ""
@@ -55,9 +57,9 @@ def write_run(
     files.metrics.unlink(missing_ok=True)
     files.config.write_text(dump_toml(config), encoding="utf-8")
     files.environment.write_text(json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8")
-    luck = zlib.crc32(folder.name.encode()) / 2**32
+    norm = zlib.crc32((luck or folder.name).encode()) / 2**32
     records = [
-        StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate, grad_norm=luck) for step, rate in enumerate(rates)
+        StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate, grad_norm=norm) for step, rate in enumerate(rates)
     ]
     _write_lines(files.metrics, [record.to_json() for record in records])
     evaluations = {**(before or {}), **({len(rates): held_out} if held_out else {})}
@@ -114,6 +116,37 @@ def write_campaign(folder: Path, arms: Mapping[str, Sequence[int]], asked: int =
             write_run(folder / "runs" / f"{condition}_s{seed}", seed, held_out=answers, algorithm=algorithm, **sections)
             entries.append({"condition": condition, "seed": seed})
     return write_manifest(folder, entries)
+
+
+def write_planned(folder: Path, arms: Mapping[str, Sequence[int]], asked: int = 100, **campaign: Any) -> Path:
+    """A campaign as `retrain` leaves it, with its plan: condition -> right answers of `asked` problems, for seeds 1, 2, ..."""
+    from retrain.campaign import Manifest, Status, plan_campaign
+
+    seeds = list(range(1, 1 + len(next(iter(arms.values())))))
+    conditions = [{"advantage_mode": label.partition("+")[0], "transform_mode": label.partition("+")[2]} for label in arms]
+    plan = plan_campaign(planned_config({"seeds": seeds, "max_steps": 2, "conditions": conditions} | campaign), folder)
+    manifest = Manifest.of_plan(plan, datetime(2026, 11, 21, 12))
+    for run in plan.runs:
+        right = arms[run.condition][run.seed - 1]
+        write_run(
+            run.folder,
+            run.seed,
+            held_out=problems([1] * right + [0] * (asked - right)),
+            algorithm=run.config.algorithm.model_dump(exclude_unset=True),
+            evaluation=run.config.evaluation.model_dump(exclude_unset=True),
+        )
+        seal(run.folder)
+        manifest[run.name].status = Status.DONE
+    manifest.write()
+    return folder
+
+
+def planned_config(campaign: Mapping[str, Any], **sections: dict[str, Any]) -> TrainConfig:
+    """A campaign of the small runs."""
+    base = {name: dict(section) for name, section in SMALL.items()} | JUDGED | sections
+    for name in ("seed", "max_steps"):
+        base["training"].pop(name)
+    return config_from_mapping({**base, "campaign": dict(campaign)})
 
 
 def timed_pilot(folder: Path) -> Path:

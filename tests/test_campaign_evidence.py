@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaigns import problems, write_run
+from campaigns import planned_config, problems, write_run
 
 from retrain.analysis.compare import compare_campaign
 from retrain.analysis.comparison_text import to_text
@@ -23,7 +23,7 @@ from retrain.campaign.manifest import Manifest, Status
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign, planned_seeds
 from retrain.campaign.runner import _Execution
 from retrain.cli.status import lines
-from retrain.config import config_from_mapping, config_from_toml
+from retrain.config import config_from_toml
 from retrain.errors import ConfigurationError
 from retrain.records.entries import EvaluationRecord
 from retrain.report.data import ReportRequest
@@ -51,6 +51,8 @@ class Simulated:
     failing: frozenset[str] = frozenset()
     until: int = 10_000
     workers: int = 1
+    identical: bool = False
+    """The conditions of a seed give the same run."""
     halfway: bool = False
     """Evaluate after the first of the two steps too, where half as many answers are right."""
     started: list[str] = field(default_factory=list)
@@ -63,7 +65,8 @@ class Simulated:
             return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
         count = self.right[run.condition][run.seed - 1]
         half = {1: answers(count // 2)} if self.halfway else {}
-        write_run(run.folder, run.seed, held_out=answers(count), before=half, algorithm=_modes(run.condition))
+        luck = f"seed {run.seed}" if self.identical else ""
+        write_run(run.folder, run.seed, held_out=answers(count), before=half, luck=luck, algorithm=_modes(run.condition))
         return EndedJob(RunOutcome(Status.DONE))
 
     def close(self) -> None: ...
@@ -98,7 +101,7 @@ class NotInterrupted:
 
 def planned(folder: Path, **campaign: Any) -> CampaignPlan:
     values = {"seeds": [1, 2, 3], "max_seeds": 10, "stop": "evidence", "max_steps": 2, "conditions": CONDITIONS[:2]} | campaign
-    return plan_campaign(config_from_mapping({"campaign": values, "evaluation": {"at_end": True}}), folder)
+    return plan_campaign(planned_config(values, evaluation={"at_end": True}), folder)
 
 
 def execute(plan: CampaignPlan, launcher: Any) -> list[str]:
@@ -260,6 +263,37 @@ def test_a_campaign_whose_runs_all_failed_starts_over_at_a_resume(tmp_path: Path
     assert "(10 done, 10 failed)" in (status := " ".join(lines(overview(plan.folder)))) and "failed (out of memory)" in status
     execute(plan, Simulated(BETTER))
     assert any(look["decided"] == {"maxrl+none": "improvement"} for look in looks(plan.folder))
+
+
+def test_a_run_that_failed_and_was_tried_again_keeps_its_attempts(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c", max_seeds=3)
+    for failing in (frozenset({"maxrl+none_s2"}), frozenset({"maxrl+none_s2"}), frozenset[str]()):
+        execute(plan, Simulated(BETTER, failing=failing))
+    assert {entry.name: entry.attempts for entry in Manifest.read(plan.folder).runs if entry.attempts > 1} == {"maxrl+none_s2": 3}
+    assert "maxrl+none_s2: 3 attempts." in lines(overview(plan.folder))
+    assert "Tried again after a failure: maxrl+none_s2 (3 attempts)." in compare_campaign(plan.folder, TestSettings()).notes
+
+
+def test_a_resume_does_not_take_another_seeds_run_for_a_finished_one(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c", stop="seeds", max_seeds=0)
+    execute(plan, Simulated(BETTER))
+    two, three = (plan.folder / "runs" / f"maxrl+none_s{seed}" for seed in (2, 3))
+    shutil.rmtree(two)
+    shutil.copytree(three, two)
+    said = lines(overview(plan.folder))
+    assert "maxrl+none_s2: It holds a run of seed 3, and seed 2 is planned." in said
+    launcher = Simulated(BETTER)
+    execute(plan, launcher)
+    assert launcher.started == ["maxrl+none_s2"]
+
+
+def test_conditions_that_are_one_run_are_said_to_be_after_their_first_pair(tmp_path: Path) -> None:
+    plan = planned(tmp_path / "c", stop="seeds", max_seeds=0)
+    said = execute(plan, Simulated({label: BETTER["grpo+none"] for label in BETTER}, identical=True))
+    expected = "maxrl+none_s1 is the same run as grpo+none_s1, byte for byte: what maxrl+none sets changes nothing."
+    assert [line for line in said if "byte for byte" in line] == [expected]
+    text = to_text(compare_campaign(plan.folder, TestSettings()), 200)
+    assert "all 3 pairs are the same run, byte for byte: what the two set differently changes nothing." in " ".join(text.split())
 
 
 def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_the_manifest_tells_the_whole_campaign(sequential: Finished) -> None:
     assert (manifest["conditions"], manifest["seeds"], manifest["max_steps"]) == (["grpo+none", "weighted"], [1, 2], 2)
     assert [run["name"] for run in manifest["runs"]] == NAMES
     for run in manifest["runs"]:
-        assert run.keys() == {"name", "condition", "seed", "status", "dir", "started", "ended", "reason"}
+        assert run.keys() == {"name", "condition", "seed", "status", "dir", "started", "ended", "reason", "attempts"}
         assert run["status"] == "done" and run["reason"] is None and run["started"] <= run["ended"]
         assert (sequential.folder / run["dir"] / "summary.json").is_file()
     assert config_from_mapping(manifest["config"]).conditions[1].sets == {"gtpo.beta": 0.3}

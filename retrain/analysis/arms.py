@@ -1,12 +1,14 @@
 """The arms of a comparison: the finished runs of each condition, one per seed, and the runs that failed or cannot be compared."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrain.analysis.integrity import repeated_numbers
+from retrain.analysis.likeness import mixed_values
 from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.runs import StoredRun
+from retrain.config.keys import all_keys
 from retrain.config.schema import Evaluation, Training
 from retrain.errors import ConfigurationError
 
@@ -164,6 +166,23 @@ def _seeds_by(runs: Mapping[int, StoredRun], words: Callable[[StoredRun], str], 
 
 def _which(seeds: list[int], runs: Mapping[int, StoredRun]) -> str:
     return "" if len(seeds) == len(runs) else f" (seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))})"
+
+
+def check_one_condition(label: str, runs: Mapping[int, StoredRun]) -> None:
+    """Raises ConfigurationError if the runs of an arm were trained with different values of a key that no resume may change."""
+    different = [f"{path} differs between {seeds}" for path, seeds in mixed_keys(runs, fixed=True)]
+    if different:
+        raise ConfigurationError(f"{label} is not one condition: {'; '.join(different)}; give the runs of one condition.")
+
+
+def mixed_keys(runs: Mapping[int, StoredRun], *, fixed: bool) -> Iterator[tuple[str, str]]:
+    """Each key that changes the training and differs within an arm, with the seeds; `fixed` are those that may not change at a resume."""
+    for key in all_keys():
+        apart = key.section == "evaluation" or key.path == "training.max_steps"  # which are looked at elsewhere
+        if key.traits.own_to_a_run or key.traits.may_change_at_resume == fixed or apart:
+            continue
+        if seeds := mixed_values(runs, lambda run, path=key.path: run.config.value(path)):  # type: ignore[misc]
+            yield key.path, seeds
 
 
 def check_same_problems(runs: Iterable[StoredRun]) -> None:

@@ -14,6 +14,7 @@ from retrain.analysis.arms import (
     Arm,
     RunsByCondition,
     arm_of,
+    check_one_condition,
     check_same_problems,
     control_label,
     evaluated_alike,
@@ -21,16 +22,17 @@ from retrain.analysis.arms import (
     group_by_condition,
     judged_by,
 )
+from retrain.analysis.integrity import absent_line, are_the_same, as_planned, campaigns_of, not_listed, problems_of
 from retrain.analysis.likeness import Shared
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.notes import comparison_notes
 from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
-from retrain.analysis.integrity import not_listed, problems_of
 from retrain.analysis.planned import Absences, CampaignRecord, Look, deviations, planned_line
-from retrain.analysis.runs import StoredRun, campaign_runs
+from retrain.analysis.robust import Robust, second_line, with_collapsed_failed
+from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
 from retrain.analysis.two_way import TwoWay
-from retrain.analysis.verdict import Conclusion, TestSettings, conclude
+from retrain.analysis.verdict import Conclusion, TestSettings, Verdict, conclude
 from retrain.errors import ConfigurationError
 from retrain.records.terminal import counted
 
@@ -80,6 +82,10 @@ class Contrast:
     tasks: TaskContrast | None
     """None unless the held-out problems come from several tasks."""
     shared: Shared
+    robust: Robust | None
+    """The verdict's second line; None without a verdict, and for a metric that has no worst end at 0."""
+    same_runs: int
+    """Pairs whose two runs are one: equal in every number but for what the clock measured."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,8 @@ def compare_campaign(
     `pairs` names the contrasts of the family instead. `record` is the plan and the looks, by default those of the manifest.
     """
     runs, record = campaign_runs(folder), record or CampaignRecord.read(folder)
-    grouped = group_by_condition(runs, problems_of(folder, runs))
+    grouped, unlisted = group_by_condition(runs, problems_of(folder, runs)), not_listed(folder, runs)
+    grouped.left_out += [f"{name} is not listed in {MANIFEST}, so it is not counted." for name in unlisted]
     labels = list(grouped.conditions)
     for label in (label for pair in pairs for label in pair):
         if label not in grouped.conditions:
@@ -150,7 +157,7 @@ def compare_campaign(
         raise ConfigurationError(f"--baseline {baseline} is no condition of {folder}; the conditions are {', '.join(labels)}.")
     if record.plan and test.margin is None and metric in (None, record.plan.metric):
         test = replace(test, margin=record.plan.margin)
-    absences = Absences.of(record.plan, runs, grouped.not_counted, not_listed(folder, runs)) if record.plan else None
+    absences = Absences.of(record, runs, grouped.not_counted, unlisted)
     return _compare(grouped, baseline, test, metric, pairs, record, absences)
 
 
@@ -161,7 +168,8 @@ def compare_runs(
     both = {run.path.resolve() for run in candidates} & {run.path.resolve() for run in baselines}
     if both:
         raise ConfigurationError(f"{min(both)} is on both sides of --baseline; name it once.")
-    grouped, base = group_by_condition(candidates), group_by_condition(baselines)
+    campaigns = campaigns_of([*candidates, *baselines])
+    grouped, base = (group_by_condition(*as_planned(side, campaigns)) for side in (candidates, baselines))
     if len(base.conditions) != 1:
         raise ConfigurationError(
             f"the runs after --baseline have {len(base.conditions)} conditions ({', '.join(base.conditions)}); give the runs of one."
@@ -176,7 +184,7 @@ def compare_runs(
         [*base.left_out, *grouped.left_out],
         base.to_come + grouped.to_come,
     )
-    return _compare(both_sides, label, test, metric)
+    return replace(_compare(both_sides, label, test, metric), planned=absent_line([*candidates, *baselines], campaigns))
 
 
 def _compare(
@@ -195,6 +203,8 @@ def _compare(
     left_out, notes = list(grouped.left_out), list[str]()
     asked = metric_name is not None
     reference = next(iter(grouped.conditions[baseline].values()), None)
+    for label, runs in grouped.conditions.items():
+        check_one_condition(label, runs)
     alike = _measured_alike(grouped.conditions, reference, metric, left_out, notes if asked else left_out, insist=asked)
     labels = dict.fromkeys((baseline, *(label for pair in pairs for label in pair))) if pairs else dict.fromkeys((baseline, *alike))
     arms = {label: arm_of(label, alike[label], metric, left_out, grouped.failed.get(label, ())) for label in labels}
@@ -215,7 +225,7 @@ def _compare(
         test=test,
         baseline=baseline,
         arms=[_summary(arm, metric, 1 - test.alpha) for arm in arms.values()],
-        contrasts=_contrasts(family, metric, test, worst_value(arms.values(), metric, test)),
+        contrasts=_contrasts(family, metric, test, worst_value(arms.values(), metric, test), record),
         to_come=grouped.to_come,
         left_out=left_out,
         notes=[*notes, *comparison_notes(grouped, arms, baseline, family, metric, test, asked=asked)],
@@ -272,7 +282,7 @@ def check_sizes(test: TestSettings, metric: Metric) -> None:
                 f"--{name} {size:g} is not a possible difference in {metric.name}, which lies between 0 and 1; two points are 0.02."
             )
     if test.lower_is_better and (metric.k is not None or metric.name in ("correct_rate", "auc")):
-        raise ConfigurationError(f"--lower-is-better is not for {metric.name}, a rate of right answers, of which more is better; leave it out.")
+        raise ConfigurationError(f"--lower-is-better is not for {metric.name}, a rate of right answers: more is better; leave it out.")
     if test.failed == "worst" and metric.better is None and not test.lower_is_better:
         raise ConfigurationError(f"--failed worst needs a metric with a better and a worse end, and {metric.name} has none; leave it out.")
 
@@ -315,13 +325,30 @@ def _per_run(arm: Arm, name: str) -> float | None:
     return float(np.mean(found)) if found else None
 
 
-def _contrasts(family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None) -> list[Contrast]:
+def _contrasts(
+    family: Sequence[Pairs], metric: Metric, test: TestSettings, worst: float | None, record: CampaignRecord | None
+) -> list[Contrast]:
     """One contrast per candidate; the p values are adjusted over all of them."""
     conclusions = conclude([pairs.paired(test.alpha, len(family)) for pairs in family], test, metric.better)
+
+    def counted_at_worst(arms: Sequence[tuple[Arm, Arm]]) -> list[Conclusion]:
+        again = [pair_up(candidate, baseline, metric, worst) for candidate, baseline in arms]
+        if record and test.rule == "evidence":
+            again = [pairs.at_looks(record.first_looks(pairs.candidate.label)) for pairs in again]
+        paired = [pairs.paired(test.alpha, len(family)) for pairs in again]
+        return conclude(paired, replace(test, failed="worst"), metric.better)
+
     at_worst: Sequence[Conclusion | None] = [None] * len(family)
+    robust: Sequence[Robust | None] = at_worst
     if worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family):
-        again = [pair_up(pairs.candidate, pairs.baseline, metric, worst) for pairs in family]
-        at_worst = conclude([pairs.paired(test.alpha, len(family)) for pairs in again], replace(test, failed="worst"), metric.better)
+        at_worst = counted_at_worst([(pairs.candidate, pairs.baseline) for pairs in family])
+    if worst == 0 and any(conclusion.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE) for conclusion in conclusions):
+        fallen = [(with_collapsed_failed(pairs.candidate), with_collapsed_failed(pairs.baseline)) for pairs in family]
+        again = counted_at_worst(fallen)
+        robust = [
+            second_line(*arms, now, one.verdict) if one.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE) else None
+            for arms, now, one in zip(fallen, again, conclusions, strict=True)
+        ]
     return [
         Contrast(
             condition=pairs.candidate.label,
@@ -335,6 +362,8 @@ def _contrasts(family: Sequence[Pairs], metric: Metric, test: TestSettings, wors
             losses=pairs.losses(),
             tasks=contrast_tasks(pairs.runs, 1 - test.alpha) if metric.k == 1 and len(pairs.runs) > 1 else None,
             shared=Shared.of(pairs.runs),
+            robust=second,
+            same_runs=are_the_same(pairs.runs),
         )
-        for pairs, conclusion, with_failed in zip(family, conclusions, at_worst, strict=True)
+        for pairs, conclusion, with_failed, second in zip(family, conclusions, at_worst, robust, strict=True)
     ]

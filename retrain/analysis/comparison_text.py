@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from retrain.analysis.compare import ArmSummary, Comparison, Contrast
-from retrain.analysis.explanation import caveats, computed, explanation, looks_taken, sharing
+from retrain.analysis.explanation import caveats, computed, explanation, known_limits, looks_taken, sharing
 from retrain.analysis.headline import answer, name_of, p_words
 from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.tasks import PROFILE_THRESHOLDS, TaskAggregate
@@ -89,6 +89,7 @@ def sections(comparison: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     shared = list(dict.fromkeys(sharing(contrast) for contrast in comparison.contrasts))
     together = [f"{name_of(contrast, comparison)}: {sharing(contrast)}" for contrast in comparison.contrasts] if len(shared) > 1 else shared
     found = {
+        "Known limits": list(known_limits(comparison)),
         "Notes": comparison.notes,
         "Looks": list(looks_taken(comparison)),
         "How it was computed": list(computed(comparison)),
@@ -247,6 +248,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "to_come": comparison.to_come,
         "arms": [asdict(arm) | {"condition": arm.label, "tasks": _tasks_json(arm.tasks)} for arm in comparison.arms],
         "contrasts": [_contrast_json(contrast, comparison) for contrast in comparison.contrasts],
+        "known_limits": list(known_limits(comparison)),
         "notes": list(comparison.notes),
         "left_out": list(comparison.left_out),
     }
@@ -278,6 +280,8 @@ def _contrast_json(contrast: Contrast, comparison: Comparison) -> dict[str, Any]
         "equivalence_p_adjusted": found.equivalence_p_adjusted,
         "within_margin": found.within_margin,
         "failed_at_worst": contrast.at_worst.word(alpha) if contrast.at_worst else None,
+        "second_line": asdict(contrast.robust) if contrast.robust else None,
+        "same_runs": contrast.same_runs,
         "losses": asdict(contrast.losses) if contrast.losses else None,
         "pairing": asdict(contrast.pairing) if contrast.pairing else None,
         "noise_sd": contrast.parts.noise_variance**0.5 if contrast.parts else None,

@@ -4,11 +4,15 @@ from collections.abc import Iterator
 
 from retrain.analysis import statistics
 from retrain.analysis.compare import Comparison, Contrast
-from retrain.analysis.headline import p_words
+from retrain.analysis.headline import p_words, same_runs_words
 from retrain.analysis.measures import difference_words, interval_words, size_words
 from retrain.analysis.pairs import outlying_seeds
+from retrain.analysis.robust import Robust
+from retrain.analysis.runs import seeds_words
 from retrain.analysis.verdict import FEW_PROBLEMS, Verdict
 from retrain.records.terminal import counted
+
+_DIFFERENCES = (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT)
 
 
 def explanation(contrast: Contrast, comparison: Comparison) -> str:
@@ -68,6 +72,8 @@ def _why_inconclusive(contrast: Contrast, comparison: Comparison) -> str:
 def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
     """The caveats of a contrast, one sentence each."""
     metric, test, found = comparison.metric, comparison.test, contrast.conclusion
+    if words := same_runs_words(contrast):
+        yield f"{words[0].upper()}{words[1:]}."
     if found.bounds and found.unsure != "unjudged":
         yield f"Unjudged answers could move the difference to {interval_words(found.bounds, metric)}."
     if losses := contrast.losses:
@@ -81,6 +87,8 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
             f"{counted(worst.pairs, 'pair')}."
         )
     yield from _about_tails(contrast, comparison)
+    if contrast.robust:
+        yield _second_line(contrast, contrast.robust)
     if contrast.wide and contrast.wide.without_covariate:
         yield (
             f"For new problems as hard for the base model as these: {interval_words(contrast.wide.interval, metric)} (the covariate is its "
@@ -107,6 +115,21 @@ def caveats(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
         yield "Nothing that was recorded differs between the arms: an A/A comparison."
     elif contrast.shared.differing_keys:
         yield f"The arms differ in {', '.join(contrast.shared.differing_keys)}."
+
+
+def _second_line(contrast: Contrast, robust: Robust) -> str:
+    """Whether the verdict stands with failed and collapsed runs at their worst, seen and unseen."""
+    ahead = contrast.condition if contrast.conclusion.verdict is Verdict.IMPROVEMENT else contrast.baseline
+    seen = "; ".join(f"{seeds_words(seeds)} of {label}" for label, seeds in robust.fallen.items())
+    further = " further" if robust.fallen.get(ahead) else ""
+    worst = (
+        f"With failed and collapsed runs ({seen or 'none was seen'}) at 0, and as many{further} collapses of {ahead} as its runs do not rule "
+        f"out ({100 * robust.unseen:.0f}% of them)"
+    )
+    if robust.stands:
+        return f"{worst}: {contrast.conclusion.verdict}."
+    enough = f" {robust.pairs_needed} pairs without a collapse would rule out enough." if robust.pairs_needed else ""
+    return f"{worst}: undecided.{enough}"
 
 
 def _about_tails(contrast: Contrast, comparison: Comparison) -> Iterator[str]:
@@ -152,6 +175,30 @@ def sharing(contrast: Contrast) -> str:
 
 def _of(count: int, total: int) -> str:
     return "no" if count == 0 else "all" if count == total else f"{count} of {total}"
+
+
+_LIMITS = {
+    "evidence": ("COLLOOK", "FAILLOOK", "SKEWLOOK"),
+    "exact": ("COLONCE", "FAILONCE", "SKEWONCE"),
+}
+"""False improvements of the e-process within 16 seeds, and of the exact test after 6 to 16 seeds: benchmarks/robust.py."""
+
+
+def known_limits(comparison: Comparison) -> Iterator[str]:
+    """How often a verdict is wrong where what its test assumes does not hold; nothing without a verdict."""
+    if not any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
+        return
+    collapse, failure, tail = _LIMITS["evidence" if comparison.test.rule == "evidence" else "exact"]
+    looks = ", with a look after every seed" if comparison.test.rule == "evidence" else ""
+    yield (
+        f"In simulated campaigns whose arms have equal means{looks}, the test says improvement in {collapse} where a tenth of one arm's runs "
+        f"collapse, in {failure} where the worst fifth of one arm's runs fail, and in {tail} where one arm's luck has a long tail downwards."
+    )
+    if any(contrast.robust for contrast in comparison.contrasts):
+        yield (
+            "The line on failed and collapsed runs at 0 is wrong in at most SECOND of the same campaigns. Its price: a gain from 50 to 60% is "
+            "found by 16 pairs in PRICE16 and by 12 in PRICE12 of campaigns, by the test alone in all."
+        )
 
 
 def looks_taken(comparison: Comparison) -> Iterator[str]:
@@ -200,5 +247,5 @@ def computed(comparison: Comparison) -> Iterator[str]:
         all_of_them = f", at {100 * (1 - test.alpha / len(comparison.contrasts)):.4g}% (Bonferroni)" if several else ""
         few = f"; with fewer than {FEW_PROBLEMS} problems a verdict needs it too{all_of_them}" if comparison.problems < FEW_PROBLEMS else ""
         yield f"For new problems: two-way analysis of variance over seeds and problems{few}."
-    if any(contrast.conclusion.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE, Verdict.DIFFERENT) for contrast in comparison.contrasts):
+    if any(contrast.conclusion.verdict in _DIFFERENCES for contrast in comparison.contrasts):
         yield "A difference that was picked because it is significant is too large on average (winner's curse); new seeds show its size."

@@ -71,6 +71,8 @@ def _within_margin(contrast: Contrast, comparison: Comparison) -> str:
 def _undecided(comparison: Comparison) -> str:
     """The answer where no contrast has a verdict: the design cannot give one, or the data did not decide."""
     contrasts, test = comparison.contrasts, comparison.test
+    if len(contrasts) == 1 and contrasts[0].same_runs == contrasts[0].conclusion.pairs:
+        return f"{contrasts[0].condition} against {contrasts[0].baseline}: {same_runs_words(contrasts[0])}."
     if test.rule != "evidence" and not any(contrast.conclusion.can_conclude(test.alpha) for contrast in contrasts):
         seeds = max(contrast.conclusion.pairs for contrast in contrasts)
         return (
@@ -87,6 +89,17 @@ def _undecided(comparison: Comparison) -> str:
         f"Undecided {scope(comparison)}: none of {len(contrasts)} conditions is shown to differ from {_baselines(comparison)}; the largest "
         f"difference is {item_words(largest, comparison)}."
     )
+
+
+def same_runs_words(contrast: Contrast) -> str:
+    """For example: all 6 pairs are the same run, byte for byte; "" if none is."""
+    if not contrast.same_runs:
+        return ""
+    same, pairs = contrast.same_runs, contrast.conclusion.pairs
+    if same < pairs:
+        return f"{same} of {pairs} pairs {'is' if same == 1 else 'are'} the same run, byte for byte"
+    which = "the pair is" if pairs == 1 else f"all {pairs} pairs are"
+    return f"{which} the same run, byte for byte: what the two set differently changes nothing"
 
 
 def _baselines(comparison: Comparison) -> str:

@@ -6,10 +6,11 @@ write all of them alike, so this finds accidents and half-done edits, not forger
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from retrain.analysis.runs import MANIFEST, StoredRun, is_campaign, is_run
+from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, is_campaign, is_run, seeds_words
 from retrain.config.keys import keys_by_path
 from retrain.config.schema import DEFAULT_CONDITIONS, Condition
 from retrain.parsing import read_object
@@ -18,18 +19,26 @@ from retrain.records.redact import MASK
 _MODES = ("advantage_mode", "transform_mode", "algorithm_mode")
 
 
-def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
-    """Folder -> why the run in it is not the planned one, as a predicate, for the runs of a campaign that have begun and are not."""
+def given_keys(campaign: Path) -> Mapping[str, Any]:
+    """The sections of a campaign's configuration, with the keys that were given, as its manifest holds them."""
     config = read_object(campaign / MANIFEST).get("config")
-    given = config if isinstance(config, dict) else {}
-    found = {}
-    for run in runs:
-        if is_run(run.path) and (problem := self_contradiction(run) or _not_as_planned(run, given)):
-            found[run.path] = problem
-    return found
+    return config if isinstance(config, dict) else {}
 
 
-def self_contradiction(run: StoredRun) -> str:
+def problem_of(run: StoredRun, given: Mapping[str, Any]) -> str:
+    """Why a run is not what its campaign planned, or contradicts itself, as a predicate; "" if it has not begun or is as it should be."""
+    if not is_run(run.path):
+        return ""
+    return _contradiction(run) or _not_as_planned(run, given)
+
+
+def problems_of(campaign: Path, runs: Iterable[StoredRun]) -> dict[Path, str]:
+    """Folder -> `problem_of` its run, for the runs of a campaign that have one."""
+    given = given_keys(campaign)
+    return {run.path: problem for run in runs if (problem := problem_of(run, given))}
+
+
+def _contradiction(run: StoredRun) -> str:
     """What the files of one run's folder say differently, as a predicate; "" if they agree."""
     config = run.config
     state = read_object(run.folder.trainer_state) if run.folder.trainer_state.is_file() else {}
@@ -49,6 +58,8 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
     planned, config = run.planned, run.config
     if planned is None:
         return ""
+    if planned.status == "failed" and run.summary.get("status") == "done":
+        return f"failed, says {MANIFEST}, and is done, says its own {run.folder.summary.name}"
     if config.training.seed != planned.seed:
         return f"holds a run of seed {config.training.seed}, and seed {planned.seed} is planned"
     if config.condition_label != planned.condition:
@@ -61,7 +72,7 @@ def _not_as_planned(run: StoredRun, given: Mapping[str, Any]) -> str:
 
 
 def planned_values(given: Mapping[str, Any], condition: str) -> dict[str, Any]:
-    """Key -> value of the keys that a campaign's configuration, as its manifest holds it, gives to a condition and that no resume may change.
+    """Key -> value of the keys that a campaign's configuration gives to a condition and that no resume may change.
 
     Defaults are not among them: another version of retrain may have others.
     """
@@ -126,7 +137,41 @@ def not_listed(campaign: Path, runs: Iterable[StoredRun]) -> list[str]:
     return [folder.name for folder in folders if is_run(folder) and folder.resolve() not in listed]
 
 
-def campaign_of(run: StoredRun) -> Path | None:
-    """The folder of the campaign whose `runs` a run lies in; None for a run on its own."""
-    above = run.path.resolve().parent.parent
-    return above if is_campaign(above) else None
+# -- runs that are given by folder ---------------------------------------------------------------------------------------
+
+
+def campaigns_of(runs: Iterable[StoredRun]) -> dict[Path, list[StoredRun]]:
+    """Campaign -> its listed runs, for the campaigns in whose `runs` folders these runs lie."""
+    above = dict.fromkeys(run.path.resolve().parent.parent for run in runs)
+    return {folder: campaign_runs(folder) for folder in above if is_campaign(folder)}
+
+
+def as_planned(runs: Iterable[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]) -> tuple[list[StoredRun], dict[Path, str]]:
+    """The runs with their campaign's entry, and why some of them do not count (folder -> predicate)."""
+    entries = {run.path.resolve(): run for listed in campaigns.values() for run in listed}
+    known = [replace(run, planned=entries[run.path.resolve()].planned) if run.path.resolve() in entries else run for run in runs]
+    problems = {run.path: problem for run in known if (problem := problem_of(run, {}))}
+    for folder in campaigns:
+        problems |= problems_of(folder, [run for run in known if run.path.resolve().parent.parent == folder])
+    return known, problems
+
+
+def absent_line(runs: Sequence[StoredRun], campaigns: Mapping[Path, Sequence[StoredRun]]) -> str:
+    """A sentence that names the campaigns of runs given by folder, and their seeds that are absent; "" for runs of no campaign."""
+    sentences = []
+    for folder, listed in campaigns.items():
+        given = {run.path.resolve() for run in runs}
+        shown = {run.condition for run in listed if run.path.resolve() in given}
+        absent: dict[str, list[int]] = {}
+        for run in listed:
+            if run.condition in shown and run.path.resolve() not in given and not run.skipped:
+                absent.setdefault(run.condition, []).append(run.seed)
+        without = f" Absent here: {absent_words(absent)}; a choice of seeds makes p too small." if absent else ""
+        whole = f"these runs belong to the campaign {folder.name}, which `retrain compare` takes as a whole"
+        sentences.append(f"Exploratory: {whole}.{without}")
+    return " ".join(sentences)
+
+
+def absent_words(absent: Mapping[str, Sequence[int]]) -> str:
+    """For example: seeds 3, 7 of maxrl+none; seed 2 of grpo+none."""
+    return "; ".join(f"{seeds_words(seeds)} of {condition}" for condition, seeds in absent.items())

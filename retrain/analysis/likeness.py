@@ -1,10 +1,10 @@
 """Compares the two runs of a pair: prompts, noise, configuration keys, and the recorded environments (environment.json)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.config.keys import all_keys
 
 Pair = tuple[StoredRun, StoredRun]
@@ -81,6 +81,25 @@ def differing_keys(pairs: Sequence[Pair]) -> list[str]:
     return [key for key in keys if any(one.config.value(key) != other.config.value(key) for one, other in pairs)]
 
 
+def mixed_values(runs: Mapping[int, StoredRun], value: Callable[[StoredRun], Any]) -> str:
+    """The seeds that differ in a value, such as "seeds 1 to 4 and 5 to 8"; "" if all are alike."""
+    groups: dict[str, list[int]] = {}
+    for seed in sorted(runs):
+        groups.setdefault(repr(value(runs[seed])), []).append(seed)
+    if len(groups) < 2:
+        return ""
+    return f"seeds {' and '.join(seeds_words(seeds).partition(' ')[2] for seeds in groups.values())}"
+
+
+def mixed_code(label: str, runs: Mapping[int, StoredRun]) -> Iterator[str]:
+    """A sentence for each part of the code, as environment.json records it, in which the runs of one arm differ."""
+    if seeds := mixed_values(runs, lambda run: run.code.revision):
+        yield f"{label} ran on different revisions of retrain: {seeds} differ."
+    for name in sorted({name for run in runs.values() for name in run.code.plugins}):
+        if seeds := mixed_values(runs, lambda run, name=name: run.code.plugins.get(name)):  # type: ignore[misc]
+            yield f"{label} ran with different files of the plugin {name}: {seeds} differ."
+
+
 def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
     """Yield each difference between two recorded environments in words such as "torch (2.12.0, 2.13.0)"."""
     ours, theirs = one.environment, other.environment
@@ -88,6 +107,11 @@ def differing_environment(one: StoredRun, other: StoredRun) -> Iterator[str]:
         if ours.get(name) != theirs.get(name):
             is_short = name != "data_sha256" and not any(isinstance(recorded.get(name), dict) for recorded in (ours, theirs))
             yield f"{words} ({_shown(ours.get(name))}, {_shown(theirs.get(name))})" if is_short else words
+    if one.code.revision != other.code.revision:
+        yield f"retrain's revision ({_shown(one.code.revision)}, {_shown(other.code.revision)})"
+    for name in sorted({*one.code.plugins, *other.code.plugins}):
+        if one.code.plugins.get(name) != other.code.plugins.get(name):
+            yield f"the plugin {name}"
     ours, theirs = _packages(ours), _packages(theirs)
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from retrain.analysis.arms import Arm, RunsByCondition
+from retrain.analysis.arms import Arm, RunsByCondition, mixed_keys
+from retrain.analysis.likeness import mixed_code
 from retrain.analysis.measures import Metric, trained_on_chance
 from retrain.analysis.pairs import Pairs
 from retrain.analysis.runs import StoredRun
@@ -36,6 +37,12 @@ def comparison_notes(
             f"{base.label} is a control, trained on random rewards: a difference from it is what an informative reward adds to "
             "training as such."
         )
+    for arm in arms.values():
+        yield from mixed_code(arm.label, arm.runs)
+        if mixed := [f"{path} ({seeds})" for path, seeds in mixed_keys(arm.runs, fixed=False)]:
+            yield f"The runs of {arm.label} differ in {', '.join(mixed)}."
+    if again := [f"{run.name} ({run.planned.attempts} attempts)" for run in runs if run.planned and run.planned.attempts > 1]:
+        yield f"Tried again after a failure: {', '.join(again)}."
     ends = sorted({run.steps for run in runs})
     if len(ends) > 1:
         yield f"The runs ended at different steps ({ends[0]} to {ends[-1]}), so they were trained for different lengths."

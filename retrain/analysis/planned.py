@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.analysis.futility import Forecast, forecasts
+from retrain.analysis.integrity import absent_words
 from retrain.analysis.measures import Metric, choose_metric, difference_words, interval_words
-from retrain.analysis.runs import StoredRun
+from retrain.analysis.runs import StoredRun, seeds_words
 from retrain.errors import RunFailed
 from retrain.parsing import read_object
 from retrain.records.entries import Direction
@@ -107,8 +108,10 @@ class CampaignRecord:
             seeds = [int(seed) for seed in content.get("seeds") or []]
         except (TypeError, ValueError, KeyError) as error:
             raise RunFailed(f"{path} has a plan or a look that cannot be read ({error}): the file was changed.") from error
-        sha256 = _sha256(stored) if stored else ""
-        return cls(plan, plan is not None and stored.get("sha256") != sha256, looks, seeds, content.get("max_steps"), sha256)
+        if stored is None:
+            return cls(None, edited=False, looks=looks, seeds=seeds, max_steps=content.get("max_steps"))
+        sha256 = _sha256(stored)
+        return cls(plan, stored.get("sha256") != sha256, looks, seeds, content.get("max_steps"), sha256)
 
     @property
     def looked(self) -> tuple[int, ...]:
@@ -131,6 +134,18 @@ class CampaignRecord:
             if condition not in look.missing:
                 taken.setdefault(look.seed, number)
         return taken
+
+    def first_looks(self, condition: str) -> dict[int, int]:
+        """Seed -> number of the first look at it, from 0, whether the condition's pair was there or not."""
+        first: dict[int, int] = {}
+        for number, look in enumerate(self.looks[: self.decided_at(condition)]):
+            first.setdefault(look.seed, number)
+        return first
+
+    def was_looked_at(self, condition: str, seed: int) -> bool:
+        """True if a look took the run of this condition and seed."""
+        conditions = self.plan.conditions if self.plan and condition == self.plan.baseline else (condition,)
+        return any(seed in self.looks_of(other) for other in conditions)
 
     def foresee(self, runs: Sequence[StoredRun], seed: int) -> dict[str, list[Forecast]]:
         """Condition -> the forecast of each evaluation of the runs of `seed`, from the seeds looked at before; only conditions that a look
@@ -188,7 +203,7 @@ def deviations(
     if baseline == plan.baseline and set(pairs) != contrasts:
         yield f"the family of comparisons ({len(pairs)}, planned {len(contrasts)})"
     if absences and absences.bent:
-        yield f"its runs (planned and not counted: {_absent_words(absences.bent)})"
+        yield f"its runs (planned and not counted: {absent_words(absences.bent)})"
     if absences and absences.not_listed:
         yield f"its manifest (which does not list {', '.join(absences.not_listed)}, though the campaign's folder holds {_them(absences)})"
 
@@ -214,30 +229,24 @@ class Absences:
 
     @classmethod
     def of(
-        cls, plan: AnalysisPlan, runs: Iterable[StoredRun], not_counted: Collection[Path], not_listed: Sequence[str] = ()
-    ) -> "Absences":
-        """`runs` are those of the manifest, `not_counted` the folders of those that are not what was planned."""
+        cls, record: "CampaignRecord", runs: Iterable[StoredRun], not_counted: Collection[Path], not_listed: Sequence[str] = ()
+    ) -> "Absences | None":
+        """`runs` are those of the manifest, `not_counted` the folders of those that are not what was planned. None without a plan."""
+        plan = record.plan
+        if plan is None:
+            return None
         found = {(run.condition, run.seed): run for run in runs if run.path not in not_counted}
         bent, failed, to_come = dict[str, list[int]](), dict[str, list[int]](), dict[str, list[int]]()
         for condition in (plan.baseline, *plan.conditions):
             for seed in plan.seeds:
                 run = found.get((condition, seed))
-                if run is None:
+                if run is None or (run.skipped and (plan.rule == "seeds" or record.was_looked_at(condition, seed))):
                     bent.setdefault(condition, []).append(seed)
                 elif run.failed:
                     failed.setdefault(condition, []).append(seed)
                 elif run.unfinished and not run.skipped:
                     to_come.setdefault(condition, []).append(seed)
         return cls(bent, failed, to_come, not_listed)
-
-
-def seeds_words(seeds: Sequence[int]) -> str:
-    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
-
-
-def _absent_words(absent: Mapping[str, Sequence[int]]) -> str:
-    """For example: seeds 3, 7 of maxrl+none; seed 2 of grpo+none."""
-    return "; ".join(f"{seeds_words(seeds)} of {condition}" for condition, seeds in absent.items())
 
 
 def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Absences | None = None) -> str:
@@ -252,14 +261,12 @@ def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Abs
         return f"Exploratory: differs from the plan ({record.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
     when = "looked at after every seed" if plan.rule == "evidence" else "tested once"
     margin = "" if plan.margin is None else f", equivalent within {plan.margin:g}"
-    lines = [
-        f"As planned before the first run ({record.sha256[:8]}): {plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin}, "
-        f"{counted(len(plan.seeds), 'seed')}, {when}."
-    ]
+    what = f"{plan.metric}, {plan.better} is better, at {plan.alpha:g}{margin}, {counted(len(plan.seeds), 'seed')}, {when}"
+    lines = [f"As planned before the first run ({record.sha256[:8]}): {what}."]
     if absences and absences.to_come:
-        lines.append(f"Still to come: {_absent_words(absences.to_come)}.")
+        lines.append(f"Still to come: {absent_words(absences.to_come)}.")
     if absences and absences.failed:
-        lines.append(f"Failed, so without a pair: {_absent_words(absences.failed)}.")
+        lines.append(f"Failed, so without a pair: {absent_words(absences.failed)}.")
     if added := [seed for seed in record.seeds if seed not in plan.seeds]:
         lines.append(f"Added after the plan: {seeds_words(added)}.")
         lines.append(

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, takewhile
@@ -46,6 +46,16 @@ class PlannedRun:
     reason: str
     attempts: int = 1
     """How often it was begun, but for the times that it went on after it was interrupted or killed."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code of a run."""
+
+    revision: str | None
+    """Of the package; None where it was not recorded."""
+    plugins: Mapping[str, Any]
+    """Dotted name -> sha256 of its file."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,15 @@ class StoredRun:
     def environment(self) -> dict[str, Any]:
         """The content of environment.json; empty if there is none."""
         return read_object(self.folder.environment) if self.folder.environment.is_file() else {}
+
+    @property
+    def code(self) -> Code:
+        """The code that ran, as environment.json names it."""
+        recorded = self.environment.get("code")
+        if not isinstance(recorded, dict):
+            return Code(None, {})
+        revision, plugins = recorded.get("revision"), recorded.get("plugins")
+        return Code(revision if isinstance(revision, str) else None, plugins if isinstance(plugins, dict) else {})
 
     @property
     def has_counter_noise(self) -> bool:
@@ -237,6 +256,18 @@ def _unmeasured(line: dict[str, Any]) -> str:
 
 _STEP = re.compile(rb'^\{"step": ?(\d{1,18})\b[^\n]*\n', re.MULTILINE)
 """A whole line of metrics.jsonl, whose first field is the step; matched as bytes, since status looks at every line of every run."""
+
+
+def seeds_words(seeds: Sequence[int]) -> str:
+    """For example: seed 4; seeds 1 to 4, 8."""
+    parts: list[list[int]] = []
+    for seed in sorted(seeds):
+        if parts and seed == parts[-1][-1] + 1:
+            parts[-1].append(seed)
+        else:
+            parts.append([seed])
+    words = [f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(words)}"
 
 
 def is_campaign(folder: Path) -> bool:

@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from retrain.analysis.integrity import given_keys, problem_of
 from retrain.analysis.planned import CampaignRecord, foreseen_lines
 from retrain.analysis.runs import StoredRun, campaign_runs, is_campaign, is_run
 from retrain.errors import ConfigurationError, RetrainError, RunFailed
@@ -164,7 +165,9 @@ def overview(folder: Path) -> Overview:
         else:
             try:
                 planned = campaign_runs(path)
-                campaigns.append(CampaignStatus(path, tuple(run_status(run, now) for run in planned), tuple(_foreseen(path, planned))))
+                given = given_keys(path)
+                statuses = tuple(run_status(run, now, given) for run in planned)
+                campaigns.append(CampaignStatus(path, statuses, tuple(_foreseen(path, planned))))
             except RunFailed as error:
                 runs.append(_unreadable(StoredRun(path), error))
     return Overview(folder, tuple(campaigns), tuple(runs))
@@ -197,10 +200,14 @@ def _lost_its_config(folder: Path) -> bool:
         return False
 
 
-def run_status(run: StoredRun, now: float) -> RunStatus:
-    """The state of one run at `now`, in seconds since 1970. A run with damaged files is UNREADABLE; it raises nothing."""
+def run_status(run: StoredRun, now: float, given: Mapping[str, Any] | None = None) -> RunStatus:
+    """The state of one run at `now`, in seconds since 1970; `given` are its campaign's keys. A run with damaged files is UNREADABLE; it
+    raises nothing.
+    """
     try:
-        return _read(run, now)
+        status = _read(run, now)
+        problem = problem_of(run, given or {})
+        return replace(status, note=f"It {problem}. {status.note}".strip()) if problem else status
     except RetrainError as error:
         return _unreadable(run, error)
 
@@ -244,9 +251,13 @@ def _read(run: StoredRun, now: float) -> RunStatus:
         median_step_time_s=step_time,
         remaining_s=max(0, max_steps - run.steps) * step_time if state in LIVE and step_time is not None else None,
         idle_s=idle,
-        note=" ".join(filter(None, (run.damage, _note(run, state, writer, idle)))),
+        note=" ".join(filter(None, (run.damage, _attempts(run), _note(run, state, writer, idle)))),
         loss_note=untrained_line(untrained_streak(recent)) or (loss_note(last) if last else ""),
     )
+
+
+def _attempts(run: StoredRun) -> str:
+    return f"{run.planned.attempts} attempts." if run.planned and run.planned.attempts > 1 else ""
 
 
 def _state(run: StoredRun, writer: Writer | None, idle: float, step_time: float | None) -> State:

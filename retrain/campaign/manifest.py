@@ -60,6 +60,8 @@ class RunEntry:
     ended: str | None = None
     reason: str | None = None
     """The reason why it failed or was interrupted."""
+    attempts: int = 1
+    """How often it was begun: one more for each time that it was tried again after it had failed or had been done."""
 
 
 @dataclass
@@ -123,6 +125,12 @@ class Manifest:
 
     def __getitem__(self, name: str) -> RunEntry:
         return self._by_name[name]
+
+    def try_again(self, name: str) -> None:
+        """Record that a run is pending; if it had come to an end before, that it is another attempt."""
+        entry = self[name]
+        entry.attempts += entry.status in (Status.FAILED, Status.DONE)
+        entry.status = Status.PENDING
 
     def started(self, name: str) -> None:
         """Record that a run is running; its first start time stays."""

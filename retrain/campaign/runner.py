@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from signal import Signals
 
+from retrain.analysis.integrity import are_the_same
 from retrain.analysis.runs import StoredRun
 from retrain.campaign.board import Board
 from retrain.campaign.evidence import EvidenceRule
@@ -20,7 +21,7 @@ from retrain.campaign.manifest import Manifest, Status, analysis_plan, open_camp
 from retrain.campaign.plan import CampaignPlan, CampaignRun, plan_campaign
 from retrain.campaign.preflight import check, evaluated_where_possible
 from retrain.campaign.subprocesses import share_devices
-from retrain.config import TrainConfig, replaced
+from retrain.config import TrainConfig, replaced, resume_differences
 from retrain.config.stored import campaign_command
 from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError, RunFailed, Untrained
 from retrain.records.checkpoint import FINAL
@@ -91,9 +92,14 @@ def _launcher(plan: CampaignPlan) -> Launcher:
 
 
 def is_finished(run: CampaignRun) -> bool:
-    """True if the run's own folder says so: after a kill the manifest may be older than the folder."""
+    """True if the run's own folder says so, and holds the run that is planned: after a kill the manifest may be older than the folder."""
     stored = StoredRun(run.folder)
-    return stored.folder.summary.is_file() and not stored.unfinished and stored.steps >= run.config.training.max_steps
+    return (
+        stored.folder.summary.is_file()
+        and not stored.unfinished
+        and stored.steps >= run.config.training.max_steps
+        and not resume_differences(stored.config, run.config)
+    )
 
 
 # -- the loop over the runs ----------------------------------------------------------------------------------------------
@@ -122,6 +128,8 @@ class _Execution:
         self._jobs: dict[int, tuple[CampaignRun, Job]] = {}
         """Running runs by slot."""
         self._retries: Counter[str] = Counter()
+        self._told: set[str] = set()
+        """Conditions whose first pair was looked at."""
         self._stopping = False
         self._rule: EvidenceRule | None = None
 
@@ -175,7 +183,7 @@ class _Execution:
             if self._rule and not self._rule.needs(run) and entry.status in (Status.FAILED, Status.SKIPPED):
                 continue
             if not is_finished(run):
-                entry.status = Status.PENDING
+                self._manifest.try_again(run.name)
                 self._waiting.append(run)
             elif entry.status is not Status.DONE:
                 self._manifest.ended(run.name, Status.DONE)
@@ -203,6 +211,19 @@ class _Execution:
         except OSError as error:
             self._record(run, unwritable(run, error))
 
+    def _compare_with_baseline(self, run: CampaignRun) -> None:
+        """Say so, once for a condition, where the two runs of its first pair are one: what the condition sets changes nothing."""
+        baseline, *others = self._plan.conditions
+        by_condition = {other.condition: other for other in self._plan.runs if other.seed == run.seed}
+        for condition in [run.condition] if run.condition != baseline else others:
+            pair = (by_condition[condition], by_condition[baseline])
+            done = all(self._manifest[one.name].status is Status.DONE for one in pair)
+            if not done or condition in self._told:
+                continue
+            self._told.add(condition)
+            if are_the_same([(StoredRun(pair[0].folder), StoredRun(pair[1].folder))]):
+                self._board.say(f"{pair[0].name} is the same run as {pair[1].name}, byte for byte: what {condition} sets changes nothing.")
+
     def _record(self, run: CampaignRun, outcome: RunOutcome) -> None:
         """A lost run is queued again up to max_retries times; any other outcome is final for this session."""
         if outcome.lost and not self._stopping and self._retries[run.name] < self._plan.settings.max_retries:
@@ -216,6 +237,7 @@ class _Execution:
         if outcome.stopped_by is not None:
             self._interrupts.adopt([outcome.stopped_by])
         if outcome.status is Status.DONE:
+            self._compare_with_baseline(run)
             self._on_done(run)
         if not self._stopping:
             self._look()

@@ -1,0 +1,287 @@
+"""What was changed between the runs and the verdict shows in `retrain compare`: each trick, and the words that notice it."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from campaigns import problems, seal, write_planned, write_run
+
+from retrain.cli.main import main
+from retrain.records.jsonl import encode_line
+
+BASE, BETTER = "grpo+none", "maxrl+none"
+EIGHT = [50, 48, 53, 51, 49, 52, 50, 47]
+ALIKE = [51, 47, 53, 52, 48, 51, 51, 47]
+"""Within two points of the baseline."""
+Edit = Callable[[Path], Iterable[str] | None]
+"""Changes a campaign; returns further arguments of compare."""
+
+
+def run(campaign: Path, condition: str, seed: int) -> Path:
+    return campaign / "runs" / f"{condition}_s{seed}"
+
+
+def edit_manifest(campaign: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = campaign / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def replace_in(path: Path, pattern: str, by: str) -> None:
+    text = path.read_text()
+    assert re.search(pattern, text), (path, pattern)
+    path.write_text(re.sub(pattern, by, text))
+
+
+# -- the tricks ------------------------------------------------------------------------------------------------------------
+
+
+def strike_seeds(campaign: Path) -> None:
+    def strike(content: dict[str, Any]) -> None:
+        content["runs"] = [entry for entry in content["runs"] if entry["seed"] not in (3, 7)]
+        content["seeds"] = [1, 2, 4, 5, 6, 8]
+
+    edit_manifest(campaign, strike)
+    for seed in (3, 7):
+        for condition in (BASE, BETTER):
+            shutil.rmtree(run(campaign, condition, seed))
+
+
+def strike_seeds_and_leave_their_folders(campaign: Path) -> None:
+    def strike(content: dict[str, Any]) -> None:
+        content["runs"] = [entry for entry in content["runs"] if entry["seed"] != 3]
+        del content["plan"]  # as if an earlier version had written it
+
+    edit_manifest(campaign, strike)
+
+
+def strike_a_seed_and_forge_the_plan(campaign: Path) -> None:
+    def strike(content: dict[str, Any]) -> None:
+        content["runs"] = [entry for entry in content["runs"] if entry["seed"] != 3]
+        content["seeds"].remove(3)
+        content["plan"]["seeds"].remove(3)
+
+    edit_manifest(campaign, strike)
+
+
+def choose_a_margin_afterwards(campaign: Path) -> list[str]:
+    return ["--margin", "0.1"]
+
+
+def write_a_margin_into_the_plan(campaign: Path) -> list[str]:
+    edit_manifest(campaign, lambda content: content["plan"].update(margin=0.1))
+    return ["--margin", "0.1"]
+
+
+def turn_the_direction(campaign: Path) -> list[str]:
+    return ["--metric", "grad_norm", "--lower-is-better"]
+
+
+def turn_the_direction_in_the_plan(campaign: Path) -> None:
+    edit_manifest(campaign, lambda content: content["plan"].update(better="lower"))
+
+
+def put_another_seeds_run_into_a_folder(campaign: Path) -> None:
+    shutil.rmtree(run(campaign, BETTER, 3))
+    shutil.copytree(run(campaign, BETTER, 4), run(campaign, BETTER, 3))
+
+
+def put_another_conditions_run_into_a_folder(campaign: Path) -> None:
+    shutil.rmtree(run(campaign, BETTER, 3))
+    shutil.copytree(run(campaign, BASE, 3), run(campaign, BETTER, 3))
+
+
+def swap_labels(campaign: Path) -> None:
+    def swap(content: dict[str, Any]) -> None:
+        for entry in content["runs"]:
+            entry["condition"] = BETTER if entry["condition"] == BASE else BASE
+
+    edit_manifest(campaign, swap)
+
+
+def swap_the_folders_of_two_runs(campaign: Path) -> None:
+    def swap(content: dict[str, Any]) -> None:
+        one, other = (next(e for e in content["runs"] if e["name"] == f"{label}_s3") for label in (BASE, BETTER))
+        one["dir"], other["dir"] = other["dir"], one["dir"]
+
+    edit_manifest(campaign, swap)
+
+
+def copy_a_pair_as_a_new_seed(campaign: Path) -> None:
+    for condition in (BASE, BETTER):
+        shutil.copytree(run(campaign, condition, 1), run(campaign, condition, 9))
+    add_seed(campaign, 9)
+
+
+def copy_a_pair_as_a_new_seed_and_edit_its_configuration(campaign: Path) -> None:
+    copy_a_pair_as_a_new_seed(campaign)
+    for condition in (BASE, BETTER):
+        replace_in(run(campaign, condition, 9) / "config.toml", r"\nseed = 1\n", "\nseed = 9\n")
+
+
+def copy_a_pair_as_a_new_seed_and_edit_every_seed(campaign: Path) -> None:
+    copy_a_pair_as_a_new_seed_and_edit_its_configuration(campaign)
+    for condition in (BASE, BETTER):
+        for name in ("summary.json", "trainer_state.json"):
+            replace_in(run(campaign, condition, 9) / name, '"seed": 1', '"seed": 9')
+
+
+def add_seed(campaign: Path, seed: int) -> None:
+    def add(content: dict[str, Any]) -> None:
+        for condition in (BASE, BETTER):
+            name = f"{condition}_s{seed}"
+            content["runs"].append({"name": name, "condition": condition, "seed": seed, "status": "done", "dir": f"runs/{name}"})
+        content["seeds"].append(seed)
+
+    edit_manifest(campaign, add)
+
+
+def train_one_run_otherwise(campaign: Path) -> None:
+    replace_in(run(campaign, BETTER, 3) / "config.toml", r"\nlr = 0.001\n", "\nlr = 0.003\n")
+
+
+def relabel_a_run(campaign: Path) -> None:
+    shutil.rmtree(run(campaign, BETTER, 3))
+    shutil.copytree(run(campaign, BASE, 3), run(campaign, BETTER, 3))
+    for name in ("config.toml", "summary.json"):
+        replace_in(run(campaign, BETTER, 3) / name, re.escape(BASE), BETTER)
+
+
+def edit_an_answer(campaign: Path) -> None:
+    replace_in(run(campaign, BETTER, 3) / "evaluation.jsonl", '"correct": 0', '"correct": 1')
+
+
+def append_an_evaluation(campaign: Path) -> None:
+    with (run(campaign, BETTER, 3) / "evaluation.jsonl").open("ab") as file:
+        for record in problems([1] * 100):
+            file.write(encode_line(record.to_json() | {"step": 3}))
+
+
+def cut_an_evaluation(campaign: Path) -> None:
+    path = run(campaign, BETTER, 3) / "evaluation.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:60]))
+
+
+def damage_a_byte(campaign: Path) -> None:
+    path = run(campaign, BETTER, 3) / "evaluation.jsonl"
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"samples": 1') + len(b'"samples": ')] = ord("2")
+    path.write_bytes(data)
+
+
+def take_the_evaluation_of_another_run(campaign: Path) -> None:
+    shutil.copy(run(campaign, BETTER, 4) / "evaluation.jsonl", run(campaign, BASE, 3) / "evaluation.jsonl")
+
+
+def edit_the_training_metrics(campaign: Path) -> list[str]:
+    replace_in(run(campaign, BETTER, 3) / "metrics.jsonl", '"correct_rate": 0.5', '"correct_rate": 0.9')
+    return ["--metric", "correct_rate"]
+
+
+def call_a_bad_run_failed(campaign: Path) -> None:
+    edit_manifest(campaign, lambda content: content["runs"][5].update(status="failed", reason="a bad one"))
+
+
+def call_a_bad_run_skipped(campaign: Path) -> None:
+    edit_manifest(campaign, lambda content: content["runs"][5].update(status="skipped"))
+
+
+def try_a_run_again(campaign: Path) -> None:
+    edit_manifest(campaign, lambda content: content["runs"][5].update(attempts=3))
+
+
+def add_seeds_afterwards(campaign: Path) -> None:
+    add_seed(campaign, 9)
+    for condition in (BASE, BETTER):
+        write_run(run(campaign, condition, 9), 9, held_out=problems([1] * 55 + [0] * 45), algorithm=_modes(condition))
+        seal(run(campaign, condition, 9))
+
+
+def take_the_folders_of_good_seeds(campaign: Path) -> list[str]:
+    seeds = (1, 2, 4, 5, 6, 8)
+    return [*(str(run(campaign, BETTER, seed)) for seed in seeds), "--baseline", *(str(run(campaign, BASE, seed)) for seed in seeds)]
+
+
+def mix_learning_rates_in_loose_folders(campaign: Path) -> list[str]:
+    loose = campaign.parent / "loose"
+    for condition in (BASE, BETTER):
+        for seed in range(1, 9):
+            training = {"lr": 3e-4 if seed < 5 or condition == BASE else 1e-3}
+            write_run(loose / f"{condition}{seed}", seed, algorithm=_modes(condition), training=training)
+    return [*(str(loose / f"{BETTER}{seed}") for seed in range(1, 9)), "--baseline", *(str(loose / f"{BASE}{s}") for s in range(1, 9))]
+
+
+def _modes(condition: str) -> dict[str, str]:
+    return dict(zip(("advantage_mode", "transform_mode"), condition.split("+"), strict=True))
+
+
+CHANGED = "the file was changed or the disk is damaged"
+TRICKS: list[tuple[Edit, str]] = [
+    (strike_seeds, r"Exploratory: .* its runs \(planned and not counted: seeds 3, 7 of grpo\+none; seeds 3, 7 of maxrl\+none\)"),
+    (strike_seeds_and_leave_their_folders, r"maxrl\+none_s3 is not listed in manifest\.json, so it is not counted"),
+    (strike_a_seed_and_forge_the_plan, "edited after it was hashed"),
+    (choose_a_margin_afterwards, r"Exploratory: .* margin \(0\.1, none planned\)"),
+    (write_a_margin_into_the_plan, "edited after it was hashed"),
+    (turn_the_direction, r"metric \(grad_norm, planned pass@1\); direction \(lower is better, planned higher is better\)"),
+    (turn_the_direction_in_the_plan, "edited after it was hashed"),
+    (put_another_seeds_run_into_a_folder, r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned.*Exploratory|Exploratory"),
+    (put_another_conditions_run_into_a_folder, r"maxrl\+none_s3 holds a run of grpo\+none, and maxrl\+none is planned"),
+    (swap_labels, r"grpo\+none_s1 holds a run of grpo\+none, and maxrl\+none is planned"),
+    (swap_the_folders_of_two_runs, r"Exploratory: .* seed 3 of grpo\+none; seed 3 of maxrl\+none"),
+    (copy_a_pair_as_a_new_seed, r"maxrl\+none_s9 holds a run of seed 1, and seed 9 is planned"),
+    (copy_a_pair_as_a_new_seed_and_edit_its_configuration, r"has seed 9 in config\.toml and 1 in summary\.json"),
+    (copy_a_pair_as_a_new_seed_and_edit_every_seed, r"maxrl\+none_s1 and maxrl\+none_s9 hold the same numbers in every step"),
+    (train_one_run_otherwise, r"maxrl\+none_s3 was trained with training\.lr = 0\.003, and 0\.001 is planned"),
+    (relabel_a_run, r'maxrl\+none_s3 was trained with algorithm\.advantage_mode = "grpo", and "maxrl" is planned'),
+    (edit_an_answer, rf"maxrl\+none_s3: evaluation\.jsonl differs from its sha256, as trainer_state\.json recorded it: {CHANGED}"),
+    (append_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
+    (cut_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
+    (damage_a_byte, f"evaluation.jsonl differs from its sha256.*{CHANGED}"),
+    (take_the_evaluation_of_another_run, r"grpo\+none_s3: evaluation\.jsonl differs from its sha256"),
+    (edit_the_training_metrics, rf"maxrl\+none_s3: metrics\.jsonl differs from its sha256, .*{CHANGED}"),
+    (call_a_bad_run_failed, r"maxrl\+none_s3 failed, says manifest\.json, and is done, says its own summary\.json, so it is not counted"),
+    (call_a_bad_run_skipped, r"Exploratory: .* its runs \(planned and not counted: seed 3 of maxrl\+none\)"),
+    (try_a_run_again, r"maxrl\+none_s3 \(3 attempts\)"),
+    (add_seeds_afterwards, r"Added after the plan: seed 9\..*no longer exact"),
+    (take_the_folders_of_good_seeds, r"seeds 3, 7 of maxrl\+none"),
+    (mix_learning_rates_in_loose_folders, r"not one condition: training\.lr differs between seeds 1 to 4 and 5 to 8"),
+]
+
+
+AS_PLANNED = (try_a_run_again, add_seeds_afterwards, copy_a_pair_as_a_new_seed, copy_a_pair_as_a_new_seed_and_edit_its_configuration)
+"""Of these the planned seeds are whole; what was added is named."""
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight seeds of a condition that is clearly better, planned and sealed."""
+    by = [7, 5, -12, 8, 6, 7, -9, 6]
+    right = [base + more for base, more in zip(EIGHT, by, strict=True)]
+    return write_planned(tmp_path_factory.mktemp("bent") / "campaign", {BASE: EIGHT, BETTER: right})
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    main(["compare", *map(str, arguments)])
+    shown = capsys.readouterr()
+    return " ".join((shown.out + shown.err).split())
+
+
+def test_what_was_not_bent_is_as_planned_and_nothing_is_left_out(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, campaign)
+    assert re.search(r"As planned before the first run \(\w{8}\): pass@1, higher is better, at 0\.05, 8 seeds, tested once\.", text)
+    assert "Left out" not in text and "attempts" not in text and "Known limits" not in text
+
+
+@pytest.mark.parametrize(("trick", "noticed"), TRICKS, ids=[trick.__name__ for trick, _ in TRICKS])
+def test_a_trick_is_noticed(trick: Edit, noticed: str, campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
+    arguments = list(trick(copy) or [])
+    loose = bool(arguments) and not arguments[0].startswith("-")
+    text = said(capsys, *arguments) if loose else said(capsys, copy, *arguments)
+    assert re.search(noticed, text), text
+    assert "As planned" not in text or trick in AS_PLANNED
