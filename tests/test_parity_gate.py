@@ -96,7 +96,7 @@ def test_in_half_precision_a_temperature_off_by_a_tenth_is_told_from_rounding(pa
     for seed in (2, 3):
         rounded = small(Path("nowhere"), inference={"dtype": "bf16"}, training={"temperature": 0.8, "seed": seed})
         engine("HotterInBf16")
-        with pytest.raises(RunFailed, match=r"as if its temperature were 0\.8[789] instead of 0\.8, so nothing was trained"):
+        with pytest.raises(RunFailed, match=r"as if its temperature were 0\.(8[6-9]|9) instead of 0\.8, so nothing was trained"):
             run_parity_gate(rounded, parts, 0)
 
 
