@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from retrain.inference_engine.base import EngineCapabilities, InferenceEngine, SampleRequest
+from retrain.inference_engine.base import EngineCapabilities, InferenceEngine, SampleRequest, Truncation
 from retrain.inference_engine.torch_engine import TorchEngine
 from retrain.model.devices import EngineOptions
 from retrain.noise import Stream
-from retrain.types import Completion
+from retrain.types import Completion, FinishReason
 
 Weights = dict[str, Tensor]
 
@@ -183,3 +183,94 @@ class TextOnly(Served):
 class DeclaresNothing(InferenceEngine):
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
         yield from ()
+
+
+class RawLogprobs(Served):
+    """Its log-probs are those before the temperature, and it says otherwise."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for completion in super().sample(requests):
+            request = requests[completion.request]
+            own = np.float32(request.temperature) * completion.logprobs  # not normalised again, as good as raw for a fault
+            yield replace(completion, logprobs=own.astype(np.float32))
+
+
+class StripsEOS(TorchEngine):
+    """Returns completions without the token that ended them."""
+
+    def __init__(self, config: Any, *, model: Any, eos_ids: Sequence[int], device: Any) -> None:
+        super().__init__(model, eos_ids, device)
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for completion in super().sample(requests):
+            yield _cut(completion) if completion.finish_reason is FinishReason.STOP else completion
+
+
+class StripsEOSSilently(StripsEOS):
+    """As `StripsEOS`, and says that the completion reached its limit."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for completion in super().sample(requests):
+            yield replace(completion, finish_reason=FinishReason.LENGTH)
+
+
+class NeverEnds(StripsEOS):
+    """Forbids EOS, as min_tokens does, and draws another token in its place."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for completion in TorchEngine.sample(self, requests):
+            if completion.finish_reason is not FinishReason.STOP:
+                yield completion
+                continue
+            space = requests[completion.request].max_tokens - len(completion.token_ids)
+            ids = np.append(completion.token_ids[:-1], np.full(space + 1, 48, np.int32)).astype(np.int32)
+            logprobs = np.append(completion.logprobs[:-1], np.full(space + 1, -1, np.float32)).astype(np.float32)
+            yield replace(completion, token_ids=ids, logprobs=logprobs, entropies=None, finish_reason=FinishReason.LENGTH)
+
+
+class CertainEOS(StripsEOS):
+    """Reports a log-prob of 0 for EOS."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for completion in TorchEngine.sample(self, requests):
+            if completion.finish_reason is FinishReason.STOP:
+                completion.logprobs[-1] = 0.0
+            yield completion
+
+
+class OneSeed(StripsEOS):
+    """Draws all completions of a request with the same noise."""
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        alone = [replace(request, count=1, first_sample=0) for request in requests]
+        for completion in TorchEngine.sample(self, alone):
+            request = requests[completion.request]
+            for number in range(request.count):
+                yield replace(completion, sample=request.first_sample + number)
+
+
+class AnotherTopP(StripsEOS):
+    """Truncates at another top_p than the request's, and reports faithfully what it kept."""
+
+    top_p = 0.8
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        changed = [replace(request, truncation=replace(request.truncation, top_p=self.top_p)) for request in requests]
+        return TorchEngine.sample(self, changed)
+
+
+class IgnoresTopP(StripsEOS):
+    """Samples from the whole vocabulary, and says that it kept all of it."""
+
+    vocabulary = 259
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[Completion]:
+        for completion in TorchEngine.sample(self, [replace(request, truncation=Truncation()) for request in requests]):
+            yield replace(completion, kept=np.full(len(completion.token_ids), self.vocabulary, np.int32))
+
+
+def _cut(completion: Completion) -> Completion:
+    entropies = None if completion.entropies is None else completion.entropies[:-1]
+    kept = None if completion.kept is None else completion.kept[:-1]
+    ids, logprobs = completion.token_ids[:-1], completion.logprobs[:-1]
+    return replace(completion, token_ids=ids, logprobs=logprobs, entropies=entropies, kept=kept)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from retrain.backends.losses import LOSSES
-from retrain.inference_engine.base import PRIME_RL_SAMPLER, EngineCapabilities, InferenceEngine
+from retrain.inference_engine.base import PRIME_RL_SAMPLER, EngineCapabilities, InferenceEngine, Truncation
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
 ALL_LOSSES = tuple(LOSSES)
@@ -167,6 +167,16 @@ class Backend(ABC):
 
         Another temperature is asked for only where the engine's log-probs are raw: theirs is 1.
         """
+
+    def rounded_logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array] | None:
+        """As `logprobs`, in the other precision: bf16 where the learner computes in float32, float32 where it computes in half precision.
+        The difference is what rounding does to this model; None where only one precision is to be had.
+        """
+        return None
+
+    def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array] | None:
+        """[T] of each row: how many tokens `truncation` keeps of the learner's distribution; None where its logits are not to be had."""
+        return None
 
     @abstractmethod
     def save_adapter(self, folder: Path) -> None:

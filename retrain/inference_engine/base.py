@@ -173,6 +173,9 @@ class InferenceEngine(ABC):
     unchecked = False
     """A server woke up or came back since the parity gate last looked; the run checks it before it learns, and clears this."""
 
+    rounds = False
+    """The parity gate found that it computes in half precision, which no key says."""
+
     @classmethod
     def preflight(cls, config: Any) -> str | None:  # noqa: ARG003 - part of the interface
         """Say, before anything is loaded, why its completions are good for an evaluation alone, as a sentence; "" or None where

@@ -11,12 +11,13 @@ most probable others, as many as the sampler kept (`truncation.py`). The set is 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from retrain.model.truncation import keep_only
+from retrain.model.truncation import Cuts, KeptSets, keep_only
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Bytes of one fp32 tensor [chunk rows, vocabulary], by device; a handful of them live at a time. On a GPU a chunk has to have enough rows
@@ -90,6 +91,18 @@ def score_tokens(
     apply: Any = _ChunkedHead.apply  # which torch does not annotate
     logprobs, entropies = apply(hidden, targets, kept, head, temperature, entropy, rows)
     return TokenScores(logprobs, entropies if entropy else None)
+
+
+def count_kept(head: Head, hidden: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """[N] float32 counts of the tokens that the cuts keep of softmax(logits / temperature), for `hidden` [N, H]."""
+    rows = chunk_rows(head.weight.shape[0], chunk_bytes_on(hidden.device.type))
+    counts = []
+    for start in range(0, len(hidden), rows):
+        z = head.logits(hidden[start : start + rows]) / temperature
+        z -= z.amax(-1, keepdim=True)
+        cuts = Cuts(np.full(len(z), top_k, np.int64), np.full(len(z), top_p), np.full(len(z), min_p))
+        counts.append(KeptSets.of_cuts(z, z.exp().sum(-1, dtype=torch.float64), cuts).counts.float())
+    return torch.cat(counts)
 
 
 class _ChunkedHead(torch.autograd.Function):

@@ -1,30 +1,40 @@
 """The parity gate: before the first optimizer step, engine and learner must be the same policy, adapter included.
 
 It samples a few completions, one of them after a prompt longer than a page of a KV cache, and compares the engine's log-probs with the
-learner's: each difference, and in half precision what all of them together say about the temperature. At a fresh start every lora_B is 0,
-so an engine that ignores the adapter would pass. The gate therefore gives the adapter a seeded trial value with a visible effect on every
-adapted layer and samples again. If the engine lacks part of the adapter, the differences contain a share of its effect; the gate fits this
-share for each group of layers. The adapter is then restored byte for byte.
-The gate also checks that EOS is an action, that the chat template survives a round trip, and that the gold answer scores 1 where the
-reward compares answers. A failed check stops the run.
+learner's; `gate_fits.py` says what the differences mean. At a fresh start every lora_B is 0, so an engine that ignores the adapter would
+pass. The gate therefore gives the adapter a seeded trial value with a visible effect on every adapted layer and samples again. If the
+engine lacks part of the adapter, the differences contain a share of its effect; the gate fits this share for each group of layers. The
+adapter is then restored byte for byte.
+The gate also checks that truncation keeps what it should, that completions end at EOS with its log-prob, that completions are drawn one by
+one, that the chat template survives a round trip, and that the gold answer scores 1 where the reward compares answers. What noise could
+explain is looked at again with other noise; what fails twice stops the run.
 """
 
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
-from math import isclose
+from math import exp, isclose
 
 import numpy as np
-import numpy.typing as npt
 
-from retrain.backends.base import Backend, TrialAdapter
+from retrain.backends.base import TrialAdapter
 from retrain.environments.episodes import EpisodeHost, play
 from retrain.environments.loading import environment_code
 from retrain.errors import RunFailed
 from retrain.inference_engine.base import NoiseKey, SampleRequest, Truncation
 from retrain.noise import Stream
 from retrain.rewards import Scorer, ScoreRequest, gold_response
+from retrain.run.gate_fits import (
+    GateInputs,
+    Sampled,
+    Suspect,
+    adapter_suspects,
+    agreement,
+    temperature_suspects,
+    visible_strength,
+)
+from retrain.run.identical import chance_of_identical
 from retrain.types import Completion, Example, FinishReason, Float32Array, Int32Array, Outcome, Prompt, Row, Trajectory
 
 _PROMPTS = 4
@@ -37,44 +47,20 @@ _PAGE = 256
 """Tokens. No server's KV cache has longer blocks, and a block that is not full is never reused."""
 _FEW_TOKENS = 16
 """Tokens per completion after the long prompt, and in the last check, after the adapter has been restored."""
+_LOOKS = 2
+"""A run stops if as many samples, each with its own noise, show a fault."""
 
-_FP32_IN_PROCESS = 1e-4
-_FP32_SERVER = 1e-3
-_HALF_MEAN = 0.02
-_HALF_MAX = 0.5
-"""These four are nats at temperature 1 and above; below, log-probs are so many times as sensitive to the logits' rounding. Known faults are
-far above: raw log-probs at T = 0.7 give 1.97, a stale KV cache 0.2, the base model without the adapter more.
-"""
-
-_TRIAL_SHARE = 0.02
-"""Share of the trial adapter's mean effect by which half precision may be off on average, if that is more. Some seeds change the policy by
-nats."""
-
-_VISIBLE, _VISIBLE_HALF = (0.02, 0.5), (0.1, 1.0)
-"""Nats by which the trial adapter should change the log-probs on average: far above rounding, and still a language model."""
-_FIRST_STRENGTH, _STRENGTH_TRIES = 0.1, 6
-_PROBED = 2
-"""Effects are measured on this many completions, the longest ones."""
-_MISSING = 0.25
-"""Share of a group's effect that may be missing or too much; where the engine applies the adapter, it is within a few hundredths of 0."""
-_SIGNIFICANT = 5.0
-"""Standard errors by which that share must differ from 0."""
-_ROUNDING = 1e-5
-"""Nats per token that must be off, at temperature 1 and above: rounding in float32 gives less, and a few tokens of it can look like the
-effect of a group.
-"""
-_IGNORED = 0.9
-"""From this share of the whole adapter on, the engine ignores it."""
-_WHOLE = "all layers"
-_HOTTER = 1.1
-"""The temperature, as a multiple of the run's, whose effect on the log-probs is looked for in the differences."""
-_WRONG_TEMPERATURE = 0.5
-"""Share of that effect which the differences may contain: 5% of the temperature."""
-_ONE_TOKEN = 0.9
-"""Share of the sum of squares above which one token decides a fit, which is then only as accurate as that token's rounding, whatever its
-standard error."""
-_FITTED = 24
-"""Tokens that a fit needs in half precision: of fewer, a standard error says nothing."""
+_ROUNDED_LOGPROB = 1e-3
+"""Nats above 0 that rounding may give a log-prob."""
+_IMPOSSIBLE = 1e-6
+"""Chance of identical completions, in each of two looks, below which they are not drawn one by one."""
+_MISCOUNTED = 0.01
+"""Share of tokens, and at least two of them, whose kept count may be outside of what rounding allows."""
+_ENDINGS, _EXPECTED_ENDINGS = 64, 10.0
+"""Completions of one token that the gate asks for so that some are EOS, and how many it then has to expect to miss them: none has a chance
+of e^-10."""
+_FEW_EOS = 4
+"""Ids of EOS that are tried."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +72,7 @@ class GateResult:
     """This and the next two: None where the backend cannot score rows, so that nothing was compared."""
     mean_difference: float | None
     tolerance: float | None
+    """For the mean in half precision, else for the largest difference."""
     gold: str
     """"<right>/<asked>" gold answers, or "not applicable" where the reward does not compare answers."""
     adapter_effect: float | None
@@ -94,6 +81,12 @@ class GateResult:
     """Groups of layers whose effect was measured one by one."""
     longest_prompt: int
     """Tokens."""
+    half_precision: bool = False
+    """Engine and learner were compared as in half precision, since a key says so or since they differ just so."""
+    rounding: float | None = None
+    """Nats by which half precision moves the learner's own log-probs on average; None in float32, or where it is not known."""
+    endings: int = 0
+    """Completions that ended at EOS."""
 
     def to_json(self) -> dict[str, float | int | str | None]:
         return asdict(self)
@@ -109,43 +102,12 @@ class GateResult:
             if self.adapter_effect is None
             else f"the adapter changes the log-probs by {self.adapter_effect:.2g} nats on average"
         )
-        return (
-            f"Parity gate passed: engine and learner agree to {self.max_difference:.1e} nats over {self.tokens} tokens "
-            f"(tolerance {self.tolerance:.2g}), {effect}, EOS is trained, gold answers score: {self.gold}."
-        )
-
-
-@dataclass(frozen=True)
-class GateInputs:
-    backend: Backend
-    check_gold: Callable[[Sequence[Prompt]], str]
-    """Says how many gold answers score, or "not applicable"; raises RunFailed for one that does not."""
-    decode: Callable[[Int32Array], str]
-    """Token ids to text with special tokens kept."""
-    eos_ids: Sequence[int]
-    temperature: float
-    truncation: Truncation
-    max_tokens: int
-    longest_row: int
-    """Tokens of the run's longest prompt and completion together."""
-    seed: int
-    half_precision: bool
-    """Weights, activations or the KV cache of either side are rounded to 16 bits or fewer."""
-    step: int
-    """Training steps behind the weights."""
-    trained: bool
-    """The engine already serves these weights, and is checked with them before it is given the trial adapter."""
-
-    @property
-    def sharpness(self) -> float:
-        """The factor by which the temperature multiplies the rounding of logits, at least 1."""
-        raw = self.backend.engine.capabilities.logprobs == "raw"
-        return 1.0 if raw else 1 / min(1.0, self.temperature)
-
-    @property
-    def consequence(self) -> str:
-        """The consequence of a failed check, in words."""
-        return "the run stops" if self.trained else "nothing was trained"
+        found = f"{self.max_difference:.1e} nats over {self.tokens} tokens (tolerance {self.tolerance:.2g})"
+        if self.half_precision:
+            own = "" if self.rounding is None else f"; half precision moves the learner's own by {self.rounding:.2g}"
+            found = f"{self.mean_difference:.2g} nats on average over {self.tokens} tokens (tolerance {self.tolerance:.2g}{own})"
+        ends = "EOS is trained" if self.endings else "EOS is trained (no completion could be made to end)"
+        return f"Parity gate passed: engine and learner agree to {found}, {effect}, {ends}, gold answers score: {self.gold}."
 
 
 def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
@@ -159,46 +121,40 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     trial = inputs.backend.trial_adapter(inputs.seed)
     if not inputs.trained:
         _sync(inputs)
-    sampled = _sampled(inputs, asked if trial is None else few, _FEW_TOKENS)
-    differences = _differences(sampled)
-    _check_differences(inputs, differences, "after the first step's adapter was synced, " if inputs.trained else "")
+    when = "after the first step's adapter was synced, " if inputs.trained else ""
+    inputs, sampled = _first_look(inputs, asked if trial is None else few, when)
     effect = None
     if trial is not None:
         with trial:
-            strength = _visible_strength(inputs, trial, sampled)
+            strength = visible_strength(inputs, trial, sampled)
             _sync(inputs)
-            sampled = _sampled(inputs, asked, _TOKENS)
-            differences = _differences(sampled)
-            effect, suspects = _adapter_suspects(inputs, trial, strength, sampled)
-            suspects += _temperature_suspects(inputs, sampled)
-            if suspects:
-                raise RunFailed(max(suspects, key=lambda suspect: suspect.explained).sentence)
-            _check_differences(inputs, differences, "with a trial adapter, ", effect)
+            sampled, effect = _with_trial_adapter(inputs, trial, strength, asked)
         _sync(inputs)
-        if not inputs.backend.engine.capabilities.in_process:
-            _check_differences(inputs, _differences(_sampled(inputs, few, _FEW_TOKENS)), "after the trial adapter was taken back, ")
+        if not inputs.in_process:
+            _compare(inputs, few, _FEW_TOKENS, "after the trial adapter was taken back, ")
     _check_eos(inputs, prompts[0])
+    endings, found = _check_endings(sampled, prompts[0]), agreement(sampled)
     return GateResult(
-        tokens=len(differences),
-        max_difference=float(differences.max()),
-        mean_difference=float(differences.mean()),
-        tolerance=_tolerance(inputs),
+        tokens=found.tokens,
+        max_difference=found.largest,
+        mean_difference=found.mean,
+        tolerance=found.tolerance,
         gold=inputs.check_gold(prompts),
         adapter_effect=effect,
         groups=len(trial.groups) if trial is not None else 0,
         longest_prompt=max(len(prompt.token_ids) for prompt in asked),
+        half_precision=inputs.half_precision,
+        rounding=found.rounding,
+        endings=endings,
     )
 
 
 def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
     """Check a sampler alone: that it answers in the model's tokens, and that gold answers are rewarded."""
     _sync(inputs)
-    completions = list(inputs.backend.engine.sample(_requests(inputs, prompts, _FEW_TOKENS)))
-    logprobs = np.concatenate([completion.logprobs for completion in completions])
-    if not np.isfinite(logprobs).all() or logprobs.max() > 0:
-        raise RunFailed("Parity gate: the engine returned log-probs that are not finite or above 0; check its model and its settings.")
+    completions = _ask(inputs, _requests(inputs, prompts, _FEW_TOKENS, 0))
     return GateResult(
-        tokens=len(logprobs),
+        tokens=sum(len(completion.token_ids) for completion in completions),
         max_difference=None,
         mean_difference=None,
         tolerance=None,
@@ -212,8 +168,8 @@ def _gate_without_learner(inputs: GateInputs, prompts: Sequence[Prompt]) -> Gate
 def adapter_check(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:
     """Run only the first check, with the adapter that the engine serves. Raises RunFailed."""
     prompts = prompts[:_PROMPTS]
-    sampled = _sampled(inputs, [prompts[0], _long_prompt(inputs, prompts)], _FEW_TOKENS)
-    _check_differences(inputs, _differences(sampled), "after a server woke up or came back, ")
+    few = [prompts[0], _long_prompt(inputs, prompts)]
+    _compare(inputs, few, _FEW_TOKENS, "after a server woke up or came back, ")
 
 
 def _sync(inputs: GateInputs) -> None:
@@ -240,46 +196,182 @@ def _long_prompt(inputs: GateInputs, prompts: Sequence[Prompt]) -> Prompt:
 # -- engine and learner on the same tokens ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    rows: list[Row]
-    """Rows with the engine's log-probs."""
-    learner: list[Float32Array]
-    """[T] of each row."""
+def _first_look(inputs: GateInputs, prompts: Sequence[Prompt], when: str) -> tuple[GateInputs, Sampled]:
+    """Compare with the adapter as it is. An engine elsewhere of which no key says in what it computes, and which differs as half precision
+    makes this model differ, is compared as one in half precision from then on: most servers are.
+    """
+    try:
+        return inputs, _compare(inputs, prompts, _FEW_TOKENS, when)
+    except RunFailed:
+        if inputs.half_precision or inputs.in_process or inputs.dtype_set or inputs.trained:
+            raise
+        halved = replace(inputs, half_precision=True)
+        sampled = _sampled(halved, prompts, _FEW_TOKENS, 0)
+        if _fault(sampled, when) or temperature_suspects(halved, sampled):
+            raise
+        inputs.backend.engine.rounds = True
+        return halved, sampled
 
-    @property
-    def differences(self) -> list[Float32Array]:
-        """[T] engine - learner of each row."""
-        return [row.logprobs - own for row, own in zip(self.rows, self.learner, strict=True)]
+
+def _compare(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, when: str) -> Sampled:
+    """Sample and compare. Raises RunFailed if every look, each with its own noise, finds a fault."""
+    for look in range(_LOOKS):
+        sampled = _sampled(inputs, prompts, max_tokens, look)
+        if not (fault := _fault(sampled, when)):
+            return sampled
+    raise RunFailed(fault)
 
 
-def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> _Sampled:
-    """Sample a few completions of each prompt, and one of the long prompt, which comes last."""
-    *short, long = _requests(inputs, prompts, max_tokens)
-    asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, long.max_tokens))]
-    engine = inputs.backend.engine
-    requests = [request for request in asked for _ in range(engine.replicas)]  # shared out in turn, so each server gets each
-    completions = sorted(engine.sample(requests), key=lambda item: (item.request, item.sample))
-    if inputs.truncation.active and any(item.kept is None for item in completions):
-        raise RunFailed(
-            "Parity gate: [training] top_k, top_p or min_p is set, but the engine's completions do not say how many tokens were kept, so "
-            'the engine may not truncate at all: leave the three off, or use [inference] engine = "pytorch".'
+def _with_trial_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float, prompts: Sequence[Prompt]) -> tuple[Sampled, float]:
+    """As `_compare`, under the trial adapter, which the engine serves; return its effect in nats too."""
+    suspects = list[Suspect]()
+    for look in range(_LOOKS):
+        sampled = _sampled(inputs, prompts, _TOKENS, look)
+        fault = _fault(sampled, "with a trial adapter, ")  # first, since it measures rounding under this adapter
+        effect, found = adapter_suspects(inputs, trial, strength, sampled)
+        found += temperature_suspects(inputs, sampled)
+        if not found and not fault:
+            return sampled, effect
+        suspects += found
+    raise RunFailed(max(suspects, key=lambda suspect: suspect.explained).sentence if suspects else fault)
+
+
+def _fault(sampled: Sampled, when: str) -> str:
+    """Return the fault that the completions show, as a sentence; "" if there is none."""
+    return _miscounted(sampled) or _identical(sampled) or _disagreement(sampled, when)
+
+
+def _miscounted(sampled: Sampled) -> str:
+    """Hold the engine's kept counts against those of the learner's own logits, which rounding may move at the boundary."""
+    inputs, cuts = sampled.inputs, sampled.inputs.truncation
+    if not cuts.active:
+        return ""
+    slack = 2 * agreement(sampled).tolerance
+    fewest = inputs.backend.kept(sampled.rows, _moved(cuts, -slack))
+    most = inputs.backend.kept(sampled.rows, _moved(cuts, slack))
+    if fewest is None or most is None:
+        return ""
+    low, high = np.concatenate(fewest), np.concatenate(most)
+    found = np.concatenate([row.kept for row in sampled.rows if row.kept is not None])
+    outside = (found < low) | (found > high)
+    if outside.sum() <= max(1, _MISCOUNTED * len(found)):
+        return ""
+    worst = int(np.argmax(np.maximum(low - found, found - high)))
+    right = f"{low[worst]:,.0f}" if low[worst] == high[worst] else f"{low[worst]:,.0f} to {high[worst]:,.0f}"
+    return (
+        f"Parity gate: the engine kept {found[worst]:,} tokens where [training] top_k = {cuts.top_k}, top_p = {cuts.top_p:g} and min_p = "
+        f"{cuts.min_p:g} keep {right} of the learner's distribution, and {outside.sum()} of {len(found)} counts are wrong, so "
+        f"{inputs.consequence}; check that the engine truncates as the request says."
+    )
+
+
+def _moved(cuts: Truncation, slack: float) -> Truncation:
+    """Cuts that keep as many tokens, at most or (with `slack` below 0) at least, as `cuts` do if logits move by |slack| / 2 nats.
+
+    The odds of a set's probability then change by a factor of at most e^|slack|, and so does the ratio of two probabilities.
+    """
+    top_p = cuts.top_p if cuts.top_p >= 1 else 1 / (1 + (1 / cuts.top_p - 1) * exp(-slack))
+    return Truncation(cuts.top_k, top_p, min(1.0, cuts.min_p * exp(-slack)))
+
+
+def _identical(sampled: Sampled) -> str:
+    """Find completions of a prompt that are equal although they cannot be, drawn one by one."""
+    inputs, logprobs = sampled.inputs, sampled.learner
+    groups: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
+    if inputs.raw and inputs.temperature != 1:
+        logprobs = inputs.backend.logprobs(sampled.rows)
+    for row, own in zip(sampled.rows, logprobs, strict=True):
+        groups.setdefault(row.group, []).append((row.token_ids[row.spans[0][0] :], own))
+    chance = chance_of_identical(groups.values())
+    if chance >= _IMPOSSIBLE:
+        return ""
+    return (
+        f"Parity gate: completions of one prompt are identical, of which by the learner's log-probs the chance is below {chance:.0e}: the "
+        f"engine draws them with one seed, or not at [training] temperature = {inputs.temperature:g}, so {inputs.consequence}; check how "
+        "it takes n, seed and temperature."
+    )
+
+
+def _disagreement(sampled: Sampled, when: str) -> str:
+    inputs, found = sampled.inputs, agreement(sampled)
+    if not found.excess:
+        return ""
+    if when:
+        advice = (
+            "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes"
         )
-    rows = []
+    elif inputs.in_process:
+        change = "set [inference] dtype to [model] dtype, or report it" if inputs.dtype_set else "report it"
+        advice = f"the ratio would be wrong, so {inputs.consequence}; {change}"
+    else:
+        dtype = "" if inputs.dtype_set else ", and its dtype: [inference] dtype says it"
+        advice = f"so {inputs.consequence}; check that the server has the same model and tokenizer{dtype}"
+    own = "" if found.rounding is None else f", where half precision moves the learner's own by {found.rounding:.2g}"
+    reason = inputs.backend.engine.why_it_differs() or advice
+    return f"Parity gate: {when}engine and learner disagree {found.excess}{own}; {reason}."
+
+
+def _sampled(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int) -> Sampled:
+    """Sample a few completions of each prompt, and one of the long prompt, which comes last."""
+    *short, long = _requests(inputs, prompts, max_tokens, look)
+    noise = replace(long.noise, prompt=_PROMPTS)  # the same in every sample: an engine may know the prompt by it
+    asked = [*short, replace(long, count=1, max_tokens=min(_FEW_TOKENS, long.max_tokens), noise=noise)]
+    sampled = _scored(inputs, prompts, _ask(inputs, asked))
+    last = len(short) * inputs.backend.engine.replicas
+    if not np.isfinite(np.concatenate(sampled.differences)).all():
+        raise RunFailed("Parity gate: a log-prob is not finite before any training; check the model's weights and [model] dtype.")
+    return replace(sampled, long=frozenset(number for number, row in enumerate(sampled.rows) if row.group >= last))
+
+
+def _ask(inputs: GateInputs, requests: Sequence[SampleRequest]) -> list[Completion]:
+    """Sample every request on each of the engine's servers; `Completion.request` counts those copies. Raises RunFailed for completions
+    that no policy of this model and these requests gives.
+    """
+    engine = inputs.backend.engine
+    copies = [request for request in requests for _ in range(engine.replicas)]  # shared out in turn, so each server gets each
+    completions = sorted(engine.sample(copies), key=lambda item: (item.request, item.sample))
+    asked = [(number, request.first_sample + sample) for number, request in enumerate(copies) for sample in range(request.count)]
+    if [(item.request, item.sample) for item in completions] != asked:
+        raise RunFailed(f"Parity gate: the engine returned {len(completions)} completions, which are not the {len(asked)} asked for.")
     for item in completions:
-        prompt, nothing = prompts[item.request // engine.replicas], np.zeros(len(item.token_ids), np.float32)
-        rows += Row.of(prompt, Trajectory.of(item), nothing, group=item.request)
-    return _Sampled(rows, _learner_logprobs(inputs, rows))
+        if problem := _problem(item, copies[item.request], inputs.eos_ids):
+            raise RunFailed(f"Parity gate: the engine {problem}.")
+    return completions
 
 
-def _learner_logprobs(inputs: GateInputs, rows: Sequence[Row]) -> list[Float32Array]:
-    """[T] of each row, at the temperature of the engine's log-probs: 1 where they are raw."""
-    if inputs.backend.engine.capabilities.logprobs == "raw" and inputs.temperature != 1:
-        return inputs.backend.logprobs(rows, 1.0)
-    return inputs.backend.logprobs(rows)
+def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[int]) -> str:
+    """Say why a completion is not one of the policy; "" if it is."""
+    ids, logprobs, stopped = completion.token_ids, completion.logprobs, completion.finish_reason is FinishReason.STOP
+    ends = np.isin(ids, eos_ids)
+    if not len(ids) == len(logprobs) > 0:
+        return f"returned {len(ids)} tokens with {len(logprobs)} log-probs: every sampled token has one, the end-of-sequence token too"
+    if stopped and not ends[-1]:
+        return f"says that a completion stopped, and returned it without an end-of-sequence token {[*eos_ids]}, so it would not be trained"
+    if ends[:-1].any() or (ends[-1] and not stopped):
+        return f"does not stop at the end-of-sequence tokens {[*eos_ids]}"
+    if len(ids) > request.max_tokens or (len(ids) < request.max_tokens and not stopped):
+        return f"returned {len(ids)} tokens of a completion that did not stop, and was asked for {request.max_tokens}"
+    if len(broken := logprobs[logprobs > _ROUNDED_LOGPROB]):
+        return f"returned a log-prob of {broken[0]:.3g}, which no token has"
+    if request.truncation.active and (completion.kept is None or len(completion.kept) != len(ids)):
+        return (
+            "does not say how many tokens [training] top_k, top_p and min_p kept, so it may not truncate at all: leave the three off, or "
+            'use [inference] engine = "pytorch"'
+        )
+    return ""
 
 
-def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) -> list[SampleRequest]:
+def _scored(inputs: GateInputs, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sampled:
+    """Completions of `prompts`, in the order in which `_ask` returns them, with the learner's log-probs."""
+    rows, replicas = [], inputs.backend.engine.replicas
+    for item in completions:
+        nothing = np.zeros(len(item.token_ids), np.float32)
+        rows += Row.of(prompts[item.request // replicas], Trajectory.of(item), nothing, group=item.request)
+    return Sampled(inputs, rows, inputs.learner_logprobs(rows))
+
+
+def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int, look: int) -> list[SampleRequest]:
+    """Another look has other samples of the same noise key, under which an engine may hold the prompt's old keys and values."""
     return [
         SampleRequest(
             prompt_ids=prompt.token_ids,
@@ -287,6 +379,7 @@ def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) ->
             max_tokens=min(max_tokens, _room(inputs, len(prompt.token_ids))),
             temperature=inputs.temperature,
             noise=NoiseKey(inputs.seed, Stream.PARITY, 0, slot),
+            first_sample=look * _SAMPLES,
             truncation=inputs.truncation,
         )
         for slot, prompt in enumerate(prompts)
@@ -296,181 +389,8 @@ def _requests(inputs: GateInputs, prompts: Sequence[Prompt], max_tokens: int) ->
 def _room(inputs: GateInputs, prompt_tokens: int) -> int:
     """Return the number of tokens that fit after a prompt in the model's context, and in the length for which a server was started."""
     positions, _ = inputs.backend.reach
-    most = positions if inputs.backend.engine.capabilities.in_process else min(positions, max(inputs.longest_row, _SERVED_ROOM))
+    most = positions if inputs.in_process else min(positions, max(inputs.longest_row, _SERVED_ROOM))
     return max(inputs.max_tokens, most - prompt_tokens)
-
-
-def _differences(sampled: _Sampled) -> Float32Array:
-    """[n] |engine - learner| of every sampled token."""
-    return np.abs(np.concatenate(sampled.differences))
-
-
-def _tolerance(inputs: GateInputs) -> float:
-    in_float32 = _FP32_IN_PROCESS if inputs.backend.engine.capabilities.in_process else _FP32_SERVER
-    return (_HALF_MAX if inputs.half_precision else in_float32) * inputs.sharpness
-
-
-def _check_differences(inputs: GateInputs, differences: Float32Array, when: str = "", effect: float = 0.0) -> None:
-    """Raises RunFailed for a difference above the tolerance, or in half precision for their mean; `effect` [nats]: the trial adapter's."""
-    if not np.isfinite(differences).all():
-        raise RunFailed("Parity gate: a log-prob is not finite before any training; check the model's weights and [model] dtype.")
-    largest, mean = float(differences.max()), float(differences.mean())
-    if when:
-        advice = (
-            "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes"
-        )
-    elif inputs.backend.engine.capabilities.in_process:
-        advice = f"the ratio would be wrong, so {inputs.consequence}; set [inference] dtype to [model] dtype, or report it"
-    else:
-        advice = (
-            f"so {inputs.consequence}; check that the server has the same model and tokenizer, and its dtype: [inference] dtype says it"
-        )
-    allowed, mean_allowed = _tolerance(inputs), max(_HALF_MEAN * inputs.sharpness, _TRIAL_SHARE * effect)
-    if largest <= allowed and (mean <= mean_allowed or not inputs.half_precision):
-        return
-    found = f"disagree by {largest:.3g} nats (allowed: {allowed:.2g})"
-    if inputs.half_precision:
-        found = f"disagree by {largest:.3g} nats at most and {mean:.3g} on average (allowed: {allowed:.2g} and {mean_allowed:.2g})"
-    raise RunFailed(f"Parity gate: {when}engine and learner {found}; {inputs.backend.engine.why_it_differs() or advice}.")
-
-
-# -- the adapter's effect --------------------------------------------------------------------------------------------
-
-
-def _visible_strength(inputs: GateInputs, trial: TrialAdapter, sampled: _Sampled) -> float:
-    """Bisect for the strength at which the trial adapter changes log-probs visibly. Leaves the trial adapter at it."""
-    visible = _VISIBLE_HALF if inputs.half_precision else _VISIBLE
-    before = np.concatenate(sampled.learner)
-    strength, bounds = _FIRST_STRENGTH, [0.0, float("inf")]
-    for _ in range(_STRENGTH_TRIES):
-        trial.set(strength)
-        effect = float(np.abs(np.concatenate(_learner_logprobs(inputs, sampled.rows)) - before).mean())
-        if visible[0] <= effect <= visible[1]:
-            break
-        bounds[effect > visible[1]] = strength
-        low, high = bounds
-        strength = 2 * low if high == float("inf") else high / 2 if not low else (low * high) ** 0.5
-    trial.set(strength)
-    return strength
-
-
-@dataclass(frozen=True)
-class _Suspect:
-    """A fault that the differences look like."""
-
-    explained: float
-    """The part of the difference's sum of squares that it explains, between 0 and 1."""
-    sentence: str
-
-
-def _adapter_suspects(inputs: GateInputs, trial: TrialAdapter, strength: float, sampled: _Sampled) -> tuple[float, list[_Suspect]]:
-    """Return the trial adapter's mean effect in nats, and the groups of which the engine's log-probs lack part, or have too much.
-
-    A group's effect is what the learner's log-probs lose without the group, on the completions that the whole adapter changes most. The
-    whole adapter counts as one more group, on all completions.
-    """
-    trial.set(0.0)
-    whole = [own - without for own, without in zip(sampled.learner, _learner_logprobs(inputs, sampled.rows), strict=True)]
-    probed = sorted(range(len(whole)), key=lambda number: -float(np.abs(whole[number]).sum()))[:_PROBED]
-    rows, own = [sampled.rows[number] for number in probed], np.concatenate([sampled.learner[number] for number in probed])
-    effects = {}
-    for group in trial.groups:
-        trial.set(strength, without=group)
-        effects[group] = own - np.concatenate(_learner_logprobs(inputs, rows))
-    trial.set(strength)
-    differences = sampled.differences
-    fits, fewest = [], _FITTED if inputs.half_precision else 1
-    for numbers, fitted in ((range(len(whole)), {_WHOLE: np.concatenate(whole)}), (probed, effects)):
-        difference = np.concatenate([differences[number] for number in numbers])
-        fits += _fits(difference, fitted, inputs.half_precision) if len(difference) >= fewest else []
-    off = [fit for fit in fits if abs(fit.share) > max(_MISSING, _SIGNIFICANT * fit.error) and fit.nats > _ROUNDING * inputs.sharpness]
-    suspects = [_Suspect(fit.explained, fit.sentence(inputs.consequence)) for fit in off]
-    return float(np.abs(np.concatenate(whole)).mean()), suspects
-
-
-def _temperature_suspects(inputs: GateInputs, sampled: _Sampled) -> list[_Suspect]:
-    """Return another temperature as a suspect where the differences, each within half precision's tolerance, together say so.
-
-    They are fitted by least squares as a share of what a hotter temperature would change.
-    """
-    temperature = 1.0 if inputs.backend.engine.capabilities.logprobs == "raw" else inputs.temperature
-    difference = np.concatenate(sampled.differences)
-    if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
-        return []  # in float32 the tolerance of a single difference leaves nothing
-    hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature)).astype(np.float64)
-    effect = hotter - np.concatenate(sampled.learner)
-    if not (size := effect @ effect):
-        return []  # a backend whose learner knows one temperature only
-    if np.square(effect).max() > _ONE_TOKEN * size:
-        return []
-    share = float(effect @ difference / size)
-    if abs(share) <= max(_WRONG_TEMPERATURE, _SIGNIFICANT * _standard_error(effect, difference - share * effect)):
-        return []
-    looks = temperature * (1 + (_HOTTER - 1) * share)
-    sentence = (
-        f"Parity gate: the engine's log-probs differ from the learner's as if its temperature were {looks:.2g} instead of "
-        f"{temperature:g}, so {inputs.consequence}; check that its log-probs are those of the distribution it samples from."
-    )
-    return [_Suspect(float(share**2 * size / (difference @ difference)), sentence)]
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """Weighted least squares over the tokens: engine - learner = -share * (effect of a group)."""
-
-    group: str
-    share: float
-    """The part of the group's effect that the engine lacks; below 0 where it has too much of it."""
-    error: float
-    """Standard error of the share."""
-    nats: float
-    """Root mean square of that part over the tokens, in nats."""
-    explained: float
-    """The part of the difference's sum of squares that the fit explains, between 0 and 1."""
-
-    def sentence(self, consequence: str) -> str:
-        advice = f"so {consequence}; check how the engine loads the adapter, its scale, the names of its layers, and cached prefixes."
-        if self.group == _WHOLE and self.share > _IGNORED:
-            return f"Parity gate: the engine ignores the adapter and samples from the base model, {advice}"
-        where = "" if self.group == _WHOLE else f" on {self.group}"
-        amount = f"{min(self.share, 1):.0%} of the adapter's effect{where} were missing"
-        if self.share < 0:
-            amount = f"the adapter's effect{where} were {-self.share:.0%} too large"
-        return f"Parity gate: the engine's log-probs differ from the learner's as if {amount}, {advice}"
-
-
-def _fits(difference: Float32Array, effects: Mapping[str, Float32Array], half_precision: bool) -> list[_Fit]:
-    """Fit a share for each group of `effects`, [n] like `difference`.
-
-    Rounding moves a token's log-prob in proportion to its sensitivity, which the effects show. Few tokens of a sharp policy are sensitive:
-    unweighted, their rounding alone would decide the fit, and look like the effect of some group.
-    """
-    if not np.isfinite(difference).all():
-        return []
-    weights = 1 / (np.sqrt(sum(np.square(effect, dtype=np.float64) for effect in effects.values())) + _ROUNDING)
-    fits = []
-    for group, effect in effects.items():
-        own, found = weights * effect, weights * difference
-        size, total = float(own @ own), float(found @ found)
-        if not size or not total:
-            continue
-        share = -float(found @ own) / size
-        rest = found + share * own
-        error = _standard_error(own, rest) if half_precision else float(np.sqrt((rest @ rest) / len(rest) / size))
-        nats = abs(share) * float(np.sqrt(np.mean(np.square(effect))))
-        fits.append(_Fit(group, share, error, nats, share**2 * size / total))
-    return fits
-
-
-def _standard_error(regressor: npt.NDArray[np.float64], rest: npt.NDArray[np.float64]) -> float:
-    """Standard error of a least-squares slope in half precision, given the regressor and the residuals [n].
-
-    A token's rounding depends on the token, and a few tokens of a sharp policy can decide the fit; it allows for both (HC3 of MacKinnon and
-    White, J. Econometrics 29, 1985, 305).
-    """
-    size = regressor @ regressor
-    leverage = np.square(regressor) / size
-    return float(np.linalg.norm(regressor * rest / np.maximum(1 - leverage, 1e-9)) / size)
 
 
 # -- tokens, template, reward ----------------------------------------------------------------------------------------
@@ -488,6 +408,54 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
         raise RunFailed(
             f"Parity gate: the sampled end-of-sequence token {int(eos[0])} is not trained, so the model would never learn to stop."
         )
+
+
+def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
+    """Make completions of `prompt` end, and compare them; return how many of the gate's ended. Raises RunFailed.
+
+    Where the learner finds EOS most probable, after part of a completion or after a right answer, one token is sampled many times.
+    """
+    inputs = sampled.inputs
+    ended = sum(bool(np.isin(row.token_ids[-1], inputs.eos_ids)) for row in sampled.rows)
+    if not inputs.backend.engine.capabilities.token_ids_in:  # a prompt cut anywhere may not be encoded to the same ids again
+        return ended
+    place, probability = _likely_end(sampled, prompt)
+    expected = _ENDINGS * probability
+    if expected < 1:
+        return ended
+    (asked,) = _requests(inputs, [place], 1, 0)
+    for look in range(_LOOKS):
+        noise = NoiseKey(inputs.seed, Stream.PARITY, 0, _PROMPTS + 1)
+        request = replace(asked, count=_ENDINGS, first_sample=look * _ENDINGS, noise=noise)
+        probes = _scored(inputs, [place], _ask(inputs, [request]))
+        found = sum(bool(np.isin(row.token_ids[-1], inputs.eos_ids)) for row in probes.rows)
+        fault = _disagreement(probes, "where a completion should end, ")
+        if not found and expected >= _EXPECTED_ENDINGS and (probability > 0.5 or not inputs.truncation.active):
+            fault = (
+                f"Parity gate: none of {_ENDINGS} completions ended, where by the learner the end-of-sequence token has a probability of "
+                f"{probability:.2f}, so {inputs.consequence}; check that the engine samples it, and returns it."
+            )
+        if not fault:
+            return ended + found
+    raise RunFailed(fault)
+
+
+def _likely_end(sampled: Sampled, prompt: Prompt) -> tuple[Prompt, float]:
+    """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and its probability there."""
+    inputs, start = sampled.inputs, len(prompt.token_ids)
+    own = [row.token_ids for row in sampled.rows if row.spans[0][0] == start and np.array_equal(row.token_ids[:start], prompt.token_ids)]
+    begun = {ids[start:stop].tobytes(): ids[:stop] for ids in own for stop in range(start, min(len(ids), start + _FEW_TOKENS + 1))}
+    begun |= {answer.tobytes(): np.concatenate([prompt.token_ids, answer]) for answer in inputs.answers(prompt)}
+    rows, places = [], list(begun.values())
+    for place in places:
+        for eos in inputs.eos_ids[:_FEW_EOS]:
+            ids = np.append(place, np.int32(eos))
+            nothing = np.zeros(len(ids) - start, np.float32)
+            rows.append(Row(ids, ((start, len(ids)),), nothing, nothing, group=0))
+    ends = np.array([float(own[-1]) for own in inputs.backend.logprobs(rows)]).reshape(len(places), -1)
+    best = int(np.argmax(np.logaddexp.reduce(ends, axis=1)))
+    example = Example(prompt="", reference="", example_id="the gate's ending")
+    return Prompt(example, "", places[best].astype(np.int32)), float(np.exp(np.logaddexp.reduce(ends[best])))
 
 
 def _check_template(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from retrain.advantages.pipeline import CreditPipeline
 from retrain.advantages.semantic import Encoder
 from retrain.advantages.sepa import SEPAController
@@ -28,16 +30,18 @@ from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import user_code
 from retrain.records.run_folder import RunFolder
-from retrain.rewards import FailureGuard, Scorer, build_scorer
+from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
 from retrain.run.dialogues import SamplingPlan, Stage
 from retrain.run.evaluation import Evaluator
-from retrain.run.gate import GateInputs, GateResult, adapter_check, environment_gold, parity_gate, scored_gold
+from retrain.run.gate import GateResult, adapter_check, environment_gold, parity_gate, scored_gold
+from retrain.run.gate_fits import GateInputs
 from retrain.run.notes import unasked_note
 from retrain.run.rollout import Sampler
-from retrain.types import MachineChoices, Prompt
+from retrain.types import Int32Array, MachineChoices, Prompt
 
 Say = Callable[[str], None]
 
+_EIGHT_BITS = ("fp8", "fp4", "int8")
 _EVALUATION_ORDER_SEED = 0
 """Seed that shuffles held-out problems, which sources sort by subject; it is the same for every run."""
 
@@ -295,7 +299,7 @@ def evaluation_plan(evaluation: Evaluation, training: Training) -> SamplingPlan:
 
 def is_rounded(inference: Inference, backend: Backend) -> bool:
     """Return True if sampler or learner computes, or caches keys and values, in 16 bits or fewer."""
-    return backend.half_precision or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
+    return backend.half_precision or backend.engine.rounds or inference.dtype != "auto" or inference.kv_cache_dtype != "auto"
 
 
 def run_parity_gate(config: TrainConfig, parts: Parts, step: int, *, trained: bool = False) -> GateResult:
@@ -328,12 +332,22 @@ def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) ->
         check_gold=check_gold,
         decode=parts.text.decode,
         eos_ids=parts.text.eos_ids,
+        answers=partial(_answers, parts),
         temperature=training.temperature,
         truncation=truncation(training),
         max_tokens=training.max_tokens,
         longest_row=longest_row(training, config.environment, parts.text.context, longest_prompt),
         seed=training.seed,
         half_precision=is_rounded(config.inference, parts.backend),
+        eight_bits=config.inference.dtype in _EIGHT_BITS or config.inference.kv_cache_dtype in _EIGHT_BITS,
+        dtype_set=config.inference.dtype != "auto",
         step=step,
         trained=trained,
     )
+
+
+def _answers(parts: Parts, prompt: Prompt) -> list[Int32Array]:
+    if parts.scorer is None or not parts.scorer.compares_answers:
+        return []
+    ids = parts.text.tokenizer.encode(gold_response(prompt.example.reference), add_special_tokens=False)
+    return [np.array(ids, np.int32)]

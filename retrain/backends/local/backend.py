@@ -15,13 +15,14 @@ from retrain.backends.local.learner import Learner, old_logprobs_note, rounds
 from retrain.backends.local.trial import LocalTrialAdapter
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
-from retrain.inference_engine.base import InferenceEngine
+from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.model.adapter import Adapter
 from retrain.model.devices import choose_device, engine_options
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
 from retrain.model.machine import choose, learning_leaves
 from retrain.model.pool import Pool
+from retrain.model.precision import other_precision
 from retrain.model.text import eos_token_ids, load_tokenizer, resolve_model
 from retrain.plugins import user_code
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
@@ -176,6 +177,15 @@ class LocalBackend(Backend):
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         with _current(self._base.device):
             return self._learner.logprobs(rows, temperature)
+
+    def rounded_logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array] | None:
+        dtype = other_precision(self._base)
+        with _current(self._base.device):
+            return None if dtype is None else self._learner.logprobs_in(dtype, rows, temperature)
+
+    def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
+        with _current(self._base.device):
+            return self._learner.kept(rows, truncation)
 
     # -- files ------------------------------------------------------------------------------------------------------
 

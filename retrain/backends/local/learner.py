@@ -6,9 +6,9 @@ where old log-probs are recomputed for it.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,13 +30,15 @@ from retrain.backends.proof import metric_names
 from retrain.backends.rows import Update, check_rows, minibatch_split, num_completions, row_weights, step_result
 from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError, RunFailed
+from retrain.inference_engine.base import Truncation
 from retrain.model.adapter import Adapter
 from retrain.model.attention import Kernel, missing, plugged_in
 from retrain.model.devices import attention_of
 from retrain.model.fused import FusedDecoder
-from retrain.model.head import TokenScores, score_tokens
+from retrain.model.head import TokenScores, count_kept, score_tokens
 from retrain.model.load import BaseModel, layers
 from retrain.model.pool import Pool, in_order
+from retrain.model.precision import computed_in
 from retrain.model.recomputing import recomputed
 from retrain.types import Float32Array, MachineChoices, Row, StepResult
 
@@ -72,6 +74,10 @@ class _Piece:
     """Score under the dropout masks of this step."""
     temperature: float | None = None
     """Score at this temperature; None: training's."""
+    dtype: torch.dtype | None = None
+    """Score with the base in this dtype; None: its own."""
+    truncation: Truncation | None = None
+    """Count the tokens that it keeps, in place of log-probs."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,8 @@ class Learner:
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
         self._recompute = recomputes_old_logprobs(config.loss, rounded=rounds(config.inference, base.dtype))
-        self._kernel: Kernel = attention_of(config.inference.attention_kernel, base.device.type, base.dtype)
+        self._kernel_of = partial(attention_of, config.inference.attention_kernel, base.device.type)
+        self._kernel: Kernel = self._kernel_of(base.dtype)
         self._packs = not missing(base.model)
         self._checkpointed = layers(base.model) if choices.gradient_checkpointing else []
         if choices.gradient_checkpointing and not self._checkpointed:
@@ -168,13 +175,31 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
         """[T] log-probs of each row, without gradient or dropout, at the training temperature unless one is given."""
+        return self._looked_up(rows, temperature=temperature)
+
+    def logprobs_in(self, dtype: torch.dtype, rows: Sequence[Row], temperature: float | None = None) -> list[Float32Array]:
+        """As `logprobs`, with the base in `dtype`."""
+        return self._looked_up(rows, temperature=temperature, dtype=dtype)
+
+    def kept(self, rows: Sequence[Row], truncation: Truncation) -> list[Float32Array]:
+        """[T] of each row: the tokens that `truncation` keeps of the learner's own distribution."""
+        return self._looked_up(rows, truncation=truncation)
+
+    def _looked_up(self, rows: Sequence[Row], **asked: Any) -> list[Float32Array]:
         check_rows(rows)
         filled = [LearnerRow(number, row, row.logprobs, row.logprobs) for number, row in enumerate(rows) if row.num_actions]
-        scores = iter(self.score(filled, temperature=temperature))
+        scores = iter(self.score(filled, **asked))
         return [next(scores) if row.num_actions else np.empty(0, np.float32) for row in rows]
 
     def score(
-        self, rows: Sequence[LearnerRow], *, reference: bool = False, masks_of: int | None = None, temperature: float | None = None
+        self,
+        rows: Sequence[LearnerRow],
+        *,
+        reference: bool = False,
+        masks_of: int | None = None,
+        temperature: float | None = None,
+        dtype: torch.dtype | None = None,
+        truncation: Truncation | None = None,
     ) -> list[Float32Array]:
         """[T] log-probs of each row by the learner, with `reference` by the frozen base; `masks_of` is the step whose dropout masks act.
 
@@ -184,7 +209,10 @@ class Learner:
         masked = masks_of is not None and self.adapter.drops
         found: dict[int, Float32Array] = {}
         pieces = self._pieces(rows, share=not masked)
-        asked = (replace(piece, reference=reference, masks_of=masks_of, temperature=temperature) for piece in pieces)
+        asked = (
+            replace(piece, reference=reference, masks_of=masks_of, temperature=temperature, dtype=dtype, truncation=truncation)
+            for piece in pieces
+        )
         for _, logprobs in self._score_pieces(asked):
             found |= logprobs
         for part in self.world.gather(found):
@@ -299,13 +327,26 @@ class Learner:
         with torch.no_grad(), self._attention(), self.adapter.disabled() if piece.reference else nullcontext():
             micro = self._micro_batch(piece)
             with nullcontext() if piece.masks_of is None else self._dropout(micro, piece.masks_of):
-                logprobs = self._forward(micro, truncated=not piece.reference, temperature=piece.temperature).logprobs
-        yield {} if piece.dummy else _by_row(micro, logprobs)
+                values = self._values(micro, piece)
+        yield {} if piece.dummy else _by_row(micro, values)
+
+    def _values(self, micro: MicroBatch, piece: _Piece) -> Tensor:
+        """[A] log-probs of the action tokens, or what else the piece asks for."""
+        if piece.dtype is not None:
+            with computed_in(self.base, piece.dtype) as base:
+                hidden = base.hidden_states(micro.token_ids, micro.positions, micro.attention)
+            states = hidden.flatten(0, 1).index_select(0, micro.predictors)
+            return score_tokens(base.head, states, micro.targets, piece.temperature or self.temperature, kept=micro.kept()).logprobs
+        if piece.truncation is not None:
+            states = self._hidden_states(micro).flatten(0, 1).index_select(0, micro.predictors)
+            return count_kept(self.base.head, states, self.temperature, *astuple(piece.truncation))
+        return self._forward(micro, truncated=not piece.reference, temperature=piece.temperature).logprobs
 
     def _micro_batch(self, piece: _Piece) -> MicroBatch:
         if not self._packs:
             return pad(piece.rows, self.base.device)
-        return pack(piece.rows, self.base.device, self._kernel, self.choices.micro_batch_tokens, share=piece.share)
+        kernel = self._kernel if piece.dtype is None else self._kernel_of(piece.dtype)
+        return pack(piece.rows, self.base.device, kernel, self.choices.micro_batch_tokens, share=piece.share)
 
     def _forward(
         self, micro: MicroBatch, *, truncated: bool = True, entropy: bool = False, temperature: float | None = None

@@ -1,0 +1,43 @@
+"""Completions of a prompt that are identical although their own log-probs say that they cannot be.
+
+One seed for all completions of a request, greedy decoding, or a temperature that is ignored look so, whatever method draws the tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from retrain.types import Float32Array, Int32Array
+
+MIN_TOKENS = 16
+"""Of shorter completions nothing is concluded."""
+
+Sampled = tuple[Int32Array, Float32Array]
+"""Token ids and log-probs [T] of a completion."""
+
+
+def chance_of_identical(groups: Iterable[Sequence[Sampled]]) -> float:
+    """Return an upper bound on the probability that completions of a group are identical as often as they are, if each is drawn alone.
+
+    A completion equals one of those before it with a probability of at most Q, the sum of exp(sum log p) over the different ones. So for
+    any w the product over m such trials of 1 - w + w [it does] / Q has a mean of at most 1, and exceeds x with a probability of at most
+    1/x (Markov). Of two w the mean is taken: 1/m for a few equal ones among many, 1/2 for most of them.
+    """
+    evidence, trials = list[float](), 0
+    for group in groups:
+        earlier: dict[bytes, float] = {}
+        for number, (ids, logprobs) in enumerate(group):
+            trials += number > 0
+            if len(ids) < MIN_TOKENS:
+                continue
+            if ids.tobytes() in earlier:
+                evidence.append(-float(np.logaddexp.reduce(list(earlier.values()))))
+            else:
+                earlier[ids.tobytes()] = float(logprobs.sum(dtype=np.float64))
+    if not evidence:
+        return 1.0
+    products = []
+    for weight in (1 / (1 + trials), 0.5):
+        equal = np.logaddexp(np.log1p(-weight), np.log(weight) + np.array(evidence)).sum()
+        products.append(equal + (trials - len(evidence)) * np.log1p(-weight))
+    return float(np.exp(min(0.0, np.log(2) - np.logaddexp(*products))))
