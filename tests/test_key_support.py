@@ -154,6 +154,7 @@ SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
     {"campaign": {"seeds": [1, 2], "max_steps": 3}},
     {"campaign": {"launcher": "ray"}},
     {"reward": {"type": "random"}, "logging": {"generations_every": 0}},
+    {"loss": {"mode": "sapo"}},
 )
 
 

@@ -131,7 +131,9 @@ class TinkerBackend(RemoteBackend):
             self._sampler.expect_new_weights()
             log_ratios: list[Float32Array] = []
             updates = [self._finished(update, log_ratios if turn == 0 else []) for turn, update in requested]
-        result = step_result(updates, log_ratios, log_ratios[: len(requested[0][1].rows)])
+        first = requested[0][1]
+        unmoved = len(first.rows) if isinstance(first, _Requested) else 0
+        result = step_result(updates, log_ratios, log_ratios[:unmoved])
         return result if result.grad_norm is None or np.isfinite(result.grad_norm) else replace(result, grad_norm=None)
 
     def _request_update(self, rows: Sequence[_TrainedRow], step: int, completions: float) -> "_Requested | Update":
