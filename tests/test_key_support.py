@@ -153,8 +153,10 @@ SITUATIONS: tuple[dict[str, dict[str, Any]], ...] = (
     {"squeeze": {"adapter_path": "a", "output_path": "b", "evaluate": True}},
     {"campaign": {"seeds": [1, 2], "max_steps": 3}},
     {"campaign": {"launcher": "ray"}},
+    {"campaign": {"seeds": [1, 2], "stop": "evidence"}},
     {"reward": {"type": "random"}, "logging": {"generations_every": 0}},
     {"loss": {"mode": "sapo"}},
+    {"loss": {"mode": "my_losses.mine"}},
 )
 
 
