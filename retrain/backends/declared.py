@@ -4,6 +4,7 @@ A plugin declares it in its class, so its module is imported. The built-in ones 
 """
 
 import importlib
+import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -108,6 +109,11 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
             f'[loss] mode = "{loss.mode}" with [backend.options] loss_reduction = "mean": such a service divides by the weights that '
             f"carry the gradient of a loss that is computed here; use {', '.join(NATIVE_LOSSES[:-1])} or {NATIVE_LOSSES[-1]}."
         )
+    here = config.backend.backend == "tinker" and backend.losses and loss.mode not in NATIVE_LOSSES
+    if (own or here) and importlib.util.find_spec("torch") is None:
+        kind, name = next(iter({**own, "loss": loss.mode}.items()))
+        yield f'{KINDS[kind].key} = "{name}" is computed here with torch, which is not installed; pip install torch, or use another.'
+        return
     if not own:
         return
     from retrain.backends.proof import unproved  # torch comes with it
