@@ -234,9 +234,7 @@ def test_a_backend_without_losses_of_ones_own_says_so(module: Any) -> None:
         f"class Other(LocalBackend):\n    capabilities = BackendCapabilities(True, True, True)\n{SOUND}"
     )
     config = config_from_mapping({"backend": {"backend": "my_losses.Other"}, "loss": {"mode": "my_losses.dro"}})
-    assert '[loss] mode = "my_losses.dro" is a plugin, and backend "my_losses.Other" has its own loss; use a built-in name.' in incapable(
-        config
-    )
+    assert '[loss] mode = "my_losses.dro" is a plugin, and backend "my_losses.Other" takes none; use a built-in name.' in incapable(config)
     config = config_from_mapping(
         {"backend": {"backend": "prime_rl"}, "loss": {"mode": "my_losses.dro"}, "algorithm": {"transform_mode": "none"}}
     )

@@ -23,6 +23,7 @@ from runs import lines, small
 from tinker_double import APIConnectionError, APIStatusError, Double
 
 from retrain import train
+from retrain.backends.declared import incapable
 from retrain.backends.local.loss import clipped_tokens, policy_terms
 from retrain.backends.losses import ActionTokens
 from retrain.backends.tinker import archive, datums
@@ -35,7 +36,7 @@ from retrain.config.schema import Loss
 from retrain.errors import EnvironmentFailure, RunFailed, ServerFailure
 from retrain.inference_engine.base import NoiseKey, SampleRequest
 from retrain.run.notes import notes
-from retrain.types import FinishReason, Row
+from retrain.types import FinishReason, Row, StepResult
 
 KEY = "tml-a-key-that-stays-here"
 TINKER: dict[str, Any] = {"backend": {"backend": "tinker", "devices": "gpu:0"}, "model": {"model": "lab", "lora_rank": 4}}
@@ -127,6 +128,85 @@ def test_the_gradient_is_normalised_once_however_the_service_adds_up(
     np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
     assert result.loss == pytest.approx(expected.item(), rel=1e-5)
     assert result.grad_norm == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-6)
+
+
+def one_update(folder: Path, loss: dict[str, Any], rows: list[Row] | None = None) -> tuple[Any, StepResult, Any]:
+    """Return (gradient, result, logits before the update)."""
+    backend = backend_for(folder, loss=loss, training={"lr": 1e-3, "max_tokens": 24})
+    before = backend.trainer.weights.logits.copy()
+    result = backend.train(make_rows() if rows is None else rows, 0)
+    return (before - backend.trainer.weights.logits) / 100 / 1e-3, result, before
+
+
+OWN = """
+def importance(tokens, params):
+    rho = (tokens.new - tokens.old).exp()
+    return -rho * tokens.advantages * params["scale"], {"rho": rho, "clipped": rho > 1.1}
+def breaks(tokens):
+    return -tokens.new * tokens.advantages * (tokens.new + 1e3 if len(tokens.new) == 14 else float("inf"))
+def halves(counts, group, params):
+    return 0.5 ** group / counts
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tinker_losses.py").write_text(OWN)
+    yield
+    sys.modules.pop("tinker_losses", None)
+
+
+def test_a_loss_of_ones_own_has_the_gradient_of_the_services_when_it_is_the_same(double: Double, tmp_path: Path, own_module: None) -> None:
+    gradient, result, _ = one_update(tmp_path / "a", {"aggregation": "sequence_mean"})
+    loss = {"mode": "tinker_losses.importance", "params": {"scale": 1.0}, "aggregation": "sequence_mean"}
+    own, own_result, _ = one_update(tmp_path / "b", loss)
+    np.testing.assert_allclose(own, gradient, rtol=1e-5, atol=1e-8)
+    assert own_result.loss == pytest.approx(result.loss, rel=1e-5) and own_result.grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
+    assert own_result.ratio_mean == pytest.approx(result.ratio_mean) and own_result.loss_metrics == {
+        "rho": pytest.approx(result.ratio_mean)
+    }
+    assert 0 < own_result.clip_fraction < 1 and own_result.updates == 1
+    assert [name for name, _ in double.losses] == ["importance_sampling", "custom"]
+
+
+def test_sapo_and_an_aggregation_of_ones_own_have_their_gradient(double: Double, tmp_path: Path, own_module: None) -> None:
+    gradient, result, before = one_update(tmp_path, {"mode": "sapo", "aggregation": "tinker_losses.halves"})
+    logits, expected = torch.tensor(before, requires_grad=True), torch.zeros((), dtype=torch.float64)
+    for row in make_rows():
+        start, stop = row.spans[0]
+        ids = torch.tensor(row.token_ids.astype(np.int64))
+        new = torch.log_softmax(logits[ids[start - 1 : stop - 1]], -1).gather(1, ids[start:stop, None])[:, 0]
+        rho, advantages = torch.exp(new - torch.tensor(row.logprobs)), torch.tensor(row.advantages)
+        tau = torch.where(advantages > 0, torch.tensor(1.0), torch.tensor(1.05))
+        expected = expected - (4 / tau * torch.sigmoid(tau * (rho - 1)) * advantages).sum() * 0.5**row.group / row.num_actions
+    expected.backward()  # type: ignore[no-untyped-call]
+    np.testing.assert_allclose(gradient, logits.grad, rtol=1e-4, atol=1e-8)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_loss_of_ones_own_that_is_not_finite_is_skipped_and_nothing_is_sent(double: Double, tmp_path: Path, own_module: None) -> None:
+    gradient, result, _ = one_update(tmp_path, {"mode": "tinker_losses.breaks"})
+    assert result.updates == 0 and result.nonfinite_updates == 1 and result.nonfinite_tensor == "loss"
+    assert not gradient.any() and "ask optim_step" not in double.events
+
+
+def test_a_forward_pass_that_never_ends_inside_the_sdk_is_given_up(double: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_for(tmp_path, loss={"mode": "sapo"}, backend={"options": {"timeout_s": 0.1}})
+    forever = threading.Event()
+    monkeypatch.setattr(backend.trainer, "forward_backward_custom", lambda data, loss: forever.wait())
+    with pytest.raises(EnvironmentFailure, match=r"gave no answer within 0.1 s \(\[backend.options\] timeout_s\) \(asked for an update\)"):
+        backend.train(make_rows(), 0)
+    forever.set()
+
+
+def test_what_a_service_of_means_or_one_without_entropies_cannot_do_is_refused(tmp_path: Path, own_module: None) -> None:
+    (problem,) = incapable(tinker_config(tmp_path, backend={"options": {"loss_reduction": "mean"}}, loss={"mode": "sapo"}))
+    assert "use importance_sampling, ppo or cispo." in problem
+    (tmp_path / "tinker_losses.py").write_text(OWN + "importance.needs_entropy = True\n")
+    (problem,) = incapable(tinker_config(tmp_path, loss={"mode": "tinker_losses.importance", "params": {"scale": 1.0}}))
+    assert 'reads tokens.entropy, which backend "tinker" does not have; use backend = "local".' in problem
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "ppo"}, {"mode": "ppo", "clip_high": 0.05}, {"mode": "cispo", "clip_high": 1.1}])

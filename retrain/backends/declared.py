@@ -4,13 +4,14 @@ A plugin declares it in its class, so its module is imported. The built-in ones 
 """
 
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
 from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
+from retrain.backends.tinker.datums import NATIVE_LOSSES
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import ENGINE_CLASSES, ENGINES, EngineCapabilities, InferenceEngine
 from retrain.parsing import toml_value
@@ -76,12 +77,18 @@ def incapable(config: "TrainConfig") -> list[str]:
             problems.append(f'[loss] aggregation = "{loss.aggregation}": {where} divides by the tokens of the batch; use "token_mean".')
         if loss.entropy_coef and not backend.entropy:
             problems.append(f"[loss] entropy_coef = {loss.entropy_coef:g} needs entropies, which {where} does not have; leave it at 0.")
-    problems += _loss_problems(config, backend)
+    try:
+        problems += _loss_problems(config, backend)
+    except ConfigurationError as error:
+        problems += error.problems
     return [*problems, *(_engine_problems(config, engine) if engine and config.backend.backend == "local" else ())]
 
 
-def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> list[str]:
-    """Look at the plugins of [loss], each of which is proved on a small batch, and at the parameters of what is built in."""
+def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Iterator[str]:
+    """Look at the plugins of [loss], each of which is proved on a small batch, and at the parameters of what is built in.
+
+    Raises ConfigurationError for a plugin that cannot be loaded or of which a property does not hold.
+    """
     loss, where = config.loss, f'backend "{config.backend.backend}"'
     names: dict[str, tuple[str, Collection[str]]] = {
         "loss": (loss.mode, LOSSES),
@@ -90,33 +97,34 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> list[
     }
     own = {kind: name for kind, (name, builtins) in names.items() if name not in builtins}
     if own and not backend.own_loss:
-        if config.backend.backend in BACKENDS:  # `config/support.py` has said it
-            return []
-        return [
-            f'{KINDS[kind].key} = "{name}" is a plugin, and {where} has its own loss; use a built-in name.' for kind, name in own.items()
-        ]
-    try:
-        for kind, (name, builtins) in names.items():
-            if name in builtins and (kind != "loss" or backend.losses):
-                known = LOSSES[name].parameters if kind == "loss" else ()
-                refuse_unknown_params(kind, name, frozenset(known), config)
-                for param, value in params_of(kind, config).items():
-                    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                        return [f"{KINDS[kind].params_key} {param} = {toml_value(value)} must be a number above 0."]
-        functions = own_functions(config) if own else []
-        lacking = [
-            f'{KINDS[one.kind].key} = "{one.name}" reads tokens.{name}, which {where} does not have; use backend = "local".'
-            for one in functions
-            for name in ("entropy", "reference")
-            if one.declares(f"needs_{name}") and not (backend.entropy and config.backend.backend == "local")
-        ]
-        if functions:
-            from retrain.backends.proof import unproved  # torch comes with it
+        if config.backend.backend not in BACKENDS:  # of a built-in backend, `config/support.py` says more
+            for kind, name in own.items():
+                yield f'{KINDS[kind].key} = "{name}" is a plugin, and {where} takes none; use a built-in name.'
+        return
+    if backend.losses:
+        yield from _parameter_problems([(kind, name) for kind, (name, _) in names.items() if kind not in own], config)
+    if config.backend.backend == "tinker" and config.backend.tinker.loss_reduction == "mean" and loss.mode not in NATIVE_LOSSES:
+        yield (
+            f'[loss] mode = "{loss.mode}" with [backend.options] loss_reduction = "mean": such a service divides by the weights that '
+            f"carry the gradient of a loss that is computed here; use {', '.join(NATIVE_LOSSES[:-1])} or {NATIVE_LOSSES[-1]}."
+        )
+    if not own:
+        return
+    from retrain.backends.proof import unproved  # torch comes with it
 
-            unproved(config)
-    except ConfigurationError as error:
-        return list(error.problems)
-    return lacking
+    has = {"entropy": backend.entropy, "reference": config.backend.backend != "tinker"}
+    for one in own_functions(config):
+        for name in (name for name, there in has.items() if one.declares(f"needs_{name}") and not there):
+            yield f'{one.where} reads tokens.{name}, which {where} does not have; use backend = "local".'
+    unproved(config)
+
+
+def _parameter_problems(builtins: Sequence[tuple[str, str]], config: "TrainConfig") -> Iterator[str]:
+    for kind, name in builtins:
+        refuse_unknown_params(kind, name, frozenset(LOSSES[name].parameters if kind == "loss" else ()), config)
+        for param, value in params_of(kind, config).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                yield f"{KINDS[kind].params_key} {param} = {toml_value(value)} must be a number above 0."
 
 
 def loss_notes(config: "TrainConfig") -> list[str]:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.backends.base import TINKER, RemoteBackend
+from retrain.backends.own_loss import aggregation_of, own_loss
 from retrain.backends.rows import Update, check_rows, learning_rate, minibatch_split, num_completions, row_weights, step_result
 from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import (
+    NATIVE_LOSSES,
     ShiftedRow,
     Values,
     action_logprobs,
@@ -34,6 +36,7 @@ from retrain.parsing import read_object
 from retrain.types import Float32Array, Row, StepResult
 
 if TYPE_CHECKING:
+    from retrain.backends.tinker.own import Computed
     from retrain.config import TrainConfig
 
 STATE_FILE = "tinker.json"
@@ -58,6 +61,8 @@ class _Requested:
     passed: Any
     stepped: Any
     """Futures of the pass and of the optimizer step."""
+    computed: "Computed | None" = None
+    """The loss, where it is computed here."""
 
 
 class TinkerBackend(RemoteBackend):
@@ -69,6 +74,7 @@ class TinkerBackend(RemoteBackend):
         self._say = say
         say("Connecting to Tinker...")
         self._service = Service(config)
+        self._own_loss, self._aggregation = own_loss(config), aggregation_of(config)
         self._trainer: Any = None
         self._saves = 0
         self._said_reduction = False
@@ -128,21 +134,14 @@ class TinkerBackend(RemoteBackend):
         result = step_result(updates, log_ratios)
         return result if result.grad_norm is None or np.isfinite(result.grad_norm) else replace(result, grad_norm=None)
 
-    def _request_update(self, rows: Sequence[_TrainedRow], step: int, completions: float) -> _Requested:
-        """Ask for the gradient of one optimizer batch and for the step with it."""
+    def _request_update(self, rows: Sequence[_TrainedRow], step: int, completions: float) -> "_Requested | Update":
+        """Ask for the gradient of one optimizer batch and for the step with it; an Update where nothing was asked for."""
         from tinker import types
 
         config, training = self.config, self.config.training
         own = [row.row for row in rows]
         counted = [row.num_counted for row in own]
-        weights = row_weights(own, counted, config.loss.aggregation, training.max_tokens, completions)
-        # A service that takes means divides each row's term, which is undone: the weights already normalise the gradient.
-        means = config.backend.tinker.loss_reduction != "sum"
-        undone = [float(len(row.shifted) * len(rows)) if means else 1.0 for row in rows]
-        datums = [
-            policy_datum(row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * factor))
-            for row, weight, factor in zip(rows, weights, undone, strict=True)
-        ]
+        weights = row_weights(own, counted, self._aggregation, training.max_tokens, completions)
         rate = learning_rate(training.lr, step, training.lr_schedule, training.lr_warmup_steps, training.max_steps)
         adam = types.AdamParams(
             learning_rate=rate,
@@ -152,13 +151,37 @@ class TinkerBackend(RemoteBackend):
             weight_decay=training.weight_decay,
             grad_clip_norm=config.loss.max_grad_norm,
         )
+        if self.config.loss.mode not in NATIVE_LOSSES:
+            return self._request_computed(rows, weights, adam)
+        # A service that takes means divides each row's term, which is undone: the weights already normalise the gradient.
+        means = config.backend.tinker.loss_reduction != "sum"
+        undone = [float(len(row.shifted) * len(rows)) if means else 1.0 for row in rows]
+        datums = [
+            policy_datum(row.shifted, row.row.logprobs, row.row.advantages * np.float32(weight * factor))
+            for row, weight, factor in zip(rows, weights, undone, strict=True)
+        ]
         bounds = ratio_bounds(config.loss)
         clip = {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]} if bounds else None
         with self._service.answering("an update"):
             return _Requested(rows, weights, self.trainer.forward_backward(datums, config.loss.mode, clip), self.trainer.optim_step(adam))
 
-    def _finished(self, update: _Requested, log_ratios: list[Float32Array]) -> Update:
+    def _request_computed(self, rows: Sequence[_TrainedRow], weights: Sequence[float], adam: Any) -> "_Requested | Update":
+        """Ask for an update with a loss that the service does not have."""
+        from retrain.backends.tinker.own import Computed, NotFinite  # torch comes with it
+
+        parts = [(row.shifted, row.row, weight) for row, weight in zip(rows, weights, strict=True)]
+        computed, datums = Computed(self.config.loss, self._own_loss, parts), [scoring_datum(row.shifted) for row in rows]
+        try:
+            passed = self._service.bounded("an update", lambda: self.trainer.forward_backward_custom(datums, computed))
+        except NotFinite as problem:
+            return Update(nonfinite=str(problem))
+        with self._service.answering("an update"):
+            return _Requested(rows, weights, passed, self.trainer.optim_step(adam), computed)
+
+    def _finished(self, update: "_Requested | Update", log_ratios: list[Float32Array]) -> Update:
         """Wait for an update. The service has then changed the weights, so log-probs that are not finite end the run."""
+        if isinstance(update, Update):
+            return update
         passed = self._service.result("a forward-backward pass", lambda: update.passed)
         stepped = self._service.result("an optimizer step", lambda: update.stepped)
         metrics = dict(stepped.metrics or {})
@@ -180,6 +203,9 @@ class TinkerBackend(RemoteBackend):
                 "checkpoint is sound: resume from it with a lower [training] lr or [loss] max_grad_norm = 1.0."
             )
         log_ratios += [logprobs - row.row.logprobs for logprobs, row in zip(new, update.rows, strict=True)]
+        if update.computed:
+            clipped, clippable = update.computed.clip
+            return Update(update.computed.loss, norm, clipped, clippable, update.computed.metrics)
         loss, rows = self.config.loss, [row.row for row in update.rows]
         flat_new, old, advantages = (_flat(values) for values in (new, [r.logprobs for r in rows], [r.advantages for r in rows]))
         weights = np.repeat(update.weights, [row.num_actions for row in rows])

@@ -9,8 +9,10 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from retrain.config.stored import run_command
@@ -94,6 +96,20 @@ class Service:
         """Ask for something, or for the answer under way, an APIFuture of the SDK, and wait for it. Raises EnvironmentFailure."""
         with self.answering(what):
             return ask().result(timeout=self.timeout)
+
+    def bounded(self, what: str, call: Callable[[], Any]) -> Any:
+        """Make a call of the SDK that waits inside, without a limit of its own, and give up after `timeout`. Raises EnvironmentFailure."""
+        answer: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - it is raised again where the answer is waited for
+                answer.set_exception(error)
+
+        with self.answering(what):
+            Thread(target=work, daemon=True).start()
+            return answer.result(timeout=self.timeout)
 
     def close(self) -> None:
         """End the session, so that the service gives its adapter's place to another."""
