@@ -56,20 +56,21 @@ Objective = Callable[[Answers], Tensor]
 
 REWARDS = ((1, 0, 0, 1), (1, 1, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 0, 0))
 LENGTHS = ((5, 9, 128, 60), (104, 3, 31, 120), (7, 110, 20, 4), (12, 128, 6, 40), (1, 17, 99, 2))
-SPREADS = ((2e-3, 0.3, 3.0, 0.02), (0.3, 1e-3, 3.0, 0.1), (0.3, 0.3, 0.3, 0.3), (0.1, 0.2, 0.1, 2e-3), (0.5, 0.1, 0.02, 2e-3))
-"""Of a completion's log-ratios: from within gspo's clip of 3e-4 to beyond cispo's bound of 4."""
+SPREADS = ((0.0, 0.3, 3.0, 0.02), (0.3, 1e-3, 3.0, 0.1), (0.3, 0.3, 0.3, 0.3), (0.1, 0.2, 0.1, 2e-3), (0.5, 0.1, 0.0, 2e-3))
+SHIFTS = ((4.5e-4, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, -3.3e-4, 0))
+"""Of a completion's log-ratios: from just outside of gspo's clip of 3e-4 and 4e-4, on both sides, to beyond cispo's bound of 4."""
 
 
 def answers(*, on_policy: bool = False) -> Answers:
     """Two prompts are solved or hopeless; three completions lie in the cache of the soft overlong penalty."""
     draw = np.random.default_rng(0)
 
-    def answer(reward: float, length: int, spread: float) -> Answer:
+    def answer(reward: float, length: int, spread: float, shift: float) -> Answer:
         old = -draw.exponential(1.5, length).astype(np.float32).astype(np.float64)
-        new = np.minimum(old + spread * draw.standard_normal(length), -1e-3)
+        new = np.minimum(old + shift + spread * draw.standard_normal(length), -1e-3)
         return Answer(reward, torch.tensor(old if on_policy else new).requires_grad_(), torch.tensor(old))
 
-    shapes = zip(REWARDS, LENGTHS, SPREADS, strict=True)
+    shapes = zip(REWARDS, LENGTHS, SPREADS, SHIFTS, strict=True)
     return [[answer(*shape) for shape in zip(*prompt, strict=True)] for prompt in shapes]
 
 
@@ -325,14 +326,14 @@ def test_every_setting_of_a_file_matters_to_its_gradient(name: str) -> None:
 
 
 def changed(section: str, config: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Each key that the file sets in a section: a number four times as large, a name back at its default."""
+    """Each key that the file sets in a section: a number larger by a quarter, a name back at its default."""
     for key in sorted(getattr(config, section).model_fields_set - {"max_grad_norm"}):
         path = f"{section}.{key}"
         value, default = config.value(path), TrainConfig().value(path)
         if isinstance(value, float):
-            yield {path: value * 4 or 1.0}
+            yield {path: value * 1.25 or 1.0}
         elif isinstance(value, dict):
-            yield from ({path: {**value, name: number * 4}} for name, number in value.items())
+            yield from ({path: {**value, name: number * 1.25}} for name, number in value.items())
         elif value != default:
             yield {path: default}
 
