@@ -28,9 +28,9 @@ from scripts.docs_metrics import metrics_document
 from scripts.docs_papers import papers_document
 
 ROOT = Path(__file__).resolve().parents[1]
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
-_SHELL = {"bash", "sh", "shell", "console"}
+SHELL = {"bash", "sh", "shell", "console"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def check_document(path: Path) -> Iterator[Problem]:
     for match in _LINK.finditer(text):
         if not (path.parent / match.group(1)).exists():
             yield Problem(path, _line(text, match.start()), f"{match.group(1)} does not exist")
-    for block in _FENCE.finditer(text):
+    for block in FENCE.finditer(text):
         line = _line(text, block.start("body"))
         for offset, problem in _check_block(block.group("language"), textwrap.dedent(block.group("body"))):
             yield Problem(path, line + offset, problem)
@@ -98,7 +98,7 @@ def _line(text: str, position: int) -> int:
 
 def _check_block(language: str, body: str) -> Iterator[tuple[int, str]]:
     """(line inside the block, what is wrong) for each problem."""
-    if language in _SHELL:
+    if language in SHELL:
         for offset, command in enumerate(body.splitlines()):
             problem = check_command(command.strip().removeprefix("$ "))
             if problem:

@@ -23,18 +23,18 @@ MAX_WIDTH = 110
 
 EXAMPLES = {
     "init": "retrain init --template lab --output lab.toml",
-    "migrate-config": "retrain migrate-config old.toml --write --backup",
+    "migrate-config": "retrain migrate-config retrain.toml --check",
     "explain": "retrain explain examples/lab.toml --probe --price-per-hour 2",
     "status": "retrain status logs --watch",
     "eval": "retrain eval logs/lab --checkpoint 25 --evaluation-samples 8 --evaluation-temperature 0.7",
-    "compare": "retrain compare logs/campaign_20261121_120000 --baseline maxrl+none",
+    "compare": "retrain compare logs/campaign --baseline maxrl+none",
     "report": "retrain report logs/lab --serve",
-    "inspect": "retrain inspect logs/tokens --against gtpo_hicra",
+    "inspect": "retrain inspect logs/lab --against gtpo_hicra",
     "audit": "retrain audit retrain.toml --examples 50",
-    "power": "retrain power logs/campaign_20261121_120000 --effect 0.05",
+    "power": "retrain power logs/campaign --effect 0.05",
     "man": "retrain man --topic quickstart",
     "help": "retrain help config training",
-    "serve": "retrain serve vllm examples/lab.toml --run",
+    "serve": "retrain serve vllm examples/lab.toml",
     "backends": "retrain backends vllm",
     "version": "retrain version",
 }
