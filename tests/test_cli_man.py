@@ -14,7 +14,9 @@ import pytest
 from retrain.cli.main import main
 from retrain.cli.manual import BEGIN, END, read_source, source_path, synced, topics_of
 from retrain.cli.usage import COMMANDS
+from retrain.config import load_config
 from retrain.config.keys import all_keys, section_models
+from retrain.data.prompts import load_examples, messages_of
 from scripts.docs_check import check_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,3 +183,12 @@ def test_help_for_an_unknown_name_is_a_sentence(capsys: pytest.CaptureFixture[st
     assert "did you mean `retrain help init`?" in capsys.readouterr().err
     assert main(["help", "gamma"]) == 2
     assert "there is no critic" in capsys.readouterr().err
+
+
+def test_the_quickstarts_keys_make_a_prompt_that_asks_for_a_box(tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    lines = re.findall(r"^  (\[data\]|\w+ = .*)$", topics_of(read_source())["quickstart"].text, re.MULTILINE)
+    (tmp_path / "own.toml").write_text("\n".join(lines))
+    config = load_config(tmp_path / "own.toml")
+    (example,) = load_examples(config).examples
+    assert messages_of(example, config.data)[-1]["content"] == "1+1=?\n\nPut the final answer in \\boxed{}."

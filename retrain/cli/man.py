@@ -32,15 +32,20 @@ def command(
     elif sync or check:
         _sync(write=sync)
     else:
-        topics = topics_of(read_source())
-        found = [_topic(topics, name or topic)] if name or topic else list(topics.values())
-        if as_json or form == "json":
-            rows = [_as_json(each, contents=not list_topics) for each in found]
-            print(json.dumps(rows[0] if name or topic else rows, indent=2, ensure_ascii=False))
-        elif list_topics:
-            print("\n".join(_overview(found)))
-        else:
-            _show("\n".join(f"== {each.name} ==\n\n{each.text}" for each in found))
+        _print(name or topic, as_json=as_json or form == "json", names_only=list_topics)
+
+
+def _print(name: str, *, as_json: bool, names_only: bool) -> None:
+    """One topic or, without a name, all of them."""
+    topics = topics_of(read_source())
+    found = [_topic(topics, name)] if name else list(topics.values())
+    if as_json:
+        rows = [_as_json(each, contents=not names_only) for each in found]
+        print(json.dumps(rows[0] if name else rows, indent=2, ensure_ascii=False))
+    elif names_only:
+        print("\n".join(_overview(found)))
+    else:
+        _show("\n".join(f"== {each.name} ==\n\n{each.text}" for each in found))
 
 
 def _topic(topics: dict[str, Topic], name: str) -> Topic:

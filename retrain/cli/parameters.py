@@ -146,25 +146,23 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 def wrong_use(name: str, arguments: Sequence[str], error: Any) -> str:
     """Say in one sentence what typer's UsageError found in the arguments of a command."""
-    parameters, where = parameters_of(name), f"`retrain {name} --help`"
-    kind = type(error).__name__
-    if kind == "NoSuchOption":
-        option = str(error.option_name)
-        near = nearest(option, [each.name for each in parameters if each.is_option], NAME_CUTOFF)
-        return f"{option} is not an option of `retrain {name}`; {f'did you mean {near}?' if near else f'{where} lists them.'}"
-    if extra := re.search(r"unexpected extra arguments? ?\(?s?\)? \((.*)\)", str(error)):
-        return f"`{usage_line(name)}` has no place for {extra.group(1)!r}; {where} says more."
+    more = f"`retrain {name} --help` says more"
+    if type(error).__name__ == "NoSuchOption":
+        near = nearest(error.option_name, [each.name for each in parameters_of(name) if each.is_option], NAME_CUTOFF)
+        return f"{error.option_name} is not an option of `retrain {name}`; {f'did you mean {near}?' if near else f'{more}.'}"
+    if extra := re.search(r"unexpected extra argument\S* \((.*)\)", str(error)):
+        return f"`{usage_line(name)}` has no place for {extra.group(1)!r}; {more}."
+    if type(error).__name__ == "MissingParameter":
+        absent = next(each for each in parameters_of(name) if each.is_required)
+        return f"`retrain {name}` needs {absent.name}: {absent.text[:1].lower()}{absent.text[1:].rstrip('.')}; such as `{EXAMPLES[name]}`."
     option = getattr(error, "option_name", None) or (error.param.opts[0] if getattr(error, "param", None) else "")
-    meant = next((each for each in parameters if each.name.lower() == option.lower()), None)
-    if kind == "MissingParameter":
-        meant = next((each for each in parameters if each.is_required), meant)
+    meant = next((each for each in parameters_of(name) if each.name == option), None)
     if meant is None:
-        return f"`retrain {name}`: {error.format_message().rstrip('.')}; {where} says more."
-    if kind == "MissingParameter":
-        return f"`retrain {name}` needs {meant.name}: {meant.text[:1].lower()}{meant.text[1:].rstrip('.')}; such as `{EXAMPLES[name]}`."
-    if kind == "BadOptionUsage":
-        return f"{option} of `retrain {name}` takes {meant.allowed}{f', such as {meant.head}' if meant.value else ''}."
-    return f"{option} of `retrain {name}` takes {meant.allowed}, and got {_value_of(option, arguments)!r}."
+        return f"`retrain {name}`: {error.format_message().rstrip('.')}; {more}."
+    given = _value_of(option, arguments)
+    if type(error).__name__ == "BadOptionUsage":  # a switch with a value, or an option without one
+        return f"{option} of `retrain {name}` takes {meant.allowed}, and got {repr(given) if given else 'none'}."
+    return f"{option} of `retrain {name}` takes {meant.allowed}, and got {given!r}."
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:
