@@ -65,8 +65,10 @@ class Simulated:
             return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
         count = self.right[run.condition][run.seed - 1]
         half = {1: answers(count // 2)} if self.halfway else {}
-        luck = f"seed {run.seed}" if self.identical else ""
-        write_run(run.folder, run.seed, held_out=answers(count), before=half, luck=luck, algorithm=_modes(run.condition))
+        write_run(run.folder, run.seed, held_out=answers(count), before=half, algorithm=_modes(run.condition))
+        if self.identical:
+            metrics = run.folder / "metrics.jsonl"
+            metrics.write_text(re.sub(r'"grad_norm": [\d.]+', f'"grad_norm": {run.seed}', metrics.read_text()))
         return EndedJob(RunOutcome(Status.DONE))
 
     def close(self) -> None: ...
@@ -289,7 +291,7 @@ def test_a_resume_does_not_take_another_seeds_run_for_a_finished_one(tmp_path: P
 
 def test_conditions_that_are_one_run_are_said_to_be_after_their_first_pair(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c", stop="seeds", max_seeds=0)
-    said = execute(plan, Simulated({label: BETTER["grpo+none"] for label in BETTER}, identical=True))
+    said = execute(plan, Simulated(dict.fromkeys(BETTER, BETTER["grpo+none"]), identical=True))
     expected = "maxrl+none_s1 is the same run as grpo+none_s1, byte for byte: what maxrl+none sets changes nothing."
     assert [line for line in said if "byte for byte" in line] == [expected]
     text = to_text(compare_campaign(plan.folder, TestSettings()), 200)

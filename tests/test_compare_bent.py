@@ -285,3 +285,44 @@ def test_a_trick_is_noticed(trick: Edit, noticed: str, campaign: Path, tmp_path:
     text = said(capsys, *arguments) if loose else said(capsys, copy, *arguments)
     assert re.search(noticed, text), text
     assert "As planned" not in text or trick in AS_PLANNED
+
+
+# -- what the other readers say, and what may be planned -------------------------------------------------------------------
+
+
+def test_every_reader_of_an_evaluation_looks_at_its_seal(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
+    edit_an_answer(copy)
+    for command in ("compare", "power", "status", "report"):
+        main([command, str(copy)])
+        text = " ".join("".join(capsys.readouterr()).split())
+        assert "evaluation.jsonl differs from its sha256" in text, command
+    assert "1 unreadable" in text or main(["status", str(copy)]) == 0
+
+
+def test_a_run_that_still_writes_may_be_longer_than_its_seal(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
+    append_an_evaluation(copy)
+    (run(copy, BETTER, 3) / "summary.json").unlink()
+    main(["status", str(copy)])
+    assert "sha256" not in capsys.readouterr().out
+
+
+def test_a_planned_margin_is_taken_and_hashed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_planned(tmp_path / "campaign", {BASE: EIGHT, BETTER: ALIKE}, margin=0.05)
+    text = said(capsys, folder)
+    assert "maxrl+none is equivalent to grpo+none within 5.0 pp" in text and "at 0.05, equivalent within 0.05, 8 seeds" in text
+    assert "margin (0.1, 0.05 planned)" in said(capsys, folder, "--margin", "0.1")
+
+
+def test_code_that_differs_within_an_arm_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = {}
+    for arm in ("new", "base"):
+        for seed in range(1, 5):
+            late = arm == "new" and seed > 2
+            code = {"revision": "def" if late else "abc", "plugins": {"my_losses.sapo": "22" if late else "11"}}
+            folders[arm, seed] = write_run(tmp_path / f"{arm}{seed}", seed, environment={"code": code})
+    text = said(capsys, *(folders["new", s] for s in range(1, 5)), "--baseline", *(folders["base", s] for s in range(1, 5)))
+    assert "maxrl+none ran on different revisions of retrain: seeds 1, 2 and 3, 4 differ." in text
+    assert "maxrl+none ran with different files of the plugin my_losses.sapo: seeds 1, 2 and 3, 4 differ." in text
+    assert "retrain's revision (def, abc), the plugin my_losses.sapo" in text
