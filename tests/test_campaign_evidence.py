@@ -192,6 +192,15 @@ def test_an_edited_plan_shows(decided: tuple[Path, Simulated, list[str]]) -> Non
     assert "edited after it was hashed" in compare_campaign(decided[0], TestSettings(alpha=0.2)).planned
 
 
+def test_a_look_that_is_struck_shows(decided: tuple[Path, Simulated, list[str]]) -> None:
+    path = decided[0] / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["looks"][2]
+    path.write_text(json.dumps(content))
+    planned = compare_campaign(decided[0], TestSettings()).planned
+    assert planned.startswith("Exploratory") and "its looks (at seeds 1, 2, 4, 5, 6" in planned
+
+
 def test_a_campaign_killed_at_any_run_decides_the_same_after_a_resume(decided: tuple[Path, Simulated, list[str]], tmp_path: Path) -> None:
     whole, undisturbed, _ = decided
     for until in (1, len(undisturbed.started) // 2, len(undisturbed.started) - 1):
@@ -308,6 +317,8 @@ def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path)
     (killed.folder / "manifest.json").write_text(json.dumps(content))
     (contrast,) = compare_campaign(killed.folder, TestSettings()).contrasts
     assert 2 not in contrast.differences  # the run is done and not looked at yet
+    notes = " ".join(compare_campaign(killed.folder, TestSettings()).notes)
+    assert "went without seed 2 of maxrl+none, whose runs are done" in notes
     execute(killed, Simulated(BETTER))
     assert looks(killed.folder) == looks(whole.folder)
 

@@ -69,6 +69,10 @@ def strike_a_seed_and_forge_the_plan(campaign: Path) -> None:
     edit_manifest(campaign, strike)
 
 
+def remove_the_plan(campaign: Path) -> None:
+    edit_manifest(campaign, lambda content: content.pop("plan"))
+
+
 def choose_a_margin_afterwards(campaign: Path) -> list[str]:
     return ["--margin", "0.1"]
 
@@ -156,6 +160,14 @@ def edit_an_answer(campaign: Path) -> None:
     replace_in(run(campaign, BETTER, 3) / "evaluation.jsonl", '"correct": 0', '"correct": 1')
 
 
+def edit_an_answer_and_its_hash(campaign: Path) -> None:
+    checkpoint = run(campaign, BETTER, 3) / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    shutil.copy(run(campaign, BETTER, 3) / "trainer_state.json", checkpoint)
+    edit_an_answer(campaign)
+    seal(run(campaign, BETTER, 3))
+
+
 def append_an_evaluation(campaign: Path) -> None:
     with (run(campaign, BETTER, 3) / "evaluation.jsonl").open("ab") as file:
         for record in problems([1] * 100):
@@ -239,6 +251,8 @@ TRICKS: list[tuple[Edit, str]] = [
     (train_one_run_otherwise, r"maxrl\+none_s3 was trained with training\.lr = 0\.003, and 0\.001 is planned"),
     (relabel_a_run, r'maxrl\+none_s3 was trained with algorithm\.advantage_mode = "grpo", and "maxrl" is planned'),
     (edit_an_answer, rf"maxrl\+none_s3: evaluation\.jsonl differs from its sha256, as trainer_state\.json recorded it: {CHANGED}"),
+    (edit_an_answer_and_its_hash, r"maxrl\+none_s3: trainer_state\.json differs from the one in step_000002"),
+    (remove_the_plan, "Exploratory: the manifest holds no plan, which every campaign writes before its first run"),
     (append_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
     (cut_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
     (damage_a_byte, f"evaluation.jsonl differs from its sha256.*{CHANGED}"),

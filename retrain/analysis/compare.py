@@ -27,7 +27,7 @@ from retrain.analysis.likeness import Shared
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.notes import comparison_notes
 from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
-from retrain.analysis.planned import Absences, CampaignRecord, Look, deviations, planned_line
+from retrain.analysis.planned import Absences, CampaignRecord, Look, deviations, not_looked_at, planned_line
 from retrain.analysis.robust import Robust, second_line, with_collapsed_failed
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
@@ -215,6 +215,7 @@ def _compare(
     differing = list(deviations(record, baseline=baseline, pairs=wanted, metric=metric, test=test, absences=absences)) if record else []
     if record and record.looks and not differing:
         test = replace(test, correction="evidence", looks=len(record.looks))
+        notes += not_looked_at(record, {pair.candidate.label: [*pair.differences] for pair in family})
         family = [seen for pair in family if (seen := pair.at_looks(record.looks_of(pair.candidate.label))).differences]
     if not family:
         raise ConfigurationError(_no_pair(list(arms.values()), left_out, grouped, alike, metric))

@@ -198,8 +198,8 @@ def known_limits(comparison: Comparison) -> Iterator[str]:
     )
     if any(contrast.robust for contrast in comparison.contrasts):
         yield (
-            "The line on failed and collapsed runs at 0 is wrong in at most 3% of the same campaigns. Its price: a gain from 50 to 60%, which "
-            "the test alone always finds, it finds with 16 pairs in 33% of campaigns and with 12 in none."
+            "The line on failed and collapsed runs at 0 is wrong in at most 3% of the same campaigns. Its price: a gain from 50 to 60%, "
+            "which the test alone always finds, it finds with 16 pairs in 33% of campaigns and with 12 in none."
         )
 
 
