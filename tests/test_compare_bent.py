@@ -241,7 +241,7 @@ TRICKS: list[tuple[Edit, str]] = [
     (write_a_margin_into_the_plan, "edited after it was hashed"),
     (turn_the_direction, r"metric \(grad_norm, planned pass@1\); direction \(lower is better, planned higher is better\)"),
     (turn_the_direction_in_the_plan, "edited after it was hashed"),
-    (put_another_seeds_run_into_a_folder, r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned.*Exploratory|Exploratory"),
+    (put_another_seeds_run_into_a_folder, r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned"),
     (put_another_conditions_run_into_a_folder, r"maxrl\+none_s3 holds a run of grpo\+none, and maxrl\+none is planned"),
     (swap_labels, r"grpo\+none_s1 holds a run of grpo\+none, and maxrl\+none is planned"),
     (swap_the_folders_of_two_runs, r"Exploratory: .* seed 3 of grpo\+none; seed 3 of maxrl\+none"),
@@ -311,7 +311,6 @@ def test_every_reader_of_an_evaluation_looks_at_its_seal(campaign: Path, tmp_pat
         main([command, str(copy)])
         text = " ".join("".join(capsys.readouterr()).split())
         assert "evaluation.jsonl differs from its sha256" in text, command
-    assert "1 unreadable" in text or main(["status", str(copy)]) == 0
 
 
 def test_a_run_that_still_writes_may_be_longer_than_its_seal(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
