@@ -1,7 +1,7 @@
 """Coverage of the interval of one evaluation: `python benchmarks/one_evaluation.py` (a minute).
 
-The problems' pass rates are drawn from a Beta distribution, and so many answers to each; the interval should hold the distribution's mean in
-95% of evaluations. Below 100 problems `clustered_interval` is exact, or Korn and Graubard's; "Wilson" is what it is from 100 on.
+The problems' pass rates are drawn from a Beta distribution, and so many answers to each; the interval should hold the distribution's
+mean in 95% of evaluations. Below 100 problems `clustered_interval` is exact, or Korn and Graubard's; "Wilson" is what it is from 100 on.
 """
 
 from collections.abc import Iterator

@@ -93,16 +93,27 @@ def looks(differences: Floats) -> Bools:
     return reached.any(axis=1) & (np.nansum(np.where(so_far, differences, 0.0), axis=1) > 0)
 
 
-def second_line(both: Arms, first: Bools) -> Bools:
-    """[campaigns] whether an improvement that the exact test finds stands on the second line."""
+def second_line(both: Arms, first: Bools, again: Callable[[Floats], Bools]) -> Bools:
+    """[campaigns] whether improvements that a test finds stand on the second line; `again` is that test."""
     fallen_arms = [np.isnan(arm) | (arm < 0.5 * _median(arm)) for arm in both]
     candidate, baseline = (np.where(fallen, 0.0, arm) for fallen, arm in zip(fallen_arms, both, strict=True))
     fallen, seeds = fallen_arms[0].sum(axis=1), candidate.shape[1]
     differences = candidate - baseline
     undoing = differences.mean(axis=1) * (seeds - fallen) / np.maximum(candidate.sum(axis=1), 1.0)
     unseen = np.array([unseen_rate(min(count, seeds - 1), seeds) for count in range(seeds + 1)])
-    stands = undoing > unseen[fallen]
-    return first & stands & once(differences)
+    return first & (undoing > unseen[fallen]) & again(differences)
+
+
+def second_line_at_looks(both: Arms) -> Bools:
+    """[campaigns] whether an improvement at the look that decides stands on the second line."""
+    differences = both[0] - both[1]
+    reached = decided(differences[:, np.newaxis])[:, 0]
+    stands = np.zeros(len(differences), dtype=bool)
+    for seeds in range(1, differences.shape[1] + 1):
+        rows = np.flatnonzero(reached[:, seeds - 1] & ~reached[:, : seeds - 1].any(axis=1))
+        so_far = (both[0][rows, :seeds], both[1][rows, :seeds])
+        stands[rows] = second_line(so_far, looks(so_far[0] - so_far[1]), looks)
+    return stands
 
 
 def _median(arm: Floats) -> Floats:
@@ -113,16 +124,17 @@ def _median(arm: Floats) -> Floats:
 
 
 def rates(draw: Callable[[Random, int, int], Arms], campaigns: int) -> Iterator[str]:
-    """Improvements of the exact test at each number of seeds, of the e-process, and the largest of the second line."""
+    """Improvements of the exact test at each number of seeds, of the e-process, and those that stand on the second line of each."""
     second = []
     for seeds in SEEDS:
         both = draw(np.random.default_rng(seeds), campaigns, seeds)
         found = once(both[0] - both[1])
-        second.append(second_line(both, found).mean())
+        second.append(second_line(both, found, once).mean())
         yield f"{100 * found.mean():.1f}%"
     both = draw(np.random.default_rng(1), campaigns, 16)
     yield f"{100 * looks(both[0] - both[1]).mean():.1f}%"
     yield f"{100 * max(second):.1f}%"
+    yield f"{100 * second_line_at_looks(both).mean():.1f}%"
 
 
 def prices(campaigns: int) -> Iterator[list[object]]:
@@ -130,13 +142,13 @@ def prices(campaigns: int) -> Iterator[list[object]]:
         for gain in (5.0, 10.0, 20.0, 30.0):
             both = arms(np.random.default_rng(seeds), campaigns, seeds, gain)
             found = once(both[0] - both[1])
-            yield [seeds, f"{gain:g}", f"{100 * found.mean():.1f}%", f"{100 * second_line(both, found).mean():.1f}%"]
+            yield [seeds, f"{gain:g}", f"{100 * found.mean():.1f}%", f"{100 * second_line(both, found, once).mean():.1f}%"]
 
 
 def paragraphs(campaigns: int) -> Iterator[str]:
     yield "## False improvements"
-    yield f"{campaigns} campaigns per cell. The last column is the largest rate over the numbers of seeds."
-    head = ["scenario", *(f"once, {seeds} seeds" for seeds in SEEDS), "looks, at most 16", "second line"]
+    yield f"{campaigns} campaigns per cell. The second line of the exact test is the largest over the numbers of seeds."
+    head = ["scenario", *(f"once, {seeds} seeds" for seeds in SEEDS), "looks, at most 16", "second line, once", "second line, looks"]
     yield table(head, ([name, *rates(draw, campaigns)] for name, draw in SCENARIOS.items()))
     yield "## The price of the second line"
     yield "Improvements found where the candidate is better by so many points and nothing fails or collapses."

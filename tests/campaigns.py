@@ -41,12 +41,11 @@ def write_run(
     seconds: float = 1.0,
     tokens: int = 1,
     before: Mapping[int, Sequence[EvaluationRecord]] | None = None,
-    luck: str = "",
     **sections: dict[str, Any],
 ) -> Path:
     """A run with these correct rates, evaluated at its last step, and `before` it at others (step -> answers); it replaces one there.
 
-    In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have equal metrics, unless `luck` is.
+    In a campaign's `runs` it has the label that its folder's name gives. No two folders' runs have equal metrics.
     """
     training = {"seed": seed, "max_steps": max_steps or len(rates)} | sections.pop("training", {})
     label = folder.name.rpartition("_s")[0] if folder.parent.name == "runs" else ""
@@ -57,7 +56,7 @@ def write_run(
     files.metrics.unlink(missing_ok=True)
     files.config.write_text(dump_toml(config), encoding="utf-8")
     files.environment.write_text(json.dumps({"data_sha256": "the lab's"} | (environment or {})), encoding="utf-8")
-    norm = zlib.crc32((luck or folder.name).encode()) / 2**32
+    norm = zlib.crc32(folder.name.encode()) / 2**32
     records = [
         StepRecord(step, config.condition_label, correct_rate=rate, mean_reward=rate, grad_norm=norm) for step, rate in enumerate(rates)
     ]

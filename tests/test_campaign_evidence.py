@@ -65,8 +65,10 @@ class Simulated:
             return EndedJob(RunOutcome(Status.FAILED, "out of memory"))
         count = self.right[run.condition][run.seed - 1]
         half = {1: answers(count // 2)} if self.halfway else {}
-        luck = f"seed {run.seed}" if self.identical else ""
-        write_run(run.folder, run.seed, held_out=answers(count), before=half, luck=luck, algorithm=_modes(run.condition))
+        write_run(run.folder, run.seed, held_out=answers(count), before=half, algorithm=_modes(run.condition))
+        if self.identical:
+            metrics = run.folder / "metrics.jsonl"
+            metrics.write_text(re.sub(r'"grad_norm": [\d.]+', f'"grad_norm": {run.seed}', metrics.read_text()))
         return EndedJob(RunOutcome(Status.DONE))
 
     def close(self) -> None: ...
@@ -190,6 +192,15 @@ def test_an_edited_plan_shows(decided: tuple[Path, Simulated, list[str]]) -> Non
     assert "edited after it was hashed" in compare_campaign(decided[0], TestSettings(alpha=0.2)).planned
 
 
+def test_a_look_that_is_struck_shows(decided: tuple[Path, Simulated, list[str]]) -> None:
+    path = decided[0] / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["looks"][2]
+    path.write_text(json.dumps(content))
+    planned = compare_campaign(decided[0], TestSettings()).planned
+    assert planned.startswith("Exploratory") and "its looks (at seeds 1, 2, 4, 5, 6" in planned
+
+
 def test_a_campaign_killed_at_any_run_decides_the_same_after_a_resume(decided: tuple[Path, Simulated, list[str]], tmp_path: Path) -> None:
     whole, undisturbed, _ = decided
     for until in (1, len(undisturbed.started) // 2, len(undisturbed.started) - 1):
@@ -289,7 +300,7 @@ def test_a_resume_does_not_take_another_seeds_run_for_a_finished_one(tmp_path: P
 
 def test_conditions_that_are_one_run_are_said_to_be_after_their_first_pair(tmp_path: Path) -> None:
     plan = planned(tmp_path / "c", stop="seeds", max_seeds=0)
-    said = execute(plan, Simulated({label: BETTER["grpo+none"] for label in BETTER}, identical=True))
+    said = execute(plan, Simulated(dict.fromkeys(BETTER, BETTER["grpo+none"]), identical=True))
     expected = "maxrl+none_s1 is the same run as grpo+none_s1, byte for byte: what maxrl+none sets changes nothing."
     assert [line for line in said if "byte for byte" in line] == [expected]
     text = to_text(compare_campaign(plan.folder, TestSettings()), 200)
@@ -306,6 +317,8 @@ def test_a_kill_before_the_second_look_at_a_seed_changes_nothing(tmp_path: Path)
     (killed.folder / "manifest.json").write_text(json.dumps(content))
     (contrast,) = compare_campaign(killed.folder, TestSettings()).contrasts
     assert 2 not in contrast.differences  # the run is done and not looked at yet
+    notes = " ".join(compare_campaign(killed.folder, TestSettings()).notes)
+    assert "went without seed 2 of maxrl+none, whose runs are done" in notes
     execute(killed, Simulated(BETTER))
     assert looks(killed.folder) == looks(whole.folder)
 

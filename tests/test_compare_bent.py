@@ -69,6 +69,10 @@ def strike_a_seed_and_forge_the_plan(campaign: Path) -> None:
     edit_manifest(campaign, strike)
 
 
+def remove_the_plan(campaign: Path) -> None:
+    edit_manifest(campaign, lambda content: content.pop("plan"))
+
+
 def choose_a_margin_afterwards(campaign: Path) -> list[str]:
     return ["--margin", "0.1"]
 
@@ -156,6 +160,14 @@ def edit_an_answer(campaign: Path) -> None:
     replace_in(run(campaign, BETTER, 3) / "evaluation.jsonl", '"correct": 0', '"correct": 1')
 
 
+def edit_an_answer_and_its_hash(campaign: Path) -> None:
+    checkpoint = run(campaign, BETTER, 3) / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    shutil.copy(run(campaign, BETTER, 3) / "trainer_state.json", checkpoint)
+    edit_an_answer(campaign)
+    seal(run(campaign, BETTER, 3))
+
+
 def append_an_evaluation(campaign: Path) -> None:
     with (run(campaign, BETTER, 3) / "evaluation.jsonl").open("ab") as file:
         for record in problems([1] * 100):
@@ -229,7 +241,7 @@ TRICKS: list[tuple[Edit, str]] = [
     (write_a_margin_into_the_plan, "edited after it was hashed"),
     (turn_the_direction, r"metric \(grad_norm, planned pass@1\); direction \(lower is better, planned higher is better\)"),
     (turn_the_direction_in_the_plan, "edited after it was hashed"),
-    (put_another_seeds_run_into_a_folder, r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned.*Exploratory|Exploratory"),
+    (put_another_seeds_run_into_a_folder, r"maxrl\+none_s3 holds a run of seed 4, and seed 3 is planned"),
     (put_another_conditions_run_into_a_folder, r"maxrl\+none_s3 holds a run of grpo\+none, and maxrl\+none is planned"),
     (swap_labels, r"grpo\+none_s1 holds a run of grpo\+none, and maxrl\+none is planned"),
     (swap_the_folders_of_two_runs, r"Exploratory: .* seed 3 of grpo\+none; seed 3 of maxrl\+none"),
@@ -239,6 +251,8 @@ TRICKS: list[tuple[Edit, str]] = [
     (train_one_run_otherwise, r"maxrl\+none_s3 was trained with training\.lr = 0\.003, and 0\.001 is planned"),
     (relabel_a_run, r'maxrl\+none_s3 was trained with algorithm\.advantage_mode = "grpo", and "maxrl" is planned'),
     (edit_an_answer, rf"maxrl\+none_s3: evaluation\.jsonl differs from its sha256, as trainer_state\.json recorded it: {CHANGED}"),
+    (edit_an_answer_and_its_hash, r"maxrl\+none_s3: trainer_state\.json differs from the one in step_000002"),
+    (remove_the_plan, "Exploratory: the manifest holds no plan, which every campaign writes before its first run"),
     (append_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
     (cut_an_evaluation, rf"evaluation\.jsonl has \d+ bytes instead of \d+, as .*{CHANGED}"),
     (damage_a_byte, f"evaluation.jsonl differs from its sha256.*{CHANGED}"),
@@ -285,3 +299,43 @@ def test_a_trick_is_noticed(trick: Edit, noticed: str, campaign: Path, tmp_path:
     text = said(capsys, *arguments) if loose else said(capsys, copy, *arguments)
     assert re.search(noticed, text), text
     assert "As planned" not in text or trick in AS_PLANNED
+
+
+# -- what the other readers say, and what may be planned -------------------------------------------------------------------
+
+
+def test_every_reader_of_an_evaluation_looks_at_its_seal(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
+    edit_an_answer(copy)
+    for command in ("compare", "power", "status", "report"):
+        main([command, str(copy)])
+        text = " ".join("".join(capsys.readouterr()).split())
+        assert "evaluation.jsonl differs from its sha256" in text, command
+
+
+def test_a_run_that_still_writes_may_be_longer_than_its_seal(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(campaign, tmp_path / "campaign"))
+    append_an_evaluation(copy)
+    (run(copy, BETTER, 3) / "summary.json").unlink()
+    main(["status", str(copy)])
+    assert "sha256" not in capsys.readouterr().out
+
+
+def test_a_planned_margin_is_taken_and_hashed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_planned(tmp_path / "campaign", {BASE: EIGHT, BETTER: ALIKE}, margin=0.05)
+    text = said(capsys, folder)
+    assert "maxrl+none is equivalent to grpo+none within 5.0 pp" in text and "at 0.05, equivalent within 0.05, 8 seeds" in text
+    assert "margin (0.1, 0.05 planned)" in said(capsys, folder, "--margin", "0.1")
+
+
+def test_code_that_differs_within_an_arm_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = {}
+    for arm in ("new", "base"):
+        for seed in range(1, 5):
+            late = arm == "new" and seed > 2
+            code = {"revision": "def" if late else "abc", "plugins": {"my_losses.sapo": "22" if late else "11"}}
+            folders[arm, seed] = write_run(tmp_path / f"{arm}{seed}", seed, environment={"code": code})
+    text = said(capsys, *(folders["new", s] for s in range(1, 5)), "--baseline", *(folders["base", s] for s in range(1, 5)))
+    assert "maxrl+none ran on different revisions of retrain: seeds 1, 2 and 3, 4 differ." in text
+    assert "maxrl+none ran with different files of the plugin my_losses.sapo: seeds 1, 2 and 3, 4 differ." in text
+    assert "retrain's revision (def, abc), the plugin my_losses.sapo" in text

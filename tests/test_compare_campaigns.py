@@ -311,7 +311,7 @@ def test_an_interval_that_leaves_zero_out_is_no_verdict_where_the_family_does_no
         (["--alpha", "1.5"], "between 0 and 1"),
         (["--control"], "random"),
         (["--control", "--baseline", BASE], "give one of them"),
-        (["--lower-is-better"], "--lower-is-better is not for pass@1, a rate of right answers, of which more is better"),
+        (["--lower-is-better"], "--lower-is-better is not for pass@1, a rate of right answers: more is better"),
         (["--metric", "auc", "--lower-is-better"], "is not for auc"),
     ],
 )

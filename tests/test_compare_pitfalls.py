@@ -317,3 +317,30 @@ def test_equal_differences_and_impossible_effects_plan_nothing(tmp_path: Path, c
     other = write_campaign(tmp_path / "other", {BASE: EIGHT, BETTER: shifted([1, 2, 3, 4, 5, 6, 7, 8])})
     assert "--effect 1.5 is not a possible difference in pass@1" in refused(capsys, "power", other, "--effect", "1.5")
     assert "--sd 0 is not a positive number" in refused(capsys, "power", "--sd", "0")
+
+
+# -- the second line -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "fallen", "words"),
+    [
+        (20, 60, {}, r"\(none was seen\) at 0, and as many collapses of maxrl\+none .*31% of them\): improvement\."),
+        (50, 60, {}, r"\(none was seen\) at 0, .*: undecided\. 17 pairs without a collapse would rule out enough\."),
+        (10, 60, {4: 20}, r"\(seed 4 of maxrl\+none\) at 0, and as many further collapses of maxrl\+none .*: improvement\."),
+    ],
+    ids=["a gain of two thirds", "a gain of a sixth", "a collapse that was seen"],
+)
+def test_the_second_line_counts_collapses_at_their_worst_seen_and_unseen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], baseline: int, candidate: int, fallen: dict[int, int], words: str
+) -> None:
+    shifts = [-2, 1, 0, 2, -1, 1, -1, 0]
+    values = [fallen.get(seed, candidate + shift) for seed, shift in enumerate(shifts, start=1)]
+    text = shown(capsys, write_campaign(tmp_path / "c", {BASE: [baseline] * 8, BETTER: values}))
+    assert re.search(words, text), text
+    assert "Known limits: - In simulated campaigns whose arms have equal means, the test says improvement in" in text
+
+
+def test_no_verdict_has_no_second_line_and_no_known_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, write_campaign(tmp_path / "c", {BASE: EIGHT, BETTER: shifted([1, -1, 2, -2, 0, 1, -1, 0])}))
+    assert "at 0, and as many" not in text and "Known limits" not in text

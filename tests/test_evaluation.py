@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 from runs import lines, small
+from scipy import stats
 
 from retrain import train
 from retrain.config import TrainConfig, config_from_mapping

@@ -27,7 +27,7 @@ from retrain.analysis.likeness import Shared
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.notes import comparison_notes
 from retrain.analysis.pairs import Losses, Pairing, Pairs, WideInterval, pair_up
-from retrain.analysis.planned import Absences, CampaignRecord, Look, deviations, planned_line
+from retrain.analysis.planned import Absences, CampaignRecord, Look, deviations, not_looked_at, planned_line
 from retrain.analysis.robust import Robust, second_line, with_collapsed_failed
 from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs
 from retrain.analysis.tasks import TaskAggregate, TaskContrast, aggregate_tasks, contrast_tasks
@@ -38,6 +38,7 @@ from retrain.records.terminal import counted
 
 _SHOWN = 3
 """Names of left-out runs in the sentence of an error."""
+_CLAIMS = (Verdict.IMPROVEMENT, Verdict.WORSE)
 PairOfLabels = tuple[str, str]
 """(candidate, baseline)"""
 
@@ -214,6 +215,7 @@ def _compare(
     differing = list(deviations(record, baseline=baseline, pairs=wanted, metric=metric, test=test, absences=absences)) if record else []
     if record and record.looks and not differing:
         test = replace(test, correction="evidence", looks=len(record.looks))
+        notes += not_looked_at(record, {pair.candidate.label: [*pair.differences] for pair in family})
         family = [seen for pair in family if (seen := pair.at_looks(record.looks_of(pair.candidate.label))).differences]
     if not family:
         raise ConfigurationError(_no_pair(list(arms.values()), left_out, grouped, alike, metric))
@@ -330,23 +332,15 @@ def _contrasts(
 ) -> list[Contrast]:
     """One contrast per candidate; the p values are adjusted over all of them."""
     conclusions = conclude([pairs.paired(test.alpha, len(family)) for pairs in family], test, metric.better)
-
-    def counted_at_worst(arms: Sequence[tuple[Arm, Arm]]) -> list[Conclusion]:
-        again = [pair_up(candidate, baseline, metric, worst) for candidate, baseline in arms]
-        if record and test.rule == "evidence":
-            again = [pairs.at_looks(record.first_looks(pairs.candidate.label)) for pairs in again]
-        paired = [pairs.paired(test.alpha, len(family)) for pairs in again]
-        return conclude(paired, replace(test, failed="worst"), metric.better)
-
     at_worst: Sequence[Conclusion | None] = [None] * len(family)
-    robust: Sequence[Robust | None] = at_worst
     if worst is not None and test.failed == "exclude" and any(pairs.losses() for pairs in family):
-        at_worst = counted_at_worst([(pairs.candidate, pairs.baseline) for pairs in family])
-    if worst == 0 and any(conclusion.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE) for conclusion in conclusions):
+        at_worst = _concluded_at_worst([(pairs.candidate, pairs.baseline) for pairs in family], metric, test, worst, record)
+    robust: Sequence[Robust | None] = [None] * len(family)
+    if worst == 0 and any(conclusion.verdict in _CLAIMS for conclusion in conclusions):
         fallen = [(with_collapsed_failed(pairs.candidate), with_collapsed_failed(pairs.baseline)) for pairs in family]
-        again = counted_at_worst(fallen)
+        again = _concluded_at_worst(fallen, metric, test, worst, record)
         robust = [
-            second_line(*arms, now, one.verdict) if one.verdict in (Verdict.IMPROVEMENT, Verdict.WORSE) else None
+            second_line(*arms, now, one.verdict) if one.verdict in _CLAIMS else None
             for arms, now, one in zip(fallen, again, conclusions, strict=True)
         ]
     return [
@@ -367,3 +361,14 @@ def _contrasts(
         )
         for pairs, conclusion, with_failed, second in zip(family, conclusions, at_worst, robust, strict=True)
     ]
+
+
+def _concluded_at_worst(
+    arms: Sequence[tuple[Arm, Arm]], metric: Metric, test: TestSettings, worst: float, record: CampaignRecord | None
+) -> list[Conclusion]:
+    """The conclusions of a family (candidate, baseline) whose failed runs have the worst value."""
+    family = [pair_up(candidate, baseline, metric, worst) for candidate, baseline in arms]
+    if record and test.rule == "evidence":
+        family = [pairs.at_looks(record.first_looks(pairs.candidate.label)) for pairs in family]
+    paired = [pairs.paired(test.alpha, len(family)) for pairs in family]
+    return conclude(paired, replace(test, failed="worst"), metric.better)

@@ -8,6 +8,7 @@ import numpy as np
 
 from retrain.analysis.arms import arm_of, group_by_condition
 from retrain.analysis.design import Design, Spread, cheapest
+from retrain.analysis.integrity import as_planned, campaigns_of
 from retrain.analysis.measures import Metric, choose_metric
 from retrain.analysis.pairs import pair_up
 from retrain.analysis.power import (
@@ -109,7 +110,8 @@ def read_pilot(folder: Path, metric_name: str | None = None) -> Pilot:
 
     Raises ConfigurationError if no condition has two finished runs.
     """
-    grouped = group_by_condition(find_runs(folder))
+    runs = find_runs(folder)
+    grouped = group_by_condition(*as_planned(runs, campaigns_of(runs)))
     metric = choose_metric(metric_name, grouped.runs)
     arms = [arm_of(label, runs, metric, grouped.left_out) for label, runs in grouped.conditions.items()]
     base, *others = arms

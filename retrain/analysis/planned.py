@@ -95,6 +95,8 @@ class CampaignRecord:
     max_steps: int | None
     sha256: str = ""
     """The hash that the plan has."""
+    removed: bool = False
+    """There is no plan, and the version that wrote the manifest recorded one."""
 
     @classmethod
     def read(cls, folder: Path) -> "CampaignRecord":
@@ -109,7 +111,8 @@ class CampaignRecord:
         except (TypeError, ValueError, KeyError) as error:
             raise RunFailed(f"{path} has a plan or a look that cannot be read ({error}): the file was changed.") from error
         if stored is None:
-            return cls(None, edited=False, looks=looks, seeds=seeds, max_steps=content.get("max_steps"))
+            removed = "looks" in content  # which came with the plan
+            return cls(None, edited=False, looks=looks, seeds=seeds, max_steps=content.get("max_steps"), removed=removed)
         sha256 = _sha256(stored)
         return cls(plan, stored.get("sha256") != sha256, looks, seeds, content.get("max_steps"), sha256)
 
@@ -197,6 +200,9 @@ def deviations(
     ):
         if now != planned:
             yield f"{name} ({now}, planned {planned})"
+    if record.looks and record.looked != plan.seeds[: len(record.looked)]:
+        planned = ", ".join(map(str, plan.seeds[: len(record.looked)]))
+        yield f"its looks (at seeds {', '.join(map(str, record.looked))}, planned {planned})"
     if test.margin != plan.margin:
         yield f"margin ({_margin(test.margin)}, {_margin(plan.margin)} planned)"
     contrasts = {(condition, plan.baseline) for condition in plan.conditions}
@@ -255,7 +261,7 @@ def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Abs
     """
     plan = record.plan
     if plan is None:
-        return ""
+        return "Exploratory: the manifest holds no plan, which every campaign writes before its first run." if record.removed else ""
     if differing:
         stopped = " The campaign stopped when its evidence decided, so that an exact test's p is too small." if record.looks else ""
         return f"Exploratory: differs from the plan ({record.sha256[:8]}) in {'; '.join(differing)}.{stopped}"
@@ -275,6 +281,17 @@ def planned_line(record: CampaignRecord, differing: Sequence[str], absences: Abs
             else "If results were seen before, the exact test is no longer exact: its p is too small."
         )
     return " ".join(lines)
+
+
+def not_looked_at(record: CampaignRecord, pairs: Mapping[str, Collection[int]]) -> Iterator[str]:
+    """A sentence for each condition of which a look went without a pair that is there now; `pairs` are its seeds that are done."""
+    for condition, seeds in pairs.items():
+        looked = set(record.looked) - set(record.looks_of(condition)) if record.decided_at(condition) is None else set[int]()
+        if waiting := sorted(looked & set(seeds)):
+            yield (
+                f"The looks went without {seeds_words(waiting)} of {condition}, whose runs are done; they are not counted until the "
+                "campaign is resumed and looks at them."
+            )
 
 
 def foreseen_lines(record: CampaignRecord, runs: Sequence[StoredRun]) -> list[str]:

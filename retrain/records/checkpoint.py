@@ -90,6 +90,11 @@ class Checkpoint:
         return TrainerState.from_json(path.read_text(encoding="utf-8"), path)
 
 
+def step_folder(step: Any) -> str:
+    """The name of the checkpoint's folder after so many steps; of no folder for what counts no steps."""
+    return f"step_{step:06d}" if type(step) is int else "no step"
+
+
 class CheckpointStore:
     """The checkpoints of one run, `step_000020/` for 20 completed steps and `final/` for the last adapter."""
 

@@ -39,8 +39,8 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
 
     A Wilson score interval on the effective sample size p(1-p)/SE**2, SE from the spread of the problems' means: it stays inside
     [0, 1] and does not collapse at 0 or 1. The size is n where that spread is zero, and never above `samples`. Below MIN_FOR_WILSON
-    problems, whose spread says little, it is the exact interval of a proportion: on the n answers where each problem has one, else on the effective size
-    times (z/t)**2 with n - 1 degrees of freedom (benchmarks/one_evaluation.py).
+    problems, whose spread says little, it is the exact interval of a proportion: on the n answers where each problem has one, else on
+    the effective size times (z/t)**2 with n - 1 degrees of freedom (benchmarks/one_evaluation.py).
     Sources: Dean and Pagano 2015, doi 10.1093/jssam/smv024; Clopper and Pearson 1934; Korn and Graubard 1998, Survey Methodology 24.
     """
     from scipy.special import stdtrit

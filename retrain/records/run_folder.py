@@ -10,7 +10,7 @@ from typing import Any
 from retrain.config.stored import run_command
 from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.parsing import read_object
-from retrain.records.checkpoint import TrainerState
+from retrain.records.checkpoint import TrainerState, step_folder
 from retrain.records.disk import delete, replace_file
 from retrain.records.jsonl import Extent, aside_of, read_jsonl, truncate_to_size, truncate_to_step
 
@@ -165,9 +165,12 @@ class RunFolder:
 
         While a run goes on the file may be longer; a run that has `ended` wrote nothing after it recorded the file.
         """
-        recorded = read_object(self.trainer_state).get("files") if self.trainer_state.is_file() else None
-        if not recorded:
+        state = read_object(self.trainer_state) if self.trainer_state.is_file() else {}
+        if not (recorded := state.get("files")):
             return ""
+        checkpoint = self.checkpoints / step_folder(state.get("step")) / self.trainer_state.name
+        if checkpoint.is_file() and checkpoint.read_bytes() != self.trainer_state.read_bytes():
+            return f"{self.trainer_state.name} differs from the one in {checkpoint.parent.name}"
         values = recorded.get(path.relative_to(self.path).as_posix()) if isinstance(recorded, dict) else None
         if not isinstance(values, dict) or type(values.get("size")) is not int:
             return f"{path.name} was not there" if ended and path.is_file() else ""
