@@ -16,6 +16,7 @@ from runs import lines, small
 from retrain import train
 from retrain.errors import ConfigurationError, RunFailed
 from retrain.run import gate, gate_fits
+from retrain.run.identical import chance_of_identical
 from retrain.run.observer import default_mismatch_limit
 from retrain.run.parts import Parts, _gate_inputs, load_parts, run_parity_gate
 
@@ -242,3 +243,55 @@ def test_rounding_of_the_few_sensitive_tokens_of_a_sharp_policy_is_no_missing_gr
         found = gate_fits.fits_of(rounding - effects["group 7"], effects, half_precision=True)
         assert max(found, key=lambda fit: fit.explained).group == "group 7"
     assert accused == 0
+
+
+# -- endings, kept counts, noise, rounding ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("StripsEOS", "0 tokens with 0 log-probs|without an end-of-sequence token"),
+        ("StripsEOSSilently", "0 tokens with 0 log-probs|that did not stop"),
+        ("NeverEnds", "none of 64 completions ended"),
+        ("CertainEOS", "where completions end, engine and learner disagree"),
+        ("OneSeed", "completions of one prompt at temperature 2 are identical"),
+    ],
+)
+def test_the_gate_stops_an_engine_that_ends_or_draws_completions_otherwise(fault: str, told: str, parts: Parts, engine: Any) -> None:
+    engine(fault)
+    with pytest.raises(RunFailed, match=f"Parity gate: .*({told})"):
+        run_parity_gate(CONFIG, parts, 0)
+
+
+@pytest.mark.parametrize("fault", ["AnotherTopP", "IgnoresTopP"])
+def test_kept_counts_are_held_against_the_learners_logits(fault: str, parts: Parts, engine: Any) -> None:
+    truncated = small(Path("nowhere"), training={"temperature": 0.8, "top_p": 0.95, "batch_size": 4})
+    assert run_parity_gate(truncated, parts, 0).max_difference is not None
+    engine(fault)
+    with pytest.raises(RunFailed, match=r"the engine kept [\d,]+ tokens where \[training\] top_k = 0, top_p = 0\.95"):
+        run_parity_gate(truncated, parts, 0)
+
+
+def test_a_sound_bf16_sampler_passes_though_one_token_is_off_by_half_a_nat(tmp_path: Path) -> None:
+    training = {"max_steps": 1, "seed": 5, "max_tokens": 96, "batch_size": 2}
+    run = train(small(tmp_path / "run", inference={"dtype": "bf16"}, training=training), quiet=True)
+    found = json.loads((run.folder / "environment.json").read_text())["parity_gate"]
+    assert found["half_precision"] and found["mean_difference"] < found["tolerance"]
+    assert found["rounding"] / 4 < found["mean_difference"] < 4 * found["rounding"]
+
+
+def test_a_server_whose_dtype_no_key_says_is_compared_in_its_own(parts: Parts, engine: Any) -> None:
+    engine("ServedInBf16")
+    assert run_parity_gate(CONFIG, parts, 0).half_precision
+    engine("Served")
+    assert not run_parity_gate(CONFIG, parts, 0).half_precision
+
+
+def test_equal_completions_are_possible_where_their_log_probs_allow_them() -> None:
+    ids, other = np.arange(16, dtype=np.int32), np.arange(1, 17, dtype=np.int32)
+    certain, unlikely = np.full(16, -0.01, np.float32), np.full(16, -1.0, np.float32)
+    assert chance_of_identical([[(ids, certain)] * 8] * 8) > 0.01
+    assert chance_of_identical([[(ids, unlikely), (other, unlikely)]]) == 1.0
+    assert chance_of_identical([[(ids, unlikely), (ids, unlikely)]]) < 1e-5
+    assert chance_of_identical([[(ids[:15], unlikely[:15])] * 2]) == 1.0, "too short to conclude anything"

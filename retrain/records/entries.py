@@ -155,6 +155,9 @@ class StepRecord(_Record):
     """99th percentile of the same."""
     log_ratio_tokens: int | None = better(None)
     """Action tokens that the same is over."""
+    identical_chance: float | None = better(None)
+    """Bound on the chance that as many completions of a group, of 16 tokens or more, are identical as there are, by their own log-probs; 1
+    where none are, near 0 where the engine does not draw them one by one; null where the log-probs are not those of the sampled policy."""
     grad_norm: float | None = better(None)
     """Norm of the adapter's gradient before it is clipped, averaged over the step's updates."""
     nonfinite_updates: int | None = better("lower")

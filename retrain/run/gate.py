@@ -59,8 +59,15 @@ _MISCOUNTED = 0.01
 _ENDINGS, _EXPECTED_ENDINGS = 64, 10.0
 """Completions of one token that the gate asks for so that some are EOS, and how many it then has to expect to miss them: none has a chance
 of e^-10."""
+_ENDING = "where completions end, "
 _FEW_EOS = 4
 """Ids of EOS that are tried."""
+_CERTAIN = 0.8
+"""From this probability on, EOS is sampled hot."""
+_ALONE = 4
+"""Completions, sampled hot, of which none may equal another by chance."""
+_HOT = 2.0
+"""The temperature of hot samples, if the run's is not higher: the highest that every server takes."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,7 @@ def parity_gate(inputs: GateInputs, prompts: Sequence[Prompt]) -> GateResult:
         if not inputs.in_process:
             _compare(inputs, few, _FEW_TOKENS, "after the trial adapter was taken back, ")
     _check_eos(inputs, prompts[0])
+    _check_drawn_alone(inputs, prompts[0])
     endings, found = _check_endings(sampled, prompts[0]), agreement(sampled)
     return GateResult(
         tokens=found.tokens,
@@ -238,7 +246,7 @@ def _with_trial_adapter(inputs: GateInputs, trial: TrialAdapter, strength: float
 
 def _fault(sampled: Sampled, when: str) -> str:
     """Return the fault that the completions show, as a sentence; "" if there is none."""
-    return _miscounted(sampled) or _identical(sampled) or _disagreement(sampled, when)
+    return _miscounted(sampled) or _disagreement(sampled, when)
 
 
 def _miscounted(sampled: Sampled) -> str:
@@ -274,29 +282,13 @@ def _moved(cuts: Truncation, slack: float) -> Truncation:
     return Truncation(cuts.top_k, top_p, min(1.0, cuts.min_p * exp(-slack)))
 
 
-def _identical(sampled: Sampled) -> str:
-    """Find completions of a prompt that are equal although they cannot be, drawn one by one."""
-    inputs, logprobs = sampled.inputs, sampled.learner
-    groups: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
-    if inputs.raw and inputs.temperature != 1:
-        logprobs = inputs.backend.logprobs(sampled.rows)
-    for row, own in zip(sampled.rows, logprobs, strict=True):
-        groups.setdefault(row.group, []).append((row.token_ids[row.spans[0][0] :], own))
-    chance = chance_of_identical(groups.values())
-    if chance >= _IMPOSSIBLE:
-        return ""
-    return (
-        f"Parity gate: completions of one prompt are identical, of which by the learner's log-probs the chance is below {chance:.0e}: the "
-        f"engine draws them with one seed, or not at [training] temperature = {inputs.temperature:g}, so {inputs.consequence}; check how "
-        "it takes n, seed and temperature."
-    )
-
-
 def _disagreement(sampled: Sampled, when: str) -> str:
     inputs, found = sampled.inputs, agreement(sampled)
     if not found.excess:
         return ""
-    if when:
+    if when == _ENDING:
+        advice = f"so {inputs.consequence}; check the log-prob that the engine returns for the end-of-sequence token"
+    elif when:
         advice = (
             "the engine still serves another adapter, or keys and values computed with it; check how it loads adapters and caches prefixes"
         )
@@ -344,7 +336,7 @@ def _problem(completion: Completion, request: SampleRequest, eos_ids: Sequence[i
     ids, logprobs, stopped = completion.token_ids, completion.logprobs, completion.finish_reason is FinishReason.STOP
     ends = np.isin(ids, eos_ids)
     if not len(ids) == len(logprobs) > 0:
-        return f"returned {len(ids)} tokens with {len(logprobs)} log-probs: every sampled token has one, the end-of-sequence token too"
+        return f"returned {len(ids)} tokens with {len(logprobs)} log-probs; all sampled tokens have one, the end-of-sequence token too"
     if stopped and not ends[-1]:
         return f"says that a completion stopped, and returned it without an end-of-sequence token {[*eos_ids]}, so it would not be trained"
     if ends[:-1].any() or (ends[-1] and not stopped):
@@ -413,23 +405,21 @@ def _check_eos(inputs: GateInputs, prompt: Prompt) -> None:
 def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
     """Make completions of `prompt` end, and compare them; return how many of the gate's ended. Raises RunFailed.
 
-    Where the learner finds EOS most probable, after part of a completion or after a right answer, one token is sampled many times.
+    Where the learner finds EOS most probable, after an answer or part of a completion, one token is sampled many times; at a temperature at
+    which EOS is not certain, since its log-prob would be about 0.
     """
-    inputs = sampled.inputs
-    ended = sum(bool(np.isin(row.token_ids[-1], inputs.eos_ids)) for row in sampled.rows)
-    if not inputs.backend.engine.capabilities.token_ids_in:  # a prompt cut anywhere may not be encoded to the same ids again
+    ended = sum(bool(np.isin(row.token_ids[-1], sampled.inputs.eos_ids)) for row in sampled.rows)
+    if not sampled.inputs.backend.engine.capabilities.token_ids_in:  # a prompt cut anywhere may not be encoded to the same ids again
         return ended
-    place, probability = _likely_end(sampled, prompt)
+    inputs, place, probability = _likely_end(sampled, prompt)
     expected = _ENDINGS * probability
     if expected < 1:
         return ended
-    (asked,) = _requests(inputs, [place], 1, 0)
     for look in range(_LOOKS):
-        noise = NoiseKey(inputs.seed, Stream.PARITY, 0, _PROMPTS + 1)
-        request = replace(asked, count=_ENDINGS, first_sample=look * _ENDINGS, noise=noise)
+        request = _probe(inputs, place, _ENDINGS, 1, look)
         probes = _scored(inputs, [place], _ask(inputs, [request]))
         found = sum(bool(np.isin(row.token_ids[-1], inputs.eos_ids)) for row in probes.rows)
-        fault = _disagreement(probes, "where a completion should end, ")
+        fault = _disagreement(probes, _ENDING)
         if not found and expected >= _EXPECTED_ENDINGS and (probability > 0.5 or not inputs.truncation.active):
             fault = (
                 f"Parity gate: none of {_ENDINGS} completions ended, where by the learner the end-of-sequence token has a probability of "
@@ -440,22 +430,60 @@ def _check_endings(sampled: Sampled, prompt: Prompt) -> int:
     raise RunFailed(fault)
 
 
-def _likely_end(sampled: Sampled, prompt: Prompt) -> tuple[Prompt, float]:
-    """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and its probability there."""
+def _likely_end(sampled: Sampled, prompt: Prompt) -> tuple[GateInputs, Prompt, float]:
+    """Return the place after `prompt` where EOS is most probable for the learner, as a prompt, and its probability there at the temperature
+    of the inputs that are returned.
+    """
     inputs, start = sampled.inputs, len(prompt.token_ids)
-    own = [row.token_ids for row in sampled.rows if row.spans[0][0] == start and np.array_equal(row.token_ids[:start], prompt.token_ids)]
+    own = [row.token_ids for row in sampled.rows if np.array_equal(row.token_ids[: row.spans[0][0]], prompt.token_ids)]
     begun = {ids[start:stop].tobytes(): ids[:stop] for ids in own for stop in range(start, min(len(ids), start + _FEW_TOKENS + 1))}
-    begun |= {answer.tobytes(): np.concatenate([prompt.token_ids, answer]) for answer in inputs.answers(prompt)}
-    rows, places = [], list(begun.values())
+    begun |= {answer.tobytes(): np.append(prompt.token_ids, answer) for answer in inputs.answers(prompt)}
+    places = [ids.astype(np.int32) for ids in begun.values()]
+    probabilities = _end_probabilities(inputs, places, start)
+    place = places[int(np.argmax(probabilities))]
+    probability = float(probabilities.max())
+    if probability > _CERTAIN and not inputs.raw:
+        inputs = replace(inputs, temperature=max(_HOT, inputs.temperature))
+        probability = float(_end_probabilities(inputs, [place], start)[0])
+    return inputs, Prompt(Example(prompt="", reference="", example_id="the gate's ending"), "", place), probability
+
+
+def _end_probabilities(inputs: GateInputs, places: Sequence[Int32Array], start: int) -> Float32Array:
+    """Return the learner's probability of an EOS after each of `places`, which share their first `start` tokens."""
+    rows = []
     for place in places:
         for eos in inputs.eos_ids[:_FEW_EOS]:
             ids = np.append(place, np.int32(eos))
             nothing = np.zeros(len(ids) - start, np.float32)
             rows.append(Row(ids, ((start, len(ids)),), nothing, nothing, group=0))
-    ends = np.array([float(own[-1]) for own in inputs.backend.logprobs(rows)]).reshape(len(places), -1)
-    best = int(np.argmax(np.logaddexp.reduce(ends, axis=1)))
-    example = Example(prompt="", reference="", example_id="the gate's ending")
-    return Prompt(example, "", places[best].astype(np.int32)), float(np.exp(np.logaddexp.reduce(ends[best])))
+    last = np.array([own[-1] for own in inputs.backend.logprobs(rows, inputs.temperature)], np.float32)
+    probabilities: Float32Array = np.exp(last).reshape(len(places), -1).sum(axis=1)
+    return probabilities
+
+
+def _check_drawn_alone(inputs: GateInputs, prompt: Prompt) -> None:
+    """Sample a prompt often, hot, so that few completions are probable. Raises RunFailed for equal ones that cannot be equal by chance."""
+    hot = replace(inputs, temperature=max(_HOT, inputs.temperature))
+    for look in range(_LOOKS):
+        request = _probe(hot, prompt, _ALONE, min(_TOKENS, _room(inputs, len(prompt.token_ids))), look)
+        rows = _scored(hot, [prompt], _ask(hot, [request])).rows
+        groups: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
+        for row, own in zip(rows, inputs.backend.logprobs(rows, hot.temperature), strict=True):
+            groups.setdefault(row.group, []).append((row.token_ids[row.spans[0][0] :], own))
+        chance = chance_of_identical(groups.values())
+        if chance >= _IMPOSSIBLE:
+            return
+    raise RunFailed(
+        f"Parity gate: completions of one prompt at temperature {hot.temperature:g} are identical, of which by the learner's log-probs "
+        f"the chance is below {chance:.0e}: the engine draws them with one seed, or ignores the temperature, so {inputs.consequence}; "
+        "check how it takes n, seed and temperature."
+    )
+
+
+def _probe(inputs: GateInputs, prompt: Prompt, count: int, max_tokens: int, look: int) -> SampleRequest:
+    (request,) = _requests(inputs, [prompt], max_tokens, 0)
+    noise = replace(request.noise, prompt=_PROMPTS + 1)
+    return replace(request, count=count, first_sample=look * count, noise=noise)
 
 
 def _check_template(inputs: GateInputs, prompts: Sequence[Prompt]) -> None:

@@ -65,7 +65,7 @@ class GateInputs:
     """Token ids to text with special tokens kept."""
     eos_ids: Sequence[int]
     answers: Callable[[Prompt], list[Int32Array]]
-    """Token ids of right answers to a prompt, after which a completion may well end; none where they are not known."""
+    """Token ids of answers to a prompt, after which a completion may well end; none where no answer is known."""
     temperature: float
     truncation: Truncation
     max_tokens: int
@@ -102,18 +102,14 @@ class GateInputs:
         """The consequence of a failed check, in words."""
         return "the run stops" if self.trained else "nothing was trained"
 
-    def learner_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
-        """[T] of each row, at the temperature of the engine's log-probs: 1 where they are raw."""
-        return self.backend.logprobs(rows, *self._own_temperature)
-
-    def rounding(self, rows: Sequence[Row], own: Sequence[Float32Array]) -> list[Float32Array] | None:
-        """[T] of each row: what half precision changes in the learner's log-probs, which are `own`; None where that is not known."""
-        other = self.backend.rounded_logprobs(rows, *self._own_temperature)
-        return other and [rounded - exact for rounded, exact in zip(other, own, strict=True)]
-
     @property
-    def _own_temperature(self) -> tuple[float, ...]:
-        return (1.0,) if self.raw and self.temperature != 1 else ()
+    def engine_temperature(self) -> float:
+        """The temperature of the engine's log-probs."""
+        return 1.0 if self.raw else self.temperature
+
+    def learner_logprobs(self, rows: Sequence[Row]) -> list[Float32Array]:
+        """[T] of each row, at the temperature of the engine's log-probs."""
+        return self.backend.logprobs(rows, self.engine_temperature)
 
 
 @dataclass(frozen=True)
@@ -134,8 +130,11 @@ class Sampled:
 
     @cached_property
     def rounding(self) -> list[Float32Array] | None:
-        """See `GateInputs.rounding`; ask before the adapter changes."""
-        return self.inputs.rounding(self.rows, self.learner)
+        """[T] of each row: what half precision changes in the learner's log-probs; None where that is not known. Ask for it before the
+        adapter changes.
+        """
+        other = self.inputs.backend.rounded_logprobs(self.rows, self.inputs.engine_temperature)
+        return other and [rounded - own for rounded, own in zip(other, self.learner, strict=True)]
 
 
 # -- rounding --------------------------------------------------------------------------------------------------------
@@ -254,8 +253,7 @@ def temperature_suspects(inputs: GateInputs, sampled: Sampled) -> list[Suspect]:
 
     They are fitted by least squares as a share of what a hotter temperature would change.
     """
-    temperature = 1.0 if inputs.raw else inputs.temperature
-    difference = np.concatenate(sampled.differences)
+    temperature, difference = inputs.engine_temperature, np.concatenate(sampled.differences)
     if not inputs.half_precision or len(difference) < _FITTED or not np.isfinite(difference).all():
         return []  # in float32 the tolerance of a single difference leaves nothing
     hotter = np.concatenate(inputs.backend.logprobs(sampled.rows, _HOTTER * temperature)).astype(np.float64)

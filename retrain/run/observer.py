@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+from retrain.backends.declared import is_raw
 from retrain.config.schema import Inference, Lora
 from retrain.distributed import World
 from retrain.errors import RunFailed
@@ -21,6 +22,7 @@ from retrain.run.step_record import (
     credit_fields,
     environment_fields,
     generation_records,
+    identical_chance,
     judge_fields,
     peak_memory_gib,
     result_fields,
@@ -33,6 +35,8 @@ from retrain.tracking.base import Generations, Tokens
 from retrain.types import Float32Array, Row, RowKey, StepResult
 
 _NONFINITE_LIMIT = 3
+_IMPOSSIBLE = 1e-9
+"""A chance that no step of a thousand runs has."""
 _MISMATCH_STEPS = 3
 
 _LIMIT_FACTOR = 10
@@ -52,6 +56,7 @@ class StepObserver:
         self.world = world
         self._said_rewritten = False
         self._boxes = None if parts.stage else box_reader(opened.config.reward)
+        self._said_identical = False
         self.pressure = pressure
         self.last: StepRecord | None = None
         """The record of the newest step, an earlier session's too."""
@@ -130,6 +135,7 @@ class StepObserver:
             sepa_lambda=step.sepa_lambda if uses_sepa else None,
             sepa_gate_open=sepa.gate_open if uses_sepa else None,
             sepa_gate_step=sepa.gate_step if uses_sepa else None,
+            identical_chance=self._identical_chance(step),
             reward_could_not_judge=sum(len(group) - len(group.rewards) for group in step.rollout.drawn),
             num_datums=sum(row.trained for row in step.rows),
             groups_redrawn=step.rollout.redrawn,
@@ -146,6 +152,20 @@ class StepObserver:
             tokens_per_s=step.rollout.tokens / step.clock.total,
             peak_memory_gib=peak_memory_gib(self.parts.backend.device_name),
         )
+
+    def _identical_chance(self, step: Step) -> float | None:
+        """Return the record's identical_chance, and say once that completions cannot be identical by chance."""
+        if is_raw(self.parts.backend.engine.capabilities, self.config.training.temperature):
+            return None
+        chance = identical_chance(step.rollout.drawn)
+        if chance < _IMPOSSIBLE and not self._said_identical:
+            self._said_identical = True
+            self.tracker.message(
+                f"Step {step.number}: completions of one prompt are identical, of which by their own log-probs the chance is below "
+                f"{chance:.0e}, so the engine does not draw them one by one from the distribution that it reports; check how it takes n, "
+                "seed and temperature. Every step records identical_chance."
+            )
+        return chance
 
     def _check_health(self, step: Step) -> None:
         state, backend, result = self.state, self.parts.backend, step.result

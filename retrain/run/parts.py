@@ -347,7 +347,10 @@ def _gate_inputs(config: TrainConfig, parts: Parts, step: int, trained: bool) ->
 
 
 def _answers(parts: Parts, prompt: Prompt) -> list[Int32Array]:
-    if parts.scorer is None or not parts.scorer.compares_answers:
+    """Return ways to end an answer to `prompt`, as token ids."""
+    reference = prompt.example.reference
+    if not reference:
         return []
-    ids = parts.text.tokenizer.encode(gold_response(prompt.example.reference), add_special_tokens=False)
-    return [np.array(ids, np.int32)]
+    boxed = gold_response(reference)
+    texts = (boxed, f"{boxed}.", f"The answer is {reference}.", reference)
+    return [np.array(parts.text.tokenizer.encode(text, add_special_tokens=False), np.int32) for text in texts]

@@ -11,6 +11,7 @@ from retrain.advantages.credit import Credit
 from retrain.processes import peak_resident_bytes
 from retrain.records.entries import GenerationRecord
 from retrain.records.token_table import TokenTable, TurnTable
+from retrain.run.identical import chance_of_identical
 from retrain.run.rollout import Rollout
 from retrain.types import FinishReason, Float32Array, Group, Int32Array, JudgeUsage, Row, RowKey, StepResult, Trajectory
 
@@ -129,6 +130,14 @@ def result_fields(result: StepResult) -> dict[str, Any]:
         "grad_norm": result.grad_norm,
         "nonfinite_updates": result.nonfinite_updates,
     }
+
+
+def identical_chance(groups: Sequence[Group]) -> float:
+    """Return a bound on the chance that so many trajectories of a group are identical; all draws of a prompt are one group."""
+    drawn: dict[int, list[tuple[Int32Array, Float32Array]]] = {}
+    for group in groups:
+        drawn.setdefault(group.slot, []).extend((one.token_ids, one.logprobs) for one in group.trajectories)
+    return chance_of_identical(drawn.values())
 
 
 def credit_fields(credit: Credit, dropped_groups: int) -> dict[str, Any]:
