@@ -186,9 +186,11 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
     """Run a plugin's code: whatever it raises becomes `failure`, one sentence that begins with `what`; the cause stays attached."""
     try:
         yield
-    except RetrainError:
+    except (RetrainError, KeyboardInterrupt, GeneratorExit):
         raise
-    except Exception as error:  # the one place where anything may come: the code is not ours
+    except BaseException as error:  # the one place where anything may come, SystemExit too: the code is not ours
+        if type(error).__module__.startswith("retrain."):  # an alarm of our own
+            raise
         raise failure(f"{what} failed with {describe(error)}.") from error
 
 
