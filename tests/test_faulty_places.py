@@ -103,7 +103,7 @@ def test_a_source_without_end_is_cut_by_max_examples(unjudged: Path, monkeypatch
     cut = load_examples(config_from_mapping({"data": data, "training": {"max_examples": 5}}))
     assert [example.reference for example in cut.examples] == ["1", "2", "3", "4", "5"]
     monkeypatch.setattr(sources, "MAX_STREAMED", 1000)
-    with pytest.raises(ConfigurationError, match="has given 1,000 examples and has no end in sight; set .training. max_examples"):
+    with pytest.raises(ConfigurationError, match=r"has given 1,000 examples and has no end in sight; set .training. max_examples"):
         load_examples(config_from_mapping({"data": data}))
 
 
