@@ -4,12 +4,14 @@ A name is built in, an installed entry point (group `retrain.plugins`), or a dot
 prefixes of `[plugins] search_paths` are tried first; the current folder and the folder of the TOML file are importable.
 """
 
+import hashlib
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,16 +109,50 @@ def load_plugin(kind: str, name: str, config: "TrainConfig", builtins: Mapping[s
     return plugin
 
 
-def named_code(config: "TrainConfig") -> list[str]:
-    """List every place of a configuration that names Python code outside of retrain and installed plugins, as `[section] key = value`."""
+def _dotted_names(config: "TrainConfig") -> list[tuple[str, str]]:
+    """("section.key", dotted name) of every plugin that a configuration names by its path."""
     from retrain.config.keys import all_keys
 
-    reward, model = config.reward, config.model
+    reward = config.reward
     values = [(key.path, config.value(key.path)) for key in all_keys() if key.takes_plugin]
     given = [(path, name) for path, value in values for name in (value if isinstance(value, list) else [value])]
     given += [("reward.custom_module", f"{reward.custom_module}.{reward.custom_function}")] * ("custom" in reward.types)
-    named = [(path, name) for path, name in given if is_dotted(name) and not is_data_location(name)]
-    environment = config.environment
+    return [(path, name) for path, name in given if is_dotted(name) and not is_data_location(name)]
+
+
+def plugin_hashes(config: "TrainConfig") -> dict[str, str]:
+    """Dotted name -> sha256 (hex) of the file with the plugin, for every one that the configuration names by its path.
+
+    No code is run: a reward is loaded in its workers alone. A name whose file is not found has no entry.
+    """
+    files = {name: _file_of(name, config) for _, name in _dotted_names(config)}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file is not None}
+
+
+def _file_of(name: str, config: "TrainConfig") -> Path | None:
+    module, folders = name.rpartition(".")[0], list(map(str, _plugin_folders(config)))
+    for prefix in [*config.plugins.search_paths, ""]:
+        where: Sequence[str] | None = [*folders, *sys.path]
+        spec = None
+        parts = (f"{prefix}.{module}" if prefix else module).split(".")
+        for depth in range(len(parts)):
+            spec = PathFinder.find_spec(".".join(parts[: depth + 1]), where) if where is not None else None
+            where = spec.submodule_search_locations if spec is not None else None
+        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+            return Path(spec.origin)
+    return None
+
+
+def _plugin_folders(config: "TrainConfig") -> list[Path]:
+    """The folders where plugins are looked for before sys.path: the current one, and that of the configuration's file."""
+    beside = [config.source_path.resolve().parent] if config.source_path is not None else []
+    return list(dict.fromkeys([Path.cwd(), *beside]))
+
+
+def named_code(config: "TrainConfig") -> list[str]:
+    """List every place of a configuration that names Python code outside of retrain and installed plugins, as `[section] key = value`."""
+    model, environment = config.model, config.environment
+    named = _dotted_names(config)
     if environment.provider == "verifiers":  # whose id is a module's name, or with auto_install what is fetched from a hub
         named.append(("environment.id", environment.id))
     sentences = ["[{}] {} = {}".format(*path.split("."), toml_value(name)) for path, name in named]
@@ -192,9 +228,11 @@ def user_code(what: str, failure: type[RetrainError]) -> Iterator[None]:
     """Run a plugin's code: whatever it raises becomes `failure`, one sentence that begins with `what`; the cause stays attached."""
     try:
         yield
-    except RetrainError:
+    except (RetrainError, KeyboardInterrupt, GeneratorExit):
         raise
-    except Exception as error:  # the one place where anything may come: the code is not ours
+    except BaseException as error:  # the one place where anything may come, SystemExit too: the code is not ours
+        if type(error).__module__.startswith("retrain."):  # an alarm of our own
+            raise
         raise failure(f"{what} failed with {describe(error)}.") from error
 
 
@@ -209,8 +247,7 @@ def describe(error: BaseException) -> str:
 
 def _load_dotted(name: str, where: str, config: "TrainConfig") -> Any:
     module_path, _, attribute = name.rpartition(".")
-    beside = [config.source_path.resolve().parent] if config.source_path is not None else []
-    folders = list(dict.fromkeys([Path.cwd(), *beside]))
+    folders = _plugin_folders(config)
     tried = []
     for prefix in [*config.plugins.search_paths, ""]:
         candidate = f"{prefix}.{module_path}" if prefix else module_path

@@ -39,8 +39,8 @@ def write(folder: Path, config: TrainConfig) -> Path:
     return path
 
 
-def explained(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Any:
-    assert main(["explain", *map(str, arguments), "--json"]) == 0
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> Any:
+    assert main(["explain", *map(str, arguments), "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -291,7 +291,7 @@ def write_pilot(folder: Path) -> Path:
 
 def test_an_absent_device_leaves_the_rest_and_a_size_stands_in_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, small(tmp_path / "run", backend={"devices": "gpu:7"}))
-    seen = explained(capsys, file)
+    seen = explained(capsys, file, code=3)
     assert seen["memory"] is None and "gpu:7" in seen["memory_unknown"] and "--memory-gib" in seen["memory_unknown"]
     seen = explained(capsys, file, "--memory-gib", "24")
     assert seen["memory"]["device"] == "cuda:7" and seen["memory"]["device_gib"] == 24

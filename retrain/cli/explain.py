@@ -3,12 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from retrain.cli.shared import load_dotenv, print_progress
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, EnvironmentFailure
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 """The file and the configuration's flags are left to its own parser."""
@@ -22,13 +25,14 @@ def command(
     probe: Annotated[bool, typer.Option("--probe", help="Load everything and measure one step.")] = False,
     price_per_hour: Annotated[float | None, typer.Option(min=0, help="Price per device hour; overrides [campaign] price_per_hour.")] = None,
     memory_gib: Annotated[float | None, typer.Option(min=0, help="Predict for a device of this size, whether it is here or not.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Run the Python code that a run's folder names.")] = False,
     form: Annotated[Literal["text", "json"], typer.Option("--format", help="How to print it.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Show what a configuration would run, its settings and where they come from, and its memory, time and cost.
 
     Without a file it reads ./retrain.toml. Any flag of the configuration may follow, such as --lr 1e-4. The exit
-    code is 2 if the configuration would be refused.
+    code is 2 if the configuration would be refused, and 3 if this machine lacks what it needs.
     """
     from retrain.config import load_config
     from retrain.config.overrides import parse_overrides
@@ -43,6 +47,8 @@ def command(
         raise ConfigurationError("--pilot and --probe both give the step time; leave one of them out.")
     load_dotenv()
     config = load_config(Path(overrides.rest[0]) if overrides.rest else None, overrides)
+    if not trust:
+        _refuse_foreign_code(config)
     from retrain.explain import explain
     from retrain.explain.text import to_text
     from retrain.records.jsonl import finite
@@ -52,5 +58,20 @@ def command(
     seen = explain(config, pilot=pilot, probe=probe, price_per_hour=price_per_hour, memory_gib=memory_gib, say=print_progress)
     text = json.dumps(finite(seen.to_json()), indent=2) + "\n" if as_json or form == "json" else to_text(seen)
     sys.stdout.write(clean(Redactor().text(text)))
-    if seen.refused:
-        raise typer.Exit(ConfigurationError.exit_code)
+    if seen.refused or seen.unavailable:
+        raise typer.Exit(ConfigurationError.exit_code if seen.refused else EnvironmentFailure.exit_code)
+
+
+def _refuse_foreign_code(config: "TrainConfig") -> None:
+    """Raise ConfigurationError if the file lies in a run's folder, which anyone may have made, and names code."""
+    from retrain.plugins import named_code
+    from retrain.records.run_folder import kind_of
+
+    path = config.source_path
+    if path is None or not any(kind_of(folder) == "run" for folder in path.resolve().parents):
+        return
+    if named := named_code(config):
+        raise ConfigurationError(
+            f"{path} is a run's and names Python code that explaining it would execute: {'; '.join(named)}. Read the code first, then add "
+            "--trust."
+        )

@@ -15,7 +15,7 @@ def load_dotenv() -> bool:
 
     try:
         load(path, override=False)
-    except (UnicodeDecodeError, OSError) as error:
+    except (ValueError, OSError) as error:  # not UTF-8, or a NUL, which no variable can hold
         raise ConfigurationError(f"{path} cannot be read ({error}); it holds lines NAME=value in UTF-8: correct or remove it.") from error
     return True
 

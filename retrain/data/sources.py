@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -325,7 +325,31 @@ def _call(query: Query, loader: DataLoader) -> ReadResult:
     except TypeError as error:
         raise ConfigurationError(f'[data] params do not fit source = "{source}", whose signature is {signature}: {error}.') from error
     with user_code(f'[data] source = "{source}"', ConfigurationError):
-        return _checked(query, loader(**params))
+        return _checked(query, _bounded(query, loader(**params)))
+
+
+MAX_STREAMED = 1_000_000
+"""Examples that a source without a length may give; more would fill the memory before anything is said."""
+
+
+def _bounded(query: Query, examples: Iterable[Example]) -> Iterator[Example]:
+    """Yield the examples, of a training source without a length (a generator, say) the first `[training] max_examples`.
+
+    Raises ConfigurationError if it gives more than MAX_STREAMED: it may never end.
+    """
+    limit = query.config.training.max_examples if query.split == "train" else 0
+    if isinstance(examples, Sized):
+        yield from examples
+        return
+    for index, example in enumerate(examples):
+        if index == MAX_STREAMED:
+            raise ConfigurationError(
+                f'[data] source = "{query.data.source}" has given {MAX_STREAMED:,} examples and has no end in sight; set [training] '
+                "max_examples, or return a list."
+            )
+        yield example
+        if index + 1 == limit:
+            return
 
 
 def _checked(query: Query, examples: Iterable[Example]) -> ReadResult:

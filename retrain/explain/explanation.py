@@ -19,9 +19,11 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, campaign_power
 from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign
 from retrain.inference_engine.base import EngineCapabilities
+from retrain.model.text import load_model_config
 from retrain.parsing import expanded
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
+from retrain.run.parts import check_inputs
 
 if TYPE_CHECKING:
     from retrain.model.memory import Memory
@@ -62,6 +64,8 @@ class Explanation:
     """One sentence per key that was set but has no effect."""
     refused: tuple[str, ...]
     """One sentence per reason why the configuration would not start."""
+    unavailable: tuple[str, ...] = field(default=(), kw_only=True)
+    """One sentence for each thing that this machine lacks: a device, a package, a model."""
     conditions: tuple[ExplainedCondition, ...] = ()
     runs: tuple[CampaignRun, ...] = ()
     """The runs in the order in which they start."""
@@ -92,6 +96,7 @@ class Explanation:
             "settings": [asdict(setting) for setting in self.settings],
             "unused": list(self.unused),
             "refused": list(self.refused),
+            "unavailable": list(self.unavailable),
             "warnings": list(self.warnings),
             "schedule": self.schedule.to_json() if self.schedule else None,
             "memory": self.memory.to_json() if self.memory else None,
@@ -129,6 +134,10 @@ def explain(
     step_time = from_probe(runs[0].config, say) if probe else from_pilot(pilot) if pilot else None
     schedule, problems = _schedule(config, plan, memory, step_time, price_per_hour)
     engine, backend, incapacities, losses = _capabilities([run.config for run in one_per_condition])
+    lacking: list[str] = []
+    for run in one_per_condition:
+        refused, unavailable = _input_problems(run.config, here=memory_gib is None)
+        incapacities, lacking = [*incapacities, *refused], [*lacking, *unavailable]
     run_notes = notes(config) if plan is None else condition_notes(plan)
     power = campaign_power(config.campaign, len(config.conditions), pilot)
     differences = pilot_differences(pilot, runs[0].config) if pilot and not probe else ()
@@ -138,6 +147,7 @@ def explain(
         settings=settings,
         unused=unused,
         refused=tuple(dict.fromkeys((*problems, *incapacities))),
+        unavailable=tuple(dict.fromkeys(lacking)),
         conditions=tuple(_conditions(config.conditions, one_per_condition)),
         runs=runs,
         schedule=schedule,
@@ -163,6 +173,35 @@ def _capabilities(
         return declared_engine(configs[0]), declared_backend(configs[0]), problems, losses
     except ConfigurationError as error:  # a plugin that cannot be loaded
         return None, None, list(error.problems), ()
+
+
+def _input_problems(config: TrainConfig, *, here: bool) -> tuple[list[str], list[str]]:
+    """Return what a run would refuse (exit 2) in its plugins, rewards and data files, and what this machine lacks (exit 3).
+
+    `here` is False where the prediction is for another machine, whose devices are not known.
+    """
+    refused: list[str] = []
+    lacking: list[str] = []
+    for check in (check_inputs, _check_model, *([_check_device] if here else [])):
+        try:
+            check(config)
+        except ConfigurationError as error:
+            refused += error.problems
+        except EnvironmentFailure as error:
+            lacking.append(str(error))
+    return refused, lacking
+
+
+def _check_model(config: TrainConfig) -> None:
+    if not config.model.trust_remote_code:  # whose code explaining does not run
+        load_model_config(config.model.model, config.model.revision)
+
+
+def _check_device(config: TrainConfig) -> None:
+    if config.backend.backend == "local":
+        from retrain.model.devices import choose_device
+
+        choose_device(config.backend)
 
 
 def _settings(config: TrainConfig) -> list[Setting]:

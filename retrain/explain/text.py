@@ -26,7 +26,7 @@ def to_text(seen: "Explanation") -> str:
         ("Settings that differ from the defaults", table_lines(settings, indent=GAP)),
         ("Memory", _memory(seen)),
         ("Time", table_lines([*_time_rows(seen.schedule)], indent=GAP) if seen.schedule else ()),
-        ("Would be refused", _sentences(seen.refused)),
+        ("Would be refused", _sentences((*seen.refused, *seen.unavailable))),
         ("Unused here", _sentences(seen.unused)),
         ("Warnings", _sentences(seen.warnings)),
     )

@@ -186,6 +186,11 @@ def read_step(
     """
     step = _chosen_step(run, step)
     table = read_tokens(run.folder.step_tokens(step))
+    if not len(table.slot):
+        raise NothingJudged(
+            f"Step {step} of {run.path} has no judged completion, so there is no credit to show; choose another --step; the reasons "
+            "stand in trainer_state.json under rewards."
+        )
     pieces = Pieces(run.config.model)
     stages: dict[str, Mapping[str, Float32Array]] = {run.condition: table.advantages}
     planning = table.mask.astype(np.bool_) if table.mask is not None else None
@@ -203,6 +208,10 @@ def read_step(
     if masks:
         notes.append(agreement(masks))
     return StepCredit(step, stages, table, planning, pieces, tuple(dict.fromkeys(notes)), masks)
+
+
+class NothingJudged(ConfigurationError):
+    """No completion of the step was judged, so there is no credit to show."""
 
 
 def _chosen_step(run: StoredRun, step: int | None) -> int:

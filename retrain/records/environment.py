@@ -7,9 +7,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrain import __version__
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 _DISTRIBUTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -35,6 +38,19 @@ def describe_environment(device: str) -> dict[str, Any]:
         "git": git_revision(Path.cwd()),
         "command": sys.argv,
     }
+
+
+def code_of(config: "TrainConfig") -> dict[str, Any]:
+    """Describe the code that runs: the git revision of retrain's own folder (null outside a checkout), and the plugins' files by hash."""
+    from retrain.plugins import plugin_hashes
+
+    folder = Path(__file__).resolve().parents[1]
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # the folder may be installed inside another project's checkout
+        revision: str | None = _git(folder, "rev-parse", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        revision = None
+    return {"revision": revision, "plugins": plugin_hashes(config)}
 
 
 def package_versions() -> dict[str, str]:

@@ -139,6 +139,10 @@ class RunFolder:
         places = (self.emergence_steps.parent, self.tokens, self.checkpoints, *self.lines(), self.verdicts)
         return [path for path in places if path.is_symlink()]
 
+    def blocked(self) -> list[Path]:
+        """Return files in place of folders that a run writes into."""
+        return [path for path in (self.emergence_steps.parent, self.tokens, self.checkpoints) if path.exists() and not path.is_dir()]
+
     def create(self) -> None:
         """Make the folder and mark it. Raises ConfigurationError if a file is in the way, EnvironmentFailure if it cannot be made."""
         mark(self.path, "run")
@@ -192,6 +196,10 @@ class RunFolder:
             # An evaluation counts completed steps, and one at `state.step` may have been cut before the state knew of it.
             truncate_to_step(path, state.last_evaluation + 1 if path == self.evaluation else state.step)
         self._cut_tokens(state.step)
+        from retrain.records.token_table import damage_of  # safetensors, which most readers of folders do without
+
+        for damage in filter(None, map(damage_of, sorted(self.tokens.glob("step_*.safetensors")))):
+            say(f"{damage}; `retrain inspect` cannot show it, and the run continues.")
 
     def forget_steps(self) -> None:
         """Set every row aside, and delete the token files, for a run that has no checkpoint yet."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from retrain.errors import RunFailed, first_line
 from retrain.records.disk import replacing_file, safetensors_io
 
 _STAGE = "advantages."
@@ -97,9 +98,24 @@ def write_tokens(path: Path, table: TokenTable, step: int) -> None:
         )
 
 
+def damage_of(path: Path) -> str:
+    """Return why a file of tokens cannot be read, as a clause; "" if its header fits its size."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            json.loads((file.metadata() or {})["retrain"])["stages"]
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+        return f"{path} is damaged ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
 def read_tokens(path: Path) -> TokenTable:
+    """Raises RunFailed, one sentence, for a file that cannot be read."""
     from safetensors import safe_open
 
+    if damage := damage_of(path):
+        raise RunFailed(f"{damage}; put back a copy of it, or look at another step.")
     with safe_open(path, framework="numpy") as file:
         stages: list[str] = json.loads((file.metadata() or {})["retrain"])["stages"]
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict

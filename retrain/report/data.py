@@ -16,10 +16,11 @@ from retrain.analysis.runs import MANIFEST, StoredRun, campaign_runs, find_runs,
 from retrain.analysis.status import RunStatus, run_status
 from retrain.analysis.verdict import TestSettings
 from retrain.errors import ConfigurationError, RetrainError
-from retrain.inspect.credit import StepCredit, read_step, stored_steps
+from retrain.inspect.credit import NothingJudged, StepCredit, read_step, stored_steps
 from retrain.parsing import is_path_text, read_object
 from retrain.records.entries import GenerationRecord
 from retrain.records.jsonl import read_jsonl
+from retrain.records.terminal import clean
 from retrain.report.curves import ConditionCurves, curves_by_condition
 
 _MOST_TOKEN_RUNS = 3
@@ -148,7 +149,8 @@ def read_report_data(request: ReportRequest) -> ReportData:
         notes += foreseen_lines(CampaignRecord.read(folder), planned)
     campaigns = [run.path.parent.parent.name if run.planned else "" for run in begun]
     several = len(set(campaigns)) > 1  # the name of its campaign then precedes a condition
-    labels = [f"{name}: {run.condition}" if several and name else run.condition for run, name in zip(begun, campaigns, strict=True)]
+    conditions = [clean(run.condition) or "?" for run in begun]  # matplotlib's warnings print a label as it is
+    labels = [f"{name}: {label}" if several and name else label for label, name in zip(conditions, campaigns, strict=True)]
     arms = curves_by_condition(zip(labels, begun, strict=True))
     if kind == "runs":
         notes += _mixed(arms)
@@ -237,6 +239,8 @@ def _tokens(arms: Sequence[ConditionCurves], against: Sequence[str], notes: list
             continue
         try:
             found.append(InspectedRun(arm.label, run.name, read_step(run, against=against)))
+        except NothingJudged as error:
+            notes.append(f"No tokens of {run.name}: {error}")
         except ConfigurationError:
             raise
         except RetrainError as error:

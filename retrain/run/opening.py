@@ -156,6 +156,8 @@ def _reopen(config: TrainConfig, folder: RunFolder) -> OpenedRun:
     """Open a folder to resume its run. Nothing in it changes before it is certain that the run can continue."""
     if links := folder.links():
         raise _not_resumable(folder, f"{links[0]} is a link, and nothing behind a link is changed", "put the file or folder itself there")
+    if blocked := folder.blocked():
+        raise _not_resumable(folder, f"{blocked[0]} is a file, and a run keeps a folder of that name", "move the file away")
     if not folder.config.is_file():
         raise _not_resumable(folder, f"{folder.config.name} is missing")
     stored = load_stored(folder.config)

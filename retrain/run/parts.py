@@ -13,8 +13,9 @@ from retrain.advantages.semantic import Encoder
 from retrain.advantages.sepa import SEPAController
 from retrain.backends.base import Backend
 from retrain.backends.declared import backend_class, capability_notes, engine_class, incapable
-from retrain.config import TrainConfig
+from retrain.config import TrainConfig, replaced
 from retrain.config.judging import judging_note, with_judging_reward
+from retrain.config.names import DATA_FILE_SUFFIXES, is_data_location, is_dotted
 from retrain.config.schema import Backend as BackendSettings
 from retrain.config.schema import Evaluation, Inference, Model, Training
 from retrain.data import PromptSet, contamination_note, encode_prompts, load_examples
@@ -28,7 +29,7 @@ from retrain.install import install_hint
 from retrain.model.budget import longest_row
 from retrain.model.text import TextModel, load_text_model
 from retrain.noise import Stream
-from retrain.plugins import user_code
+from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
 from retrain.rewards import FailureGuard, Scorer, build_scorer, gold_response
 from retrain.run.dialogues import SamplingPlan, Stage
@@ -80,37 +81,53 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     """
     if problems := incapable(config):
         raise ConfigurationError(problems)
+    check_plugins(config)
     for note in capability_notes(config):
         say(note)
     _connect_engine(config, say, learns)
+    verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
+    with ExitStack() as undo:
+        scorer = None if config.environment.provider else build_scorer(config, verdicts)  # its workers start while the model loads
+        if scorer:
+            undo.callback(scorer.close)
+        return _load_rest(config, choices, say, world, scorer, verdicts, learns=learns, undo=undo)
+
+
+def _load_rest(
+    config: TrainConfig,
+    choices: MachineChoices | None,
+    say: Say,
+    world: World,
+    scorer: Scorer | None,
+    verdicts: Path | None,
+    *,
+    learns: bool,
+    undo: ExitStack,
+) -> Parts:
+    """Load what may have to be asked of the hub; `undo` closes what was opened if something fails."""
     text = load_text(config.model, say)
     credit = CreditPipeline(config, text.vocabulary.pieces, lambda name: load_encoder(config.backend, name, world))
     for note in credit.notes:
         say(note)
-    with ExitStack() as undo:
-        stage = load_stage(config, text, say)
-        if stage:
-            undo.callback(stage.host.close)
-        prompts = load_prompts(config, text, stage, say)
-        if stage is None and (note := unasked_note(config, prompts.prompts)):
+    stage = load_stage(config, text, say)
+    if stage:
+        undo.callback(stage.host.close)
+    prompts = load_prompts(config, text, stage, say)
+    if stage is None and (note := unasked_note(config, prompts.prompts)):
+        say(note)
+    held_out = load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
+    judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
+    if judge:
+        undo.callback(judge.close)
+    for note in dict.fromkeys(asking.probe() for asking in dict.fromkeys((scorer, judge)) if asking):
+        if note:
             say(note)
-        held_out = load_held_out(config, text, stage, prompts, say) if config.evaluation.asked_for else None
-        verdicts = RunFolder(Path(config.logging.log_dir)).verdicts if learns else None
-        scorer = None if stage else build_scorer(config, verdicts)  # its workers start while the model loads
-        if scorer:
-            undo.callback(scorer.close)
-        judge = load_judge(config, scorer, verdicts, say) if held_out and scorer else scorer
-        if judge:
-            undo.callback(judge.close)
-        for note in dict.fromkeys(asking.probe() for asking in dict.fromkeys((scorer, judge)) if asking):
-            if note:
-                say(note)
-        if learns:
-            say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
-        backend = build_backend(config, text.eos_ids, choices, say, world)
-        undo.callback(backend.close)
-        backend.engine.say = say
-        undo.pop_all()
+    if learns:
+        say_memory(config, choices, [*prompts.prompts, *(held_out or ())], say, world)
+    backend = build_backend(config, text.eos_ids, choices, say, world)
+    undo.callback(backend.close)
+    backend.engine.say = say
+    undo.pop_all()
     sampler = Sampler(backend.engine, scorer, text.vocabulary.text, world=world, stage=stage)
     examiner = Sampler(backend.engine, judge, text.vocabulary.text, world=world, stage=stage)
     limit = config.reward.max_failure_rate
@@ -119,6 +136,43 @@ def load_parts(config: TrainConfig, choices: MachineChoices | None, say: Say, wo
     )
     guard = FailureGuard(limit)
     return Parts(text, prompts, backend, scorer, judge, stage, guard, sampler, credit, SEPAController(config.sepa), evaluator)
+
+
+def check_plugins(config: TrainConfig) -> None:
+    """Load every plugin that the run needs, but for its rewards, before anything is asked of the hub.
+
+    Raises ConfigurationError, with one sentence for each that cannot be loaded or fails on a small example.
+    """
+    problems: list[str] = []
+    regex = replaced(config, {"planning.detector": "regex"})  # the other detector's encoder is a model of the hub
+    for load in (lambda: CreditPipeline(regex, lambda ids: [""] * len(ids)), lambda: _load_sources(config)):
+        try:
+            load()
+        except ConfigurationError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _load_sources(config: TrainConfig) -> None:
+    """Load the plugins of [data] and [environment]; neither is called."""
+    if config.environment.provider and is_dotted(config.environment.provider):
+        load_plugin("environment", config.environment.provider, config)
+    elif not config.environment.provider and is_dotted(config.data.source) and not is_data_location(config.data.source):
+        load_plugin("data", config.data.source, config)
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Check, for `explain`, what a run would refuse in its plugins, its rewards and its data files. Nothing is asked of the hub.
+
+    Raises ConfigurationError or EnvironmentFailure, as the run would.
+    """
+    check_plugins(config)
+    if config.environment.provider:
+        return
+    build_scorer(replaced(config, {"reward.workers": 1})).close()
+    if config.data.path or config.data.source.endswith(DATA_FILE_SUFFIXES) or config.data.source in ("jsonl", "parquet"):
+        load_examples(config, "train")
 
 
 def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:

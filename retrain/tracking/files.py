@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from retrain.parsing import read_object
 from retrain.records.disk import replace_file, sync_folder
 from retrain.records.entries import EMERGENCE_FIELDS, GenerationRecord, StepRecord
-from retrain.records.environment import describe_environment
+from retrain.records.environment import code_of, describe_environment
 from retrain.records.evaluation import Evaluation
 from retrain.records.jsonl import Json, JsonlWriter, finite
 from retrain.records.redact import Redactor
@@ -60,6 +60,7 @@ class RunFiles(Tracker):
         replace_file(self._folder.config, dump_toml(self._redactor.config(self._config)))
         environment = describe_environment(device)
         environment = self._redactor.json(environment) | {"command": self._redactor.arguments(environment["command"])}
+        environment["code"] = code_of(self._config)  # hashes under names that may look like a secret's
         if self._folder.environment.exists():
             first = read_object(self._folder.environment)
             before = first.get("resumed")

@@ -1,0 +1,68 @@
+"""`retrain explain` refuses what the run would refuse, and a run's record names the code that ran."""
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain import train
+from retrain.cli.main import main
+from retrain.config import dump_toml
+from retrain.errors import ConfigurationError
+from tests.runs import small
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("absent_reward.score", {"reward": {"type": "absent_reward.score"}}),
+    ("absent_advantage.f", {"algorithm": {"advantage_mode": "absent_advantage.f"}}),
+    ("absent_transform.f", {"algorithm": {"transform_mode": "absent_transform.f"}}),
+    ("nowhere.jsonl", {"data": {"source": "nowhere.jsonl"}}),
+    ("absent_source.load", {"data": {"source": "absent_source.load"}}),
+]
+
+
+def explain_exit(folder: Path, sections: dict[str, Any], *flags: str) -> int:
+    (folder / "this.toml").write_text(dump_toml(small(folder / "run", **sections)))
+    return main(["explain", str(folder / "this.toml"), *flags])
+
+
+@pytest.mark.parametrize(("named", "sections"), WRONG)
+def test_a_missing_module_or_file_is_refused_by_explain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str, sections: dict[str, Any]
+) -> None:
+    assert explain_exit(tmp_path, sections) == 2
+    assert named in capsys.readouterr().out.partition("Would be refused")[2]
+
+
+def test_what_the_machine_lacks_is_refused_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain_exit(tmp_path, {"backend": {"devices": "gpu:63"}}) == 3
+    assert "gpu:63" in capsys.readouterr().out.partition("Would be refused")[2]
+    assert explain_exit(tmp_path, {"model": {"model": "./no-model-here"}}) == 3
+
+
+@pytest.mark.parametrize(("named", "sections"), WRONG[:3])
+def test_plugins_are_loaded_before_the_model_is_looked_for(tmp_path: Path, named: str, sections: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        train(small(tmp_path / "run", **{**sections, "model": {"model": "./no-model-here"}}), quiet=True)
+
+
+def test_the_code_of_a_run_is_recorded_and_not_run_by_explaining_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "open('imported', 'a').write('.')\ndef score(response, reference):\n    return 1.0\n"
+    (tmp_path / "token_score.py").write_text(code)
+    steps = {"max_steps": 1, "max_tokens": 4, "max_examples": 16}
+    train(small(tmp_path / "run", reward={"type": "token_score.score"}, training=steps), quiet=True, skip_parity=True)
+    recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["code"]
+    assert recorded["plugins"] == {"token_score.score": hashlib.sha256(code.encode()).hexdigest()}
+    package = Path(__file__).parents[1]
+    here = subprocess.run(["git", "-C", str(package), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    assert recorded["revision"] == (here.stdout.strip() or None)
+    (tmp_path / "imported").unlink()
+    stored = str(tmp_path / "run" / "config.toml")
+    assert main(["explain", stored]) == 2
+    assert "--trust" in capsys.readouterr().err and not (tmp_path / "imported").exists()
+    assert main(["explain", stored, "--trust"]) == 0 and (tmp_path / "imported").exists()
