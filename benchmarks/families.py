@@ -77,7 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": _VOCABULARY,
-    },  # fmt: skip
+    },
     "helium": {"head_dim": 8},
     "glm4": _HEAD,
     "apertus": {},
