@@ -8,18 +8,20 @@ import pytest
 import torch
 import transformers
 from runs import small
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from retrain import train
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.kv_cache import PromptPass
 from retrain.model import fused as decoder
-from retrain.model.attention import FusedAttention, attend
+from retrain.model.adapter import target_modules
+from retrain.model.attention import FusedAttention, attend, refuse_undecodable
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import choose_deterministic_experts
 from retrain.model.text import resolve_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from families import _SHAPE, FAMILIES, compare, tiny_model
+from families import _SHAPE, FAMILIES, adapted, compare, compare_padded, tiny_model
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 WINDOWED = ("mistral", "qwen2", "qwen3")
@@ -30,6 +32,25 @@ def test_sampler_and_learner_compute_the_familys_own_log_probs(family: str) -> N
     found = compare(family)
     assert found.fused == (family in FUSED)
     assert found.engine < 1e-4 and found.learner < 1e-4
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "doge", "nemotron", "deepseek_v3"])
+def test_a_family_that_only_a_server_samples_is_scored_padded_and_refused_by_the_sampler_in_a_sentence(family: str) -> None:
+    assert compare_padded(family) < 1e-4
+    with pytest.raises(ConfigurationError, match=r'engine = "pytorch" cannot decode \w+, which has .*; use .* or engine = "vllm"'):
+        refuse_undecodable(tiny_model(family))
+
+
+def test_layers_that_peft_refuses_are_one_sentence_and_elements_of_a_list_are_left_alone() -> None:
+    config = CONFIG_MAPPING["mamba2"](
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=16, n_groups=1, chunk_size=16
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigurationError, match=r"\[lora\] target_modules: peft does not adapt all of in_proj, out_proj in Mamba2"):
+        adapted(model, "mamba2")
+    model = tiny_model("gemma3n_text")
+    base, _, _ = adapted(model, "gemma3n_text")
+    assert not any(name.isdigit() for name in target_modules(base, []))
 
 
 @pytest.mark.parametrize("family", WINDOWED)

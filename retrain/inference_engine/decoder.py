@@ -48,11 +48,7 @@ class Decoder:
         base: Any = model
         self._base: Any = base.get_base_model() if hasattr(model, "peft_config") else base
         self._text_config: Any = self._base.config.get_text_config()
-        if reason := attention.missing(self._base):
-            raise ConfigurationError(
-                f'[inference] engine = "pytorch" cannot decode {type(self._base).__name__}, which has {reason}; '
-                'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
-            )
+        attention.refuse_undecodable(self._base)
         self.shards = shards
         self.fused = fused or FusedDecoder.of(self._base, merge=merge)
         over_pages = plain_paged if self.fused is None else self.fused.kernels.attend

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from retrain.errors import ConfigurationError, RunFailed
+from retrain.errors import ConfigurationError, RunFailed, first_line
 from retrain.model.dropout import DropoutKey, KeyedDropout, uniform_words
 from retrain.noise import Stream
 from retrain.parsing import read_object
@@ -48,7 +48,14 @@ class Adapter:
         # peft draws initial weights from the global generator, which ours replace, and reads an attribute that transformers deprecates.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            self.peft_model: PeftModel = get_peft_model(base.model, lora_config(base, lora, model.lora_rank), adapter_name=_ADAPTER)
+            settings = lora_config(base, lora, model.lora_rank)
+            try:
+                self.peft_model: PeftModel = get_peft_model(base.model, settings, adapter_name=_ADAPTER)
+            except ValueError as error:
+                raise ConfigurationError(
+                    f"[lora] target_modules: peft does not adapt all of {', '.join(sorted(settings.target_modules))} in "
+                    f"{type(base.model).__name__} ({first_line(error)}); name those that it may adapt, or use another model."
+                ) from error
         self.peft_model.eval()
         _initialise(self.peft_model, seed)
         if lora.dropout:
@@ -207,8 +214,9 @@ def target_modules(base: "BaseModel", wanted: list[str]) -> list[str]:
     names = set()
     for path, module in base.decoder.named_modules():
         numbered = any(part.isdigit() for part in path.split("."))  # inside the decoder's lists of blocks
-        if numbered and isinstance(module, nn.Linear | Conv1D):  # bitsandbytes' layers are nn.Linear too
-            names.add(path.rsplit(".", 1)[-1])
+        name = path.rsplit(".", 1)[-1]
+        if numbered and not name.isdigit() and isinstance(module, nn.Linear | Conv1D):  # bitsandbytes' layers are nn.Linear too
+            names.add(name)  # a layer that is itself an element of a list has the name of a block: peft would adapt that
     found = sorted(names)
     if not wanted:
         if not found:

@@ -9,12 +9,13 @@ Shape letters: R rows, Hq query heads, Hk key-value heads, T queries, L keys, D.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retrain.errors import ConfigurationError
+from retrain.errors import ConfigurationError, first_line
 from retrain.model.packed import computes_bf16
 from retrain.model.varlen import PackedKernel, PagedKernel, fits_flash, flash, flash_paged, plain_paged
 
@@ -22,6 +23,7 @@ KERNEL = "retrain"
 """The name under which transformers knows this attention."""
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_PROBE_TOKENS = 4
 _MASKED_QUERIES = 512
 """Queries scored together where a mask is needed, so that memory stays linear in the sequence."""
 
@@ -34,17 +36,74 @@ class AttentionBatch(Protocol):
         ...
 
 
-def missing(model: Any) -> str:
-    """Return the reason why `attend` cannot compute a model's attention; empty if it can.
+class Unpluggable(ConfigurationError):
+    """An attention layer asks for something that `attend` does not compute; `reason` names it."""
 
-    A model whose layers do not go through transformers' attention interface would silently compute something else.
+    def __init__(self, module: nn.Module, reason: str) -> None:
+        super().__init__(_undecodable(type(module).__name__, "uses", reason))
+        self.reason = reason
+
+
+def missing(model: Any) -> str:
+    """Return the reason why `attend` cannot compute a model's attention; empty if it can. The model runs on a few tokens to tell.
+
+    A model whose layers do not go through transformers' attention interface would silently compute something else, and one with a state
+    that goes from token to token would carry it from one packed row to the next.
     """
     config = model.config.get_text_config()
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if unknown:
         return f"layers of type {', '.join(unknown)}"
+    if getattr(model, "_is_stateful", False):
+        return "layers with a state of their own"
     pluggable = getattr(model, "_supports_attention_backend", False) and not getattr(config, "is_encoder_decoder", False)
-    return "" if pluggable else "no pluggable attention"
+    return _found_by_trying(model) if pluggable else "no pluggable attention"
+
+
+def refuse_undecodable(model: Any) -> None:
+    """Raise ConfigurationError for a model that the pytorch engine cannot sample from."""
+    if reason := missing(model):
+        raise ConfigurationError(_undecodable(type(model).__name__, "has", reason))
+
+
+def _undecodable(name: str, verb: str, reason: str) -> str:
+    return (
+        f'[inference] engine = "pytorch" cannot decode {name}, which {verb} {reason}; '
+        'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
+    )
+
+
+_tried: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
+"""What trying found, by model: a load asks three times."""
+
+
+def _found_by_trying(model: Any) -> str:
+    if model not in _tried:
+        weight = model.get_input_embeddings().weight
+        ids = torch.arange(min(_PROBE_TOKENS, weight.shape[0]), device=weight.device).unsqueeze(0)
+        batch = _Probe()
+        reason = ""
+        try:
+            with torch.no_grad(), plugged_in(model):
+                model(input_ids=ids, attention_mask=torch.ones_like(ids, dtype=torch.bool), attention_batch=batch, use_cache=False)
+            if not batch.calls:
+                reason = "an attention that is not transformers' interface"
+        except Unpluggable as error:
+            reason = error.reason
+        except TypeError as error:
+            reason = f"a forward pass that does not hand arguments on ({first_line(error)})"
+        _tried[model] = reason
+    return _tried[model]
+
+
+class _Probe:
+    """An attention of the right shape for every layer, which counts them."""
+
+    calls = 0
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:  # noqa: ARG002
+        self.calls += 1
+        return query
 
 
 @contextmanager
@@ -95,11 +154,10 @@ def attend(
         unknown.append("an attention mask of its own")
     if attention_batch is None:
         unknown.append("an attention layer that drops keyword arguments")
+    if value.shape[-1] != query.shape[-1]:
+        unknown.append(f"values of size {value.shape[-1]} beside keys of size {query.shape[-1]}")
     if attention_batch is None or unknown:
-        raise ConfigurationError(
-            f'[inference] engine = "pytorch" cannot decode {type(module).__name__}, which uses {unknown[0]}; '
-            'use a dense Llama, Qwen, Gemma, Mistral or Phi model, or engine = "vllm".'
-        )
+        raise Unpluggable(module, unknown[0])
     output = attention_batch.attention(query, key, value, scaling or query.shape[-1] ** -0.5, window or None, softcap)
     return output.transpose(1, 2).contiguous(), None
 

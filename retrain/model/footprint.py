@@ -21,7 +21,7 @@ from retrain.model.devices import attention_of
 from retrain.model.float8 import hold_layers_in_float8, widened_bytes
 from retrain.model.fused import FusedDecoder
 from retrain.model.head import Head
-from retrain.model.load import BaseModel, held_bytes
+from retrain.model.load import BaseModel, decoder_of, held_bytes
 from retrain.model.packing import PackedAttention, Segment
 from retrain.model.text import load_model_config
 
@@ -129,7 +129,7 @@ def weightless_model(model: "Model", lora: "Lora", dtype: torch.dtype, shards: W
             built.requires_grad_(False).eval()
             if model.dtype == "fp8":
                 hold_layers_in_float8(built.base_model, model.model)
-            base = BaseModel(built, built.base_model, Head(built.get_output_embeddings().weight), _META, dtype, shards)
+            base = BaseModel(built, decoder_of(built, model.model), Head(built.get_output_embeddings().weight), _META, dtype, shards)
             get_peft_model(base.model, lora_config(base, lora, model.lora_rank), low_cpu_mem_usage=True)
     except ConfigurationError:
         raise

@@ -108,7 +108,7 @@ def _load(settings: "Model", folder_or_id: str, device: torch.device, dtype: tor
     model = _from_pretrained(settings, folder_or_id, device, dtype)
     model.requires_grad_(False)
     model.eval()
-    decoder = model.base_model
+    decoder = decoder_of(model, settings.model)
     if settings.dtype == "fp8":
         hold_layers_in_float8(decoder, settings.model)
     if shards.size > 1:
@@ -121,6 +121,22 @@ def _load(settings: "Model", folder_or_id: str, device: torch.device, dtype: tor
     if device.type == "cuda":
         choose_deterministic_experts(model)
     return BaseModel(model, decoder, find_head(model, decoder, settings.model), device, dtype, shards)
+
+
+def decoder_of(model: "PreTrainedModel", name: str) -> nn.Module:
+    """Return the model without its head; a few families (Llama 4) name another module as their base than they have.
+
+    Raises ConfigurationError where there is none.
+    """
+    decoder: nn.Module | None = model.base_model
+    if decoder is model:
+        decoder = getattr(model, "model", None)
+    if decoder is None:
+        raise ConfigurationError(
+            f'[model] model = "{name}": {type(model).__name__} has no decoder apart from its head, so it cannot be trained here; use '
+            "another model."
+        )
+    return decoder
 
 
 def _remove_adapter(model: "PreTrainedModel") -> None:

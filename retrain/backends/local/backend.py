@@ -17,6 +17,7 @@ from retrain.distributed import ALONE, World
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import InferenceEngine, Truncation
 from retrain.model.adapter import Adapter
+from retrain.model.attention import refuse_undecodable
 from retrain.model.devices import choose_device, engine_options
 from retrain.model.fused import FusedDecoder
 from retrain.model.load import BaseModel, load_base_model
@@ -53,6 +54,8 @@ class LocalBackend(Backend):
         device, _, sampler_device = choose_device(config.backend, world)
         _choose_kernels(config.inference.attention_kernel)
         self._base = load_base_model(config, resolve_model(config.model.model), device, world)
+        if config.inference.engine == "pytorch":
+            refuse_undecodable(self._base.model)  # before peft may refuse its layers: the first reason is the one that counts
         self._adapter = Adapter(self._base, config.model, config.lora, config.training.seed)
         self._choices = world.broadcast(choose(config, self._base, world, choices))
         self._threads_before = torch.get_num_threads()
