@@ -75,6 +75,18 @@ def test_a_completion_whose_history_was_rewritten_counts_once_however_many_rows_
     assert distance(found, gradients(summing)) < 1e-5
 
 
+def test_prompt_mean_is_the_mean_over_prompts_of_the_mean_over_their_tokens() -> None:
+    """On policy, where a token's loss is minus its advantage."""
+    learner = make_learner(config_for(loss={"aggregation": "prompt_mean"}), 40)
+    rows = on_policy(learner, advantage=None)
+    of_prompt: dict[int, list[float]] = {}
+    for row in rows:
+        of_prompt.setdefault(row.group, []).extend(row.advantages.tolist())
+    assert len({len(values) for values in of_prompt.values()}) > 1
+    expected = -np.mean([np.mean(values) for values in of_prompt.values()])
+    assert learner.train([*rows, *silent([replace(row, group=9) for row in rows[:2]])], 0).loss == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sum"])
 def test_the_other_aggregations_are_over_the_completions_with_an_advantage(aggregation: str) -> None:
     learner = make_learner(config_for(loss={"aggregation": aggregation}))

@@ -129,6 +129,10 @@ WRONG: dict[str, tuple[str, str]] = {
         "return -tokens.advantages * (tokens.new + tokens.entropy)",
         "reads tokens.entropy, which is None unless it declares wrong.needs_entropy = True",
     ),
+    "fails for one token": (
+        "assert max(tokens.lengths) > 1\nreturn -tokens.advantages * tokens.new",
+        "fails on a part of a small example (AssertionError)",
+    ),
     "a number for a metric": (
         'return -tokens.advantages * tokens.new, {"kl": 0.1}',
         "its metric kl must be a tensor of shape [14] (tokens) or [5]",
@@ -341,13 +345,13 @@ def test_what_a_loss_raises_in_a_run_ends_it_in_a_sentence(module: Any) -> None:
 def test_a_run_with_a_copy_of_a_built_in_loss_has_its_bytes_with_workers_and_after_a_resume(module: Any, tmp_path: Path) -> None:
     module(SOUND)
     training = {"max_steps": 2, "max_tokens": 12, "save_every": 1, "micro_batch_tokens": 200, "updates_per_batch": 2}
-    train(small(tmp_path / "built_in", training=training, loss={"mode": "ppo"}), quiet=True)
+    train(small(tmp_path / "built_in", training=training, loss={"mode": "ppo"}), quiet=True, skip_parity=True)
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # and so two workers
     try:
         loss: dict[str, Any] = {"mode": "my_losses.ppo", "params": {"clip": 0.2}}
-        train(small(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss), quiet=True)
-        train(small(tmp_path / "own", training=training, loss=loss, resume={"from": str(tmp_path / "own")}), quiet=True)
+        train(small(tmp_path / "own", training=training | {"max_steps": 1}, loss=loss), quiet=True, skip_parity=True)
+        train(small(tmp_path / "own", training=training, loss=loss, resume={"from": str(tmp_path / "own")}), quiet=True, skip_parity=True)
     finally:
         torch.set_num_threads(before)
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):

@@ -201,6 +201,13 @@ def test_a_forward_pass_that_never_ends_inside_the_sdk_is_given_up(double: Doubl
     forever.set()
 
 
+@pytest.mark.parametrize("loss", [{"mode": "sapo"}, {"aggregation": "tinker_losses.halves"}], ids=str)
+def test_a_loss_that_is_computed_here_needs_torch(loss: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (problem,) = incapable(tinker_config(tmp_path, loss=loss))
+    assert "is computed here with torch, which is not installed; pip install torch" in problem
+
+
 def test_what_a_service_of_means_or_one_without_entropies_cannot_do_is_refused(tmp_path: Path, own_module: None) -> None:
     (problem,) = incapable(tinker_config(tmp_path, backend={"options": {"loss_reduction": "mean"}}, loss={"mode": "sapo"}))
     assert "use importance_sampling, ppo or cispo." in problem

@@ -4,14 +4,14 @@ A plugin declares it in its class, so its module is imported. The built-in ones 
 """
 
 import importlib
+import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from retrain.backends.base import BACKENDS, Backend, BackendCapabilities
-from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES
+from retrain.backends.losses import AGGREGATIONS, CORRECTIONS, LOSSES, TINKER_LOSSES
 from retrain.backends.own_loss import OwnFunction, own_functions
-from retrain.backends.tinker.datums import NATIVE_LOSSES
 from retrain.errors import ConfigurationError
 from retrain.inference_engine.base import ENGINE_CLASSES, ENGINES, EngineCapabilities, InferenceEngine
 from retrain.parsing import toml_value
@@ -103,11 +103,16 @@ def _loss_problems(config: "TrainConfig", backend: BackendCapabilities) -> Itera
         return
     if backend.losses:
         yield from _parameter_problems([(kind, name) for kind, (name, _) in names.items() if kind not in own], config)
-    if config.backend.backend == "tinker" and config.backend.tinker.loss_reduction == "mean" and loss.mode not in NATIVE_LOSSES:
+    if config.backend.backend == "tinker" and config.backend.tinker.loss_reduction == "mean" and loss.mode not in TINKER_LOSSES:
         yield (
             f'[loss] mode = "{loss.mode}" with [backend.options] loss_reduction = "mean": such a service divides by the weights that '
-            f"carry the gradient of a loss that is computed here; use {', '.join(NATIVE_LOSSES[:-1])} or {NATIVE_LOSSES[-1]}."
+            f"carry the gradient of a loss that is computed here; use {', '.join(TINKER_LOSSES[:-1])} or {TINKER_LOSSES[-1]}."
         )
+    here = config.backend.backend == "tinker" and backend.losses and loss.mode not in TINKER_LOSSES
+    if (own or here) and importlib.util.find_spec("torch") is None:
+        kind, name = next(iter({**own, "loss": loss.mode}.items()))
+        yield f'{KINDS[kind].key} = "{name}" is computed here with torch, which is not installed; pip install torch, or use another.'
+        return
     if not own:
         return
     from retrain.backends.proof import unproved  # torch comes with it

@@ -53,6 +53,9 @@ LOSSES: dict[str, BuiltinLoss] = {
 }
 """[loss] mode."""
 
+TINKER_LOSSES = ("importance_sampling", "ppo", "cispo")
+"""Values of [loss] mode that a Tinker service computes; the others are computed here."""
+
 CORRECTIONS: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "tis": frozenset({"correction_cap"}),

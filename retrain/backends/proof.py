@@ -43,7 +43,7 @@ class Batch:
         return replace(self.tokens, **chosen, lengths=tuple(lengths))
 
 
-def small_batch(function: OwnFunction | None = None, dtype: torch.dtype = torch.float64, spread: float = 0.3) -> Batch:
+def small_batch(function: OwnFunction | None = None, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Batch:
     """Make 14 tokens of 5 sequences: two certain ones (log-prob 0), ratios around 1, advantages of both signs and one of 0.
 
     `entropy` and `reference` are there if the function declares that it reads them; None: they are.
@@ -51,12 +51,12 @@ def small_batch(function: OwnFunction | None = None, dtype: torch.dtype = torch.
     draw, count = torch.Generator().manual_seed(3), sum(LENGTHS)
 
     def normal(scale: float) -> Tensor:
-        return (torch.randn(count, generator=draw, dtype=torch.float64) * scale).to(dtype)
+        return (torch.randn(count, generator=draw, dtype=torch.float64) * scale).to(device, dtype)
 
-    certain = torch.arange(count) % 9 == 2
+    certain = torch.arange(count, device=device) % 9 == 2
     leaf = (normal(1.0).abs().neg() - 0.01).masked_fill(certain, 0.0).requires_grad_()
     entropy = normal(1.0).abs().requires_grad_()
-    old = (leaf.detach() + normal(spread)).clamp(max=0.0).masked_fill(certain, 0.0)
+    old = (leaf.detach() + normal(0.3)).clamp(max=0.0).masked_fill(certain, 0.0)
     advantages = normal(1.0)
     advantages[count // 2] = 0.0
     given = {name: function is None or function.declares(f"needs_{name}") for name in ("entropy", "reference")}
@@ -77,8 +77,14 @@ def small_batch(function: OwnFunction | None = None, dtype: torch.dtype = torch.
 
 def prove(function: OwnFunction) -> None:
     """Raise Unproved for the first property of a plugin that does not hold. torch's random state stays as it was."""
+    provers = {"loss": prove_loss, "correction": prove_correction, "aggregation": prove_aggregation}
     with torch.random.fork_rng(devices=[]):
-        {"loss": prove_loss, "correction": prove_correction, "aggregation": prove_aggregation}[function.kind](function)
+        try:
+            provers[function.kind](function)
+        except Unproved:
+            raise
+        except Exception as error:  # the code is not ours
+            raise Unproved(f"fails on a part of a small example ({describe(error)})") from error
 
 
 def unproved(config: "TrainConfig") -> dict[str, str]:
@@ -253,14 +259,14 @@ def _equal_parts(function: OwnFunction, parts: Sequence[tuple[Sequence[int], Seq
 
 
 def prove_correction(function: OwnFunction) -> None:
-    batch = small_batch(None)
+    batch = small_batch(function)
     try:
         weights = function.call(batch.tokens)
     except Exception as error:
         raise Unproved(_why(function, error)) from error
     if not torch.isfinite(weights).all():
         raise Unproved("gives weights that are not finite")
-    _unchanged_and_deterministic(function, lambda: small_batch(None), lambda found: found)
+    _unchanged_and_deterministic(function, lambda: small_batch(function), lambda found: found)
     ends = list(accumulate(LENGTHS))
     for end, length in zip(ends, LENGTHS, strict=True):
         index = range(end - length, end)
@@ -289,6 +295,9 @@ def prove_aggregation(function: OwnFunction) -> None:
         raise Unproved("gives every token the weight 0, so nothing would be learned")
 
 
-def metric_names(function: OwnFunction) -> tuple[str, ...]:
-    """Return the names of the metrics that a loss reports, in order."""
-    return tuple(function(small_batch(function).tokens).metrics)
+def metric_names(function: OwnFunction, device: torch.device) -> tuple[str, ...]:
+    """Return the names of the metrics that a loss reports, in order. It is called as in a run: in float32, on the learner's device.
+
+    Raises RunFailed for what it raises there, such as a tensor of its own on another device.
+    """
+    return tuple(function(small_batch(function, torch.float32, device).tokens).metrics)

@@ -116,7 +116,7 @@ def row_weights(
 ) -> list[float]:
     """Return `sequence_weights` for rows, of which a completion whose history was rewritten has several: together they are one sequence.
 
-    `counts`: the tokens of each row that a mean is over.
+    `counts`: the tokens of each row that a mean is over; a row without one weighs nothing.
     """
     of_row = [(row.group, row.sample) for row in rows]
     lengths: dict[tuple[int, int], int] = {}
@@ -124,7 +124,7 @@ def row_weights(
         lengths[key] = lengths.get(key, 0) + count
     groups = [group for group, _ in lengths]
     weights = dict(zip(lengths, sequence_weights(list(lengths.values()), aggregation, max_tokens, completions, groups), strict=True))
-    return [weights[key] for key in of_row]
+    return [weights[key] if count else 0.0 for key, count in zip(of_row, counts, strict=True)]
 
 
 def num_completions(rows: Sequence[Row]) -> int:

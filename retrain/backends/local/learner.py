@@ -112,10 +112,10 @@ class Learner:
         self.optimizer = AdapterOptimizer(adapter.parameters, config.optimizer, config.training, config.loss.max_grad_norm)
         self.loss, self.max_tokens = config.loss, config.training.max_tokens
         self._own_loss, self._own_correction, self._aggregation = own_loss(config), own_correction(config), aggregation_of(config)
-        self._metrics = metric_names(self._own_loss) if self._own_loss else ()
-        own = self._own_loss
-        self._entropy = config.loss.entropy_coef != 0 or (own is not None and own.declares("needs_entropy"))
-        self._reference = config.loss.kl_coef != 0 or (own is not None and own.declares("needs_reference"))
+        self._metrics = metric_names(self._own_loss, base.device) if self._own_loss else ()
+        own = [function for function in (self._own_loss, self._own_correction) if function]
+        self._entropy = config.loss.entropy_coef != 0 or any(function.declares("needs_entropy") for function in own)
+        self._reference = config.loss.kl_coef != 0 or any(function.declares("needs_reference") for function in own)
         self.temperature = config.training.temperature
         self.seed = config.training.seed
         self._passes, self._minibatches = config.training.updates_per_batch, config.training.minibatches
@@ -234,12 +234,11 @@ class Learner:
         """Return row number -> weights, for all rows of the optimizer batch, whichever process computes them.
 
         The policy term is averaged over the rows that have one and the tokens that count in it; KL and entropy are averaged over all rows,
-        so that switching them on changes nothing in the policy term: a row without a token that counts in it has a policy weight of 0.
+        so that switching them on changes nothing in the policy term.
         """
         own, common = [row.row for row in rows], (self._aggregation, self.max_tokens, completions)
         policy = row_weights(own, [row.num_counted for row in own], *common)
         regulariser = row_weights(own, [row.num_actions for row in own], *common)
-        policy = [weight if row.num_counted else 0.0 for row, weight in zip(own, policy, strict=True)]
         return {row.number: _Weights(*weights) for row, *weights in zip(rows, policy, regulariser, strict=True)}
 
     def _pieces(self, rows: Sequence[LearnerRow], *, share: bool) -> Iterator[_Piece]:

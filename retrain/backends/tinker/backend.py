@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from retrain.backends.base import TINKER, RemoteBackend
+from retrain.backends.losses import TINKER_LOSSES
 from retrain.backends.own_loss import aggregation_of, own_loss
 from retrain.backends.rows import Update, check_rows, learning_rate, minibatch_split, num_completions, row_weights, step_result
 from retrain.backends.tinker.archive import download_adapter
 from retrain.backends.tinker.datums import (
-    NATIVE_LOSSES,
     ShiftedRow,
     Values,
     action_logprobs,
@@ -151,7 +151,7 @@ class TinkerBackend(RemoteBackend):
             weight_decay=training.weight_decay,
             grad_clip_norm=config.loss.max_grad_norm,
         )
-        if self.config.loss.mode not in NATIVE_LOSSES:
+        if self.config.loss.mode not in TINKER_LOSSES:
             return self._request_computed(rows, weights, adam)
         # A service that takes means divides each row's term, which is undone: the weights already normalise the gradient.
         means = config.backend.tinker.loss_reduction != "sum"

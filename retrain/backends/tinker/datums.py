@@ -78,8 +78,6 @@ def action_logprobs(row: ShiftedRow, output: Any) -> Float32Array | None:
 # rho = exp(log pi - log pi of the sampler). The service sums them over all tokens of all rows, and reports at most the sum.
 
 Values = npt.NDArray[np.float64]
-NATIVE_LOSSES = ("importance_sampling", "ppo", "cispo")
-"""Values of [loss] mode that the service computes; `own.py` computes the others."""
 
 
 def ratio_bounds(loss: "Loss") -> tuple[float, float] | None:
