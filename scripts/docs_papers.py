@@ -18,8 +18,8 @@ _PART = re.compile(r"^(Formula|Not reproduced|At the paper's scale|Source):\n", 
 INTRODUCTION = """\
 # Papers
 
-Made from `examples/papers/*.toml` by `make docs`. Each file runs as it stands, in half a minute on a CPU, and its gradient on one fixed
-batch is compared with the paper's formula, written out in float64 (`tests/test_papers.py`):
+Made from `examples/papers/*.toml` by `make docs`. Each file runs as it stands, in less than a minute on two CPU cores, and its
+gradient on one fixed batch is compared with the paper's formula, written out in float64 (`tests/test_papers.py`):
 
 ```bash
 retrain examples/papers/dapo.toml
