@@ -49,7 +49,7 @@ class Paste:
             done = subprocess.run(
                 ["bash", "-c", _SHELL + block], cwd=self.checkout, env=environment, capture_output=True, text=True, timeout=240
             )
-        if done.returncode and not self.problems or done.stderr:
+        if (done.returncode and not self.problems) or done.stderr:
             self.problems.append(f"{block}: exit code {done.returncode} {done.stderr}")
 
     def python(self, block: str) -> None:
@@ -121,9 +121,10 @@ def _run_campaign(config: Any, **_: Any) -> Any:
 
 
 def _become(what: str, *arguments: str) -> int:
+    from huggingface_hub import constants
+
     import retrain.campaign
     import retrain.run.loop
-    from huggingface_hub import constants
     from retrain.cli.main import main
 
     if "--probe" in arguments:  # a step of it is measured
