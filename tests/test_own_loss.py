@@ -185,6 +185,13 @@ def test_with_strict_false_a_wrong_loss_is_warned_of(module: Any) -> None:
     assert any("has a gradient where every advantage is 0" in note and "continues" in note for note in loss_notes(config))
 
 
+def test_a_loss_with_the_sign_of_a_gain_is_asked_about(module: Any) -> None:
+    module(SOUND + "\ndef gain(tokens):\n    return tokens.new * tokens.advantages\n")
+    assert any("is its sign meant?" in note for note in loss_notes(config_for(loss={"mode": "my_losses.gain"})))
+    for sound in ("dro", "mean_ratio", "surprised"):
+        assert not any("sign" in note for note in loss_notes(own(sound))), sound
+
+
 def test_explain_says_what_a_loss_declares(module: Any) -> None:
     module(SOUND)
     text = " ".join(explain(own("dro")).losses)

@@ -15,7 +15,7 @@ import pytest
 
 from retrain import train
 from retrain.config import dump_toml
-from retrain.errors import ConfigurationError, Interrupted, RunFailed, StoppedAtOnce
+from retrain.errors import ConfigurationError, Interrupted, RetrainError, RunFailed, StoppedAtOnce
 from retrain.run.interrupts import Interrupts
 from retrain.run.session import Session
 from tests.commands import Command
@@ -85,6 +85,25 @@ def test_overwrite_starts_anew_and_leaves_foreign_files_alone(tmp_path: Path) ->
     assert not any(path.exists() for path in of_the_run)
     assert len(lines(folder / "metrics.jsonl")) == 2
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"loss": {"mode": "no_such_module.loss"}},
+        {"data": {"source": "no_such_module.source"}},
+        {"backend": {"devices": "gpu:7"}},
+        {"model": {"model": "./no-such-model"}},
+    ],
+    ids=lambda mistake: next(iter(mistake)),
+)
+def test_what_is_refused_does_not_empty_the_folder_that_it_would_overwrite(mistake: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(small(folder, training={"max_steps": 1}), quiet=True, skip_parity=True)
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    with pytest.raises(RetrainError):
+        train(small(folder, **mistake), overwrite=True, quiet=True)
+    assert {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()} == before
 
 
 def test_nothing_without_our_marker_is_ever_deleted(tmp_path: Path) -> None:

@@ -137,10 +137,14 @@ def loss_notes(config: "TrainConfig") -> list[str]:
     functions = own_functions(config)
     if not functions:
         return []
-    from retrain.backends.proof import unproved  # torch comes with it
+    from retrain.backends.proof import has_wrong_sign, unproved  # torch comes with it
 
     warnings = unproved(config)
-    return [warnings.get(one.kind) or f"{one.where} {_loss_words(one)}." for one in functions]
+    notes = [warnings.get(one.kind) or f"{one.where} {_loss_words(one)}." for one in functions]
+    turned = [one for one in functions if one.kind == "loss" and one.kind not in warnings and has_wrong_sign(one)]
+    what = "makes tokens with a positive advantage less probable: is its sign meant? What it returns is minimised"
+    notes += [f"{one.where} {what}." for one in turned]
+    return notes
 
 
 def _loss_words(own: OwnFunction) -> str:

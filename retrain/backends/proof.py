@@ -113,6 +113,8 @@ def prove_loss(function: OwnFunction) -> None:
     changed = replace(batch.tokens, weights=batch.tokens.weights * 2, regulariser_weights=None)
     if not torch.equal(function.call(changed).values, terms.values):
         raise Unproved("reads tokens.weights, which are the normalisation of the whole batch and are applied outside; give terms without")
+    # First, since advantages whitened over the batch fail the next property too, for a reason that is not theirs.
+    _does_not_depend_on_the_cut(function)
     if not function.declares("own_term"):
         silent = small_batch(function)
         none = replace(silent.tokens, advantages=torch.zeros_like(silent.tokens.advantages))
@@ -121,13 +123,24 @@ def prove_loss(function: OwnFunction) -> None:
                 "has a gradient where every advantage is 0; multiply its terms by tokens.advantages, or declare "
                 f"{_attribute(function, 'own_term')} = True"
             )
-    _does_not_depend_on_the_cut(function)
     single = small_batch(function, torch.float32)
     found = function.call(single.tokens).values
     if found.dtype != torch.float32:
         raise Unproved(f"gives {found.dtype} for inputs of torch.float32; keep the dtype of tokens.new")
     if not torch.isfinite(found).all():
         raise Unproved("gives terms that are not finite in float32")
+
+
+def has_wrong_sign(function: OwnFunction) -> bool:
+    """True if minimising the terms makes tokens with a positive advantage less probable where old and new policy are equal.
+
+    It is asked, not proved: a loss may mean to do so.
+    """
+    batch = small_batch(function)
+    on_policy = replace(batch.tokens, old=batch.new.detach(), sampler=batch.new.detach())
+    silent = replace(on_policy, advantages=torch.zeros_like(on_policy.advantages))
+    own = _gradient(function.call(on_policy).values, batch) - _gradient(function.call(silent).values, batch)
+    return bool((own * batch.tokens.advantages).sum() > 0)
 
 
 def _called(function: OwnFunction, batch: Batch) -> Terms:

@@ -19,11 +19,10 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.explain.caveats import Power, campaign_caveats, campaign_power
 from retrain.explain.timing import Schedule, StepTime, from_pilot, from_probe, pilot_differences, schedule_campaign
 from retrain.inference_engine.base import EngineCapabilities
-from retrain.model.text import load_model_config
 from retrain.parsing import expanded
 from retrain.records.redact import Redactor, note_secrets
 from retrain.run.notes import notes
-from retrain.run.parts import check_inputs
+from retrain.run.parts import check_device, check_inputs, check_model
 
 if TYPE_CHECKING:
     from retrain.model.memory import Memory
@@ -182,7 +181,7 @@ def _input_problems(config: TrainConfig, *, here: bool) -> tuple[list[str], list
     """
     refused: list[str] = []
     lacking: list[str] = []
-    for check in (check_inputs, _check_model, *([_check_device] if here else [])):
+    for check in (check_inputs, check_model, *([check_device] if here else [])):
         try:
             check(config)
         except ConfigurationError as error:
@@ -190,18 +189,6 @@ def _input_problems(config: TrainConfig, *, here: bool) -> tuple[list[str], list
         except EnvironmentFailure as error:
             lacking.append(str(error))
     return refused, lacking
-
-
-def _check_model(config: TrainConfig) -> None:
-    if not config.model.trust_remote_code:  # whose code explaining does not run
-        load_model_config(config.model.model, config.model.revision)
-
-
-def _check_device(config: TrainConfig) -> None:
-    if config.backend.backend == "local":
-        from retrain.model.devices import choose_device
-
-        choose_device(config.backend)
 
 
 def _settings(config: TrainConfig) -> list[Setting]:

@@ -27,7 +27,7 @@ from retrain.errors import ConfigurationError, EnvironmentFailure
 from retrain.inference_engine.base import Truncation
 from retrain.install import install_hint
 from retrain.model.budget import longest_row
-from retrain.model.text import TextModel, load_text_model
+from retrain.model.text import TextModel, load_model_config, load_text_model
 from retrain.noise import Stream
 from retrain.plugins import load_plugin, user_code
 from retrain.records.run_folder import RunFolder
@@ -173,6 +173,20 @@ def check_inputs(config: TrainConfig) -> None:
     build_scorer(replaced(config, {"reward.workers": 1})).close()
     if config.data.path or config.data.source.endswith(DATA_FILE_SUFFIXES) or config.data.source in ("jsonl", "parquet"):
         load_examples(config, "train")
+
+
+def check_model(config: TrainConfig) -> None:
+    """Raise as the run would for a model that is not to be had."""
+    if not config.model.trust_remote_code:  # whose code checking does not run
+        load_model_config(config.model.model, config.model.revision)
+
+
+def check_device(config: TrainConfig) -> None:
+    """Raise as the run would for a device that is not here."""
+    if config.backend.backend == "local":
+        from retrain.model.devices import choose_device
+
+        choose_device(config.backend)
 
 
 def _connect_engine(config: TrainConfig, say: Say, learns: bool) -> None:

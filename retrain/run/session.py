@@ -6,10 +6,10 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 
-from retrain.backends.declared import loss_notes
+from retrain.backends.declared import incapable, loss_notes
 from retrain.config import TrainConfig
 from retrain.distributed import ALONE, World, joined
-from retrain.errors import EnvironmentFailure, Interrupted, RetrainError
+from retrain.errors import ConfigurationError, EnvironmentFailure, Interrupted, RetrainError
 from retrain.parsing import read_object
 from retrain.records.disk import replace_file
 from retrain.records.entries import EvaluationRecord, StepRecord
@@ -23,7 +23,7 @@ from retrain.run.interrupts import Interrupts
 from retrain.run.notes import preflight_lines, refuse_lone_sharding, skipped_gate_line
 from retrain.run.observer import StepObserver
 from retrain.run.opening import OpenedRun, open_run
-from retrain.run.parts import Parts, check_again, load_parts, run_parity_gate, training_plan
+from retrain.run.parts import Parts, check_again, check_device, check_inputs, check_model, load_parts, run_parity_gate, training_plan
 from retrain.run.pressure import Pressure
 from retrain.run.rollout import PrefetchedRollout, Rollout
 from retrain.run.saver import Saver, Schedule
@@ -304,8 +304,18 @@ def _opened(config: TrainConfig, overwrite: bool, world: World) -> Iterator[Open
         return
     with ExitStack() as stack:
         try:
+            if overwrite:
+                _check_before_overwriting(config)
             opened = stack.enter_context(open_run(config, overwrite=overwrite))
         except RetrainError as error:
             world.broadcast(error)
             raise
         yield world.broadcast(opened)
+
+
+def _check_before_overwriting(config: TrainConfig) -> None:
+    """Refuse what can be refused while the old run is still there."""
+    if problems := incapable(config):
+        raise ConfigurationError(problems)
+    for check in (check_inputs, check_model, check_device):
+        check(config)
