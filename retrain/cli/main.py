@@ -63,9 +63,11 @@ _LOCAL_TRAINER = ("torch", "peft")
 
 
 def _without_local_trainer(package: str) -> EnvironmentFailure:
+    from retrain.install import install_hint
+
     return EnvironmentFailure(
-        f"this needs {package}, which is not installed here (retrain-core leaves it out); install retrain itself with `pip install .` in a "
-        'clone of it, or train on a service with [backend] backend = "tinker".'
+        f"this needs {package}, which is not installed here (retrain-core leaves it out); install retrain itself with `{install_hint()}`, "
+        'or train on a service with [backend] backend = "tinker".'
     )
 
 
