@@ -122,8 +122,7 @@ class MAXDouble(RawDouble):
         if not 1 <= settings["logprobs"] <= 7:
             return error(400, "`logprobs` must be in [0, 7]")
         assert not settings["ignore_eos"], "the real server would not stop at stop_token_ids either"
-        self.calls = settings["seed"] - 1
-        return super().complete(body, prompt, {**settings, "n": 1, "logprobs": 0})
+        return super().complete(body, prompt, {**settings, "n": 1, "logprobs": 0, "own_seed": settings["seed"]})
 
 
 class MLXDouble(RawDouble):
@@ -146,8 +145,8 @@ class MLXDouble(RawDouble):
         if path != "/v1/completions" or body["model"] != str(LAB_MODEL) or not isinstance(body["prompt"], str):
             return 404, {"error": "text input must be of type `str`"}
         prompt, folder = self.tokenizer.encode(body["prompt"]), body.get("adapters")
-        self.calls += 1
         with self.lock:
+            self.calls += 1
             if folder:
                 self.adapters[folder] = self.in_peft(folder)
             (one,) = self.sample(folder or "base", prompt, {**body, "n": 1, "logprobs": 0})

@@ -20,7 +20,7 @@ from retrain.run.identical import chance_of_identical
 from retrain.run.observer import default_mismatch_limit
 from retrain.run.parts import Parts, _gate_inputs, load_parts, run_parity_gate
 
-CONFIG = small(Path("nowhere"), training={"temperature": 0.8})
+CONFIG = small(Path("nowhere"), training={"temperature": 0.8, "max_examples": 0})
 
 
 @pytest.fixture(scope="module")

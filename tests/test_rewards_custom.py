@@ -165,7 +165,7 @@ def test_info_that_cannot_travel_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("response", "reason"),
-    [("hang", "deadline_s"), ("sleep", "deadline_s"), ("exit", "exit code 3"), ("quit", "died"), ("crash", "signal 11")],
+    [("hang", "deadline_s"), ("sleep", "deadline_s"), ("exit", "exit code 3"), ("quit", "SystemExit"), ("crash", "signal 11")],
 )
 def test_code_that_hangs_or_dies_costs_one_verdict_and_the_worker_is_replaced(response: str, reason: str) -> None:
     with custom("by_request", deadline_s=2.0) as scorer:

@@ -66,7 +66,7 @@ def test_what_is_absent_is_a_dash_and_no_zero() -> None:
 def test_evaluation_line_shows_the_interval_and_what_could_not_be_judged() -> None:
     line = evaluation_line(evaluation(20, problem(4, 2, could_not_judge=1), problem(4, 1)))
     assert line == (
-        "Evaluation at step 20 | pass@1=37.5% [13.7%, 69.4%] | pass@4=100.0% [34.2%, 100.0%] | problems=2 | samples=8 | could_not_judge=1"
+        "Evaluation at step 20 | pass@1=37.5% [0.0%, 100.0%] | pass@4=100.0% [15.8%, 100.0%] | problems=2 | samples=8 | could_not_judge=1"
         " | time=3.2s"
     )
 

@@ -179,8 +179,8 @@ class VLLMDouble:
             return error(400, "prompt must be a string") if isinstance(prompt, list) else error(400, "a list of token ids")
         if self.replies_text:
             return self.write(body["model"], prompt, settings)
-        self.calls += 1
         with self.lock:
+            self.calls += 1
             completions = sorted(self.sample(body["model"], prompt, settings), key=lambda one: one.sample)
             top = self.top_logprobs(prompt, settings) if settings.get("logprobs") else None
         return 200, {"choices": [self.choice(one, prompt, top) for one in completions]}
@@ -200,8 +200,8 @@ class VLLMDouble:
     def write(self, model: str, prompt: str, settings: Any) -> Answer:
         texts, ids = Texts(small(Path("nowhere")).model, "The double"), []
         ids = texts.encode(prompt)
-        self.calls += 1
         with self.lock:
+            self.calls += 1
             found = sorted(self.sample(model, ids, settings), key=lambda one: one.sample)
         choices = [
             {
@@ -225,7 +225,7 @@ class VLLMDouble:
             count=settings.get("n", 1),
             max_tokens=min(settings["max_tokens"], self.context - len(prompt)),
             temperature=settings.get("temperature", 1.0),
-            noise=NoiseKey(7, 0, self.calls, 0),
+            noise=NoiseKey(7, 0, settings.get("own_seed", self.calls), 0),
             adapter_slot=BASE_MODEL if name == "base" else 0,
             truncation=cut if self.kept_sets else Truncation(),
         )

@@ -155,11 +155,12 @@ def check_plugins(config: TrainConfig) -> None:
 
 
 def _load_sources(config: TrainConfig) -> None:
-    """Load the plugins of [data] and [environment]; neither is called."""
+    """Load the plugins of [data] and [environment]; neither is called. A file here is no plugin, whatever its name ends in."""
+    source = config.data.source
     if config.environment.provider and is_dotted(config.environment.provider):
         load_plugin("environment", config.environment.provider, config)
-    elif not config.environment.provider and is_dotted(config.data.source) and not is_data_location(config.data.source):
-        load_plugin("data", config.data.source, config)
+    elif not config.environment.provider and is_dotted(source) and not is_data_location(source) and not Path(source).exists():
+        load_plugin("data", source, config)
 
 
 def check_inputs(config: TrainConfig) -> None:
